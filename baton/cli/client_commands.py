@@ -1,0 +1,169 @@
+"""Commands that talk to a running router: generate, chat, nodes, requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
+
+import grpc
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from baton.cli.receipt_table import receipt_line
+from baton.client import DEFAULT_ADDRESS, Client, Prompt
+from baton.errors import BatonError
+from baton.outputs import TextDelta
+from baton.process import print_error
+from baton.rpc import open_sync_channel
+from baton.sampling_params import SamplingParams
+from baton.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+
+RouterOption = Annotated[str, typer.Option(help="host:port of the router.")]
+MaxTokensOption = Annotated[int, typer.Option(help="Most output tokens.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TopKOption = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0: off.")]
+TopPOption = Annotated[float, typer.Option(help="Keep this much probability.")]
+SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to complete.")],
+    router: RouterOption = DEFAULT_ADDRESS,
+    max_tokens: MaxTokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
+    receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
+) -> None:
+    """Complete a text; prints it as it is made."""
+    with _errors():
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+        with Client(router) as client:
+            _, last = _print_stream(client, prompt, params, timeout_s)
+    if receipt and last is not None and last.receipt is not None:
+        Console(stderr=True, highlight=False).print(receipt_line(last.receipt), style="dim")
+
+
+def chat(
+    router: RouterOption = DEFAULT_ADDRESS,
+    max_tokens: MaxTokensOption = 256,
+    temperature: TemperatureOption = 0.7,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 0.9,
+    seed: SeedOption = None,
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+) -> None:
+    """Talk to the model; an empty line or Ctrl-D ends it."""
+    messages = [{"role": "system", "content": system}] if system else []
+    with _errors():
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+        with Client(router) as client:
+            while text := _read_line():
+                messages.append({"role": "user", "content": text})
+                answer, _ = _print_stream(client, messages, params, None)
+                messages.append({"role": "assistant", "content": answer})
+
+
+def nodes(router: RouterOption = DEFAULT_ADDRESS) -> None:
+    """List the nodes that have joined a router, and whom they reach."""
+    with _errors(), open_sync_channel(router) as channel:
+        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        try:
+            response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=5)
+        except grpc.RpcError as error:
+            _unreachable("router", router, error)
+    table = Table(
+        "node", "role", "requests", "running", "parked", "free blocks", "peers", "address"
+    )
+    for node in response.nodes:
+        table.add_row(
+            node.node_name,
+            types_pb2.NodeRole.Name(node.role).removeprefix("NODE_ROLE_").lower(),
+            str(node.num_requests),
+            str(node.beat.num_running),
+            str(node.beat.num_waiting_for_remote_kvs),
+            str(node.beat.num_free_blocks),
+            "\n".join(
+                f"{peer.node_name}: {peer.transport if peer.connected else peer.problem or '...'}"
+                for peer in node.peers
+            ),
+            node.address,
+        )
+    Console().print(table)
+
+
+def requests(
+    address: Annotated[str, typer.Argument(help="host:port of a node (see `baton nodes`).")],
+) -> None:
+    """List the open requests of one node."""
+    with _errors(), open_sync_channel(address) as channel:
+        stub = admin_pb2_grpc.NodeAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        try:
+            response = stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5)
+        except grpc.RpcError as error:
+            _unreachable("node", address, error)
+    table = Table("request", "status", "transfer", "tokens", "computed", "blocks", "age")
+    for request in response.requests:
+        table.add_row(
+            request.request_id,
+            request.status,
+            request.transfer_state,
+            str(request.num_tokens),
+            str(request.num_computed_tokens),
+            str(request.num_blocks),
+            f"{request.age_s:.1f} s",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{response.num_free_blocks} of {response.num_blocks} blocks free, "
+        f"{response.num_quarantined_blocks} in quarantine"
+    )
+
+
+def _print_stream(
+    client: Client, prompt: Prompt, params: SamplingParams, timeout_s: float | None
+) -> tuple[str, TextDelta | None]:
+    """Print a completion as it comes; returns its text and the last delta."""
+    pieces: list[str] = []
+    last = None
+    for delta in client.stream(prompt, params, timeout_s=timeout_s):
+        typer.echo(delta.text, nl=False)
+        pieces.append(delta.text)
+        last = delta
+    typer.echo()
+    return "".join(pieces), last
+
+
+def _read_line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        typer.echo()
+        return ""
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """One line and exit code 1 for our errors; 130 for Ctrl-C."""
+    try:
+        yield
+    except BatonError as error:
+        print_error(error)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo()
+        raise typer.Exit(130) from None
+
+
+def _unreachable(what: str, address: str, error: grpc.RpcError) -> NoReturn:
+    print_error(f"{what}: {address} cannot be reached ({error.code().name})")
+    raise typer.Exit(1)

@@ -1,0 +1,130 @@
+"""The options that both kinds of node take, and the command made of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from baton.client import DEFAULT_ADDRESS
+from baton.engine_config import DTYPES, EngineConfig
+from baton.errors import ConfigError
+from baton.process import print_error
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_DEFAULTS = EngineConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """Options of a prefill or decode node.
+
+    Attributes:
+        num_threads: of the engine's computations; 0 leaves it to torch.
+    """
+
+    model: str
+    name: str
+    router: str
+    listen: str
+    join_timeout_s: float
+    kv_connector: str
+    num_threads: int
+    engine: EngineConfig
+    log_level: str
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """``512M``, ``2GiB``, ``1000000``; raises ConfigError naming the option."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{option}: must be a number of bytes such as 512M or 2G, got {text!r}")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def node_command(role: str, summary: str, run: Callable[[NodeOptions], int]) -> Callable[..., None]:
+    """The command of a node program.
+
+    Args:
+        role: for the default name.
+        summary: what `--help` says first.
+        run: runs the node to its end; returns the exit code.
+    """
+
+    def command(
+        model: Annotated[str, typer.Option(help="Model folder or hub id.")],
+        router: Annotated[str, typer.Option(help="host:port of the router.")] = DEFAULT_ADDRESS,
+        name: Annotated[str, typer.Option(help="Name of this node; made up if empty.")] = "",
+        listen: Annotated[
+            str, typer.Option(help="host:port of health, reflection and admin; port 0: any free.")
+        ] = "127.0.0.1:0",
+        join_timeout_s: Annotated[
+            float, typer.Option(help="How long to try to reach the router at start, seconds.")
+        ] = 30.0,
+        kv_connector: Annotated[str, typer.Option(help="How KV blocks travel.")] = "nixl",
+        dtype: Annotated[
+            str, typer.Option(help=f"Weights and KV cache: {', '.join(DTYPES)}.")
+        ] = _DEFAULTS.dtype,
+        device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = _DEFAULTS.device,
+        num_threads: Annotated[
+            int, typer.Option(help="Threads for computing; 0: all cores.", min=0)
+        ] = 0,
+        block_size: Annotated[
+            int, typer.Option(help="Tokens per KV block; the same on all nodes.")
+        ] = _DEFAULTS.block_size,
+        num_blocks: Annotated[
+            int, typer.Option(help="KV blocks; 0: as many as --kv-cache-memory holds.", min=0)
+        ] = 0,
+        kv_cache_memory: Annotated[str, typer.Option(help="Memory for KV blocks.")] = "1G",
+        max_model_len: Annotated[
+            int, typer.Option(help="Most tokens of a request; 0: the model's own limit.", min=0)
+        ] = 0,
+        max_num_requests: Annotated[
+            int, typer.Option(help="Most requests in a batch.")
+        ] = _DEFAULTS.max_num_requests,
+        max_num_batched_tokens: Annotated[
+            int, typer.Option(help="Most tokens in a step.")
+        ] = _DEFAULTS.max_num_batched_tokens,
+        long_prefill_threshold: Annotated[
+            int, typer.Option(help="Most tokens of one prompt in a step (its chunk).")
+        ] = _DEFAULTS.long_prefill_threshold,
+        attention_backend: Annotated[
+            str, typer.Option(help="A backend's name, or auto.")
+        ] = _DEFAULTS.attention_backend,
+        log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    ) -> None:
+        try:
+            options = NodeOptions(
+                model=model,
+                name=name or f"{role}-{socket.gethostname()}-{os.getpid()}",
+                router=router,
+                listen=listen,
+                join_timeout_s=join_timeout_s,
+                kv_connector=kv_connector,
+                num_threads=num_threads,
+                engine=EngineConfig(
+                    dtype=dtype,
+                    device=device,
+                    block_size=block_size,
+                    num_blocks=num_blocks or None,
+                    kv_cache_bytes=parse_bytes("kv_cache_memory", kv_cache_memory),
+                    max_model_len=max_model_len or None,
+                    max_num_requests=max_num_requests,
+                    max_num_batched_tokens=max_num_batched_tokens,
+                    long_prefill_threshold=long_prefill_threshold,
+                    attention_backend=attention_backend,
+                ),
+                log_level=log_level,
+            )
+        except ConfigError as error:
+            print_error(error)
+            raise typer.Exit(1) from None
+        raise typer.Exit(run(options))
+
+    command.__doc__ = summary
+    return command

@@ -1,0 +1,34 @@
+"""Receipts as people read them."""
+
+from __future__ import annotations
+
+from baton.outputs import Receipt
+
+
+def receipt_line(receipt: Receipt) -> str:
+    """The receipt in one line."""
+    parts = [
+        f"{receipt.num_prompt_tokens} + {receipt.num_output_tokens} tokens",
+        f"TTFT {receipt.ttft_s * 1e3:.0f} ms",
+        f"{receipt.time_per_token_s * 1e3:.1f} ms/token",
+    ]
+    if receipt.decode is None:
+        parts.append(f"ended on {receipt.prefill_node} with its first token")
+        return " | ".join(parts)
+    push = receipt.decode.push
+    parts += [
+        f"{receipt.prefill_node} pushed {format_bytes(push.num_bytes)} "
+        f"({push.num_blocks} blocks) by {push.transport}",
+        f"{receipt.decode_node} computed {receipt.decode.num_prompt_tokens_computed} prompt tokens",
+    ]
+    return " | ".join(parts)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``1.5 MiB``."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

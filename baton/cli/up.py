@@ -1,0 +1,84 @@
+"""`baton up`: router, prefill and decode nodes on this machine, in one command."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from baton.client import DEFAULT_ADDRESS
+from baton.errors import BatonError
+from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
+from baton.process import print_error
+
+_STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
+
+
+def up(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Model folder or hub id.")],
+    prefill: Annotated[int, typer.Option(help="Prefill nodes.", min=1)] = 1,
+    decode: Annotated[int, typer.Option(help="Decode nodes.", min=1)] = 1,
+    listen: Annotated[str, typer.Option(help="host:port of the router.")] = DEFAULT_ADDRESS,
+    policy: Annotated[str, typer.Option(help="Routing policy.")] = "least_tokens",
+    dtype: Annotated[str, typer.Option(help="Weights and KV cache.")] = "auto",
+    kv_cache_memory: Annotated[str, typer.Option(help="KV memory of each node.")] = "1G",
+    node_args: Annotated[str, typer.Option(help="More options of every node, as one string.")] = "",
+    log_folder: Annotated[
+        Path | None, typer.Option(help="Where logs go; a temporary folder if not given.")
+    ] = None,
+    ready_timeout_s: Annotated[float, typer.Option(help="How long to wait for all nodes.")] = 120.0,
+) -> None:
+    """Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.
+
+    The machine's cores are divided between the nodes.
+    """
+    config = LocalDeploymentConfig(
+        model=model,
+        listen=listen,
+        num_prefill=prefill,
+        num_decode=decode,
+        router_args=["--policy", policy],
+        node_args=["--dtype", dtype, "--kv-cache-memory", kv_cache_memory, *node_args.split()],
+        log_folder=log_folder,
+    )
+    stopping = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        stopping.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    console = Console()
+    try:
+        with LocalDeployment(config) as deployment:
+            wait_ready(deployment, console, ready_timeout_s)
+            console.print(f'[green]ready[/]  baton generate --router {listen} "def add(a, b):"')
+            console.print("[dim]Ctrl-C stops everything[/]")
+            while not stopping.wait(0.5):
+                deployment.check()
+    except KeyboardInterrupt:
+        console.print("stopped")
+    except BatonError as error:
+        print_error(error)
+        raise typer.Exit(1) from None
+
+
+def wait_ready(deployment: LocalDeployment, console: Console, timeout_s: float) -> None:
+    """Wait for all nodes, showing each one's state; raises BatonError."""
+    with Live(_table(deployment.children), console=console, transient=False) as live:
+        deployment.wait_ready(timeout_s, lambda children: live.update(_table(children)))
+
+
+def _table(children: list[Child]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for child in children:
+        style = _STYLES[child.state]
+        table.add_row(child.name, f"pid {child.process.pid}", f"[{style}]{child.state}[/]")
+    return table

@@ -1,0 +1,62 @@
+"""EngineConfig: the options of an engine. Nothing found at run time is stored here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Checked when made; raises ConfigError naming the option.
+
+    Attributes:
+        dtype: of weights and KV cache; ``auto`` is float32 on a CPU, else the checkpoint's own.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        block_size: tokens per KV block.
+        num_blocks: KV blocks; None: as many as ``kv_cache_bytes`` holds.
+        kv_cache_bytes: memory for KV blocks when ``num_blocks`` is None.
+        max_model_len: most tokens (prompt and output) of a request; None: what the model was
+            made for, or what the KV cache holds if that is less.
+        max_num_requests: most requests in one batch.
+        max_num_batched_tokens: most tokens that one step computes.
+        long_prefill_threshold: most tokens of one prompt in a step, so that a long prompt is cut
+            into chunks and leaves room for others.
+        attention_backend: a name, or ``auto``.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int = GIB
+    max_model_len: int | None = None
+    max_num_requests: int = 64
+    max_num_batched_tokens: int = 1024
+    long_prefill_threshold: int = 512
+    attention_backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name in (
+            "block_size",
+            "max_num_requests",
+            "max_num_batched_tokens",
+            "long_prefill_threshold",
+            "kv_cache_bytes",
+            "num_blocks",
+            "max_model_len",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: must be 1 or more, got {value}")
+        if self.max_num_batched_tokens < self.max_num_requests:
+            raise ConfigError(
+                f"max_num_batched_tokens: must be at least max_num_requests "
+                f"({self.max_num_requests}), got {self.max_num_batched_tokens}"
+            )

@@ -1,0 +1,154 @@
+"""The words that router and node say to each other, as plain values.
+
+``baton/wire.py`` turns them into protobuf and back; nothing else needs to know the difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.outputs import DecodeReceipt, PrefillReceipt, RequestOutput
+from baton.sampling_params import SamplingParams
+
+
+class NodeRole(Enum):
+    """What a node does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+# ------------------------------------------------------------------ node -> router
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRegistration:
+    """Who a node is; two nodes are paired only if ``compatibility`` is equal in every entry."""
+
+    node_name: str
+    engine_id: str
+    role: NodeRole
+    version: str
+    address: str
+    peer_info: bytes
+    compatibility: dict[str, str]
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """Why a request failed on a node; ``code`` is the name of a gRPC status code."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """What one engine step did for one request. An ``error`` ends the request on this node."""
+
+    output: RequestOutput
+    epoch: int
+    prefill: PrefillReceipt | None = None
+    decode: DecodeReceipt | None = None
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeBeat:
+    """How busy a node is."""
+
+    num_waiting: int = 0
+    num_waiting_for_remote_kvs: int = 0
+    num_running: int = 0
+    num_free_blocks: int = 0
+    num_quarantined_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReport:
+    """Whether a node reaches a peer through its KV connector, and how."""
+
+    engine_id: str
+    connected: bool
+    transport: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestView:
+    """An open request as operators see it; ``status`` and ``transfer_state`` are names."""
+
+    request_id: str
+    status: str
+    transfer_state: str
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    age_s: float
+
+
+NodeEvent = tuple[RequestDelta, ...] | NodeBeat | PeerReport
+
+# ------------------------------------------------------------------ router -> node
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUpdate:
+    """A node of the other role came (``peer_info``) or went (``removed``)."""
+
+    engine_id: str
+    peer_info: bytes = b""
+    removed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCommand:
+    """Compute a prompt's KV, sample token 1, hand over. Ends here if no decode node is named."""
+
+    request_id: str
+    epoch: int
+    prompt_token_ids: list[int] = field(repr=False)
+    sampling_params: SamplingParams
+    decode_engine_id: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCommand:
+    """Park a request until its KV arrives, then decode it from token 2 on."""
+
+    request_id: str
+    epoch: int
+    prompt_token_ids: list[int] = field(repr=False)
+    sampling_params: SamplingParams
+    prefill_engine_id: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CancelCommand:
+    """End a request on this node; harmless when it is not there (any more)."""
+
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The router wants nothing to do with this node (any more), and why."""
+
+    problem: str
+
+
+RouterCommand = Refusal | PeerUpdate | PrefillCommand | DecodeCommand | CancelCommand
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAll:
+    """Not from the router but because of it: end every request it had placed on the node."""
+
+    reason: str

@@ -1,0 +1,224 @@
+"""LocalDeployment: a router and its nodes as processes of this machine.
+
+Starts them, waits until every pair is connected, and ends all of them whatever happens: they hold
+a pipe of ours, so that even kill -9 of this process ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+
+from baton.errors import ConfigError, NodeUnavailableError
+from baton.process import PARENT_PIPE_VARIABLE
+from baton.rpc import open_sync_channel
+from baton.v1 import admin_pb2, admin_pb2_grpc
+
+STOP_GRACE_S = 6.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalDeploymentConfig:
+    """What to start.
+
+    Attributes:
+        listen: of the router.
+        router_args: more arguments of `baton router`.
+        node_args: more arguments of every `baton prefill` and `baton decode`.
+        log_folder: where each process's log goes; None: a temporary folder.
+    """
+
+    model: str
+    listen: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    router_args: Sequence[str] = ()
+    node_args: Sequence[str] = ()
+    log_folder: Path | None = None
+
+
+@dataclass(slots=True)
+class Child:
+    """One started process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    state: str = field(default="starting")
+
+
+class LocalDeployment:
+    """Use as a context manager: inside, everything runs; after it, nothing is left."""
+
+    def __init__(self, config: LocalDeploymentConfig) -> None:
+        self.config = config
+        self.children: list[Child] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> LocalDeployment:
+        folder = self.config.log_folder
+        if folder is None:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log_folder = folder
+        self._read_end, self._write_end = os.pipe()
+        try:
+            self._start_all()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # ------------------------------------------------------------------ life
+
+    def wait_ready(
+        self, timeout_s: float, on_progress: Callable[[list[Child]], None] | None = None
+    ) -> None:
+        """Wait until each node has joined and each pair is connected.
+
+        Raises:
+            ConfigError: a process ended; the message is its own last line.
+            NodeUnavailableError: the time is up.
+        """
+        give_up_at = time.monotonic() + timeout_s
+        with open_sync_channel(self.config.listen) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            while True:
+                self.check()
+                self._update_states(stub)
+                if on_progress is not None:
+                    on_progress(self.children)
+                if all(child.state == "ready" for child in self.children):
+                    return
+                if time.monotonic() > give_up_at:
+                    states = ", ".join(f"{child.name} {child.state}" for child in self.children)
+                    raise NodeUnavailableError(f"not ready after {timeout_s:g} s: {states}")
+                time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """Raise ConfigError if a process has ended."""
+        for child in self.children:
+            code = child.process.poll()
+            if code is not None:
+                raise ConfigError(f"{child.name} ended: {_last_words(child, code)}")
+
+    def stop(self) -> None:
+        """End every process, the nodes first; the router stays to hear of it."""
+        for group in (self.children[1:], self.children[:1]):
+            for child in group:
+                if child.process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        child.process.send_signal(signal.SIGTERM)
+            give_up_at = time.monotonic() + STOP_GRACE_S
+            for child in group:
+                try:
+                    child.process.wait(max(0.0, give_up_at - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    child.process.kill()
+                    child.process.wait()
+        self.children.clear()
+        for descriptor in (self._read_end, self._write_end):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._stack.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _start_all(self) -> None:
+        config = self.config
+        num_nodes = config.num_prefill + config.num_decode
+        cores = list(divide_cores(sorted(os.sched_getaffinity(0)), num_nodes))
+        self._start(
+            "router",
+            ["router", "--model", config.model, "--listen", config.listen, *config.router_args],
+            None,
+        )
+        names = [("prefill", f"p{i}") for i in range(config.num_prefill)]
+        names += [("decode", f"d{i}") for i in range(config.num_decode)]
+        for (command, name), share in zip(names, cores, strict=True):
+            self._start(
+                name,
+                [
+                    command, "--model", config.model, "--router", config.listen, "--name", name,
+                    "--num-threads", str(len(share)), *config.node_args,
+                ],
+                share,
+            )  # fmt: skip
+
+    def _start(self, name: str, arguments: list[str], cores: list[int] | None) -> None:
+        log = self._log_folder / f"{name}.log"
+        environment = {**os.environ, PARENT_PIPE_VARIABLE: str(self._read_end)}
+        if cores is not None:
+            environment["OMP_NUM_THREADS"] = str(len(cores))
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "baton", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=(self._read_end,),
+                # Ctrl-C reaches the whole foreground group; the children are ended by us, in order.
+                start_new_session=True,
+            )
+        if cores is not None:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(process.pid, cores)
+        self.children.append(Child(name, process, log))
+
+    def _update_states(self, stub: admin_pb2_grpc.AdminStub) -> None:
+        try:
+            response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2)
+        except grpc.RpcError:
+            return
+        joined = {node.node_name: node for node in response.nodes}
+        num_peers = {"p": self.config.num_decode, "d": self.config.num_prefill}
+        for child in self.children:
+            node = joined.get(child.name)
+            if child.name == "router":
+                child.state = "ready"
+            elif node is not None:
+                connected = sum(peer.connected for peer in node.peers)
+                child.state = "ready" if connected >= num_peers[child.name[0]] else "connecting"
+
+
+def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]]:
+    """Each process's share of the cores: disjoint while there are enough, else one each in turn."""
+    if num_processes >= len(cores):
+        for index in range(num_processes):
+            yield [cores[index % len(cores)]]
+        return
+    size, extra = divmod(len(cores), num_processes)
+    start = 0
+    for index in range(num_processes):
+        end = start + size + (index < extra)
+        yield list(cores[start:end])
+        start = end
+
+
+def _last_words(child: Child, code: int) -> str:
+    lines = child.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if errors:
+        return errors[-1]
+    return f"exit code {code}; {lines[-1] if lines else 'it printed nothing'}"

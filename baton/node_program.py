@@ -1,0 +1,145 @@
+"""A node's asyncio side: its own gRPC server, its link to the router, signals, and the end.
+
+Both kinds of node run this. The node itself (its engine and connector) lives on its own thread;
+here are only queues to and from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from baton import wire
+from baton.errors import EngineDeadError
+from baton.link import (
+    AbortAll,
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    RequestView,
+    RouterCommand,
+)
+from baton.process import stop_event
+from baton.router_link import RouterLink
+from baton.rpc import RpcServer
+from baton.v1 import admin_pb2, admin_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+BEAT_INTERVAL_S = 0.25
+
+
+class NodeProgram(Protocol):
+    """What this file needs of a node; all of it may be called from any thread."""
+
+    def submit(self, command: RouterCommand | AbortAll) -> None:
+        """Take a command and wake the engine's thread."""
+
+    def beat(self) -> NodeBeat: ...
+
+    def requests(self) -> Iterable[RequestView]: ...
+
+    def close(self) -> None:
+        """End the engine's and the connector's threads."""
+
+
+class NodeAdmin(admin_pb2_grpc.NodeAdminServicer):
+    """What operators may ask of a node."""
+
+    def __init__(self, node: NodeProgram, num_blocks: int) -> None:
+        self._node = node
+        self._num_blocks = num_blocks
+
+    async def ListRequests(  # gRPC's naming
+        self, request: admin_pb2.ListRequestsRequest, context: object
+    ) -> admin_pb2.ListRequestsResponse:
+        """Open requests with their status and transfer state, and the state of the cache."""
+        beat = self._node.beat()
+        return admin_pb2.ListRequestsResponse(
+            requests=[wire.request_view_to_proto(view) for view in self._node.requests()],
+            num_free_blocks=beat.num_free_blocks,
+            num_blocks=self._num_blocks,
+            num_quarantined_blocks=beat.num_quarantined_blocks,
+        )
+
+
+async def run_node_program(
+    make_node: Callable[[Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram],
+    make_registration: Callable[[NodeProgram, str], NodeRegistration],
+    *,
+    router: str,
+    listen: str,
+    join_timeout_s: float,
+) -> None:
+    """Run a node until it is told to stop.
+
+    Args:
+        make_node: given where events go and what to call when the engine dies, loads the model
+            and starts the node's threads. Runs before anything is registered.
+        make_registration: of the node, given the address of its server.
+        router: ``host:port`` to join.
+        listen: ``host:port`` of the node's own server; port 0 is any free one.
+        join_timeout_s: how long to wait for a router that does not answer.
+
+    Raises:
+        BatonError: the node could not start or join, or its engine died.
+    """
+    loop = asyncio.get_running_loop()
+    stopping = stop_event(loop)
+    events: asyncio.Queue[NodeEvent] = asyncio.Queue()
+    death: list[Exception] = []
+
+    def emit(event: NodeEvent) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    def on_death(error: Exception) -> None:
+        death.append(error)
+        loop.call_soon_threadsafe(stopping.set)
+
+    node = await asyncio.to_thread(make_node, emit, on_death)
+    registration = make_registration(node, "")
+    server = RpcServer(
+        [admin_pb2.DESCRIPTOR.services_by_name["NodeAdmin"]],
+        lambda grpc_server: admin_pb2_grpc.add_NodeAdminServicer_to_server(  # type: ignore[no-untyped-call]  # generated
+            NodeAdmin(node, registration.num_blocks), grpc_server
+        ),
+    )
+    try:
+        address = await server.start(listen)
+        link = RouterLink(
+            router,
+            make_registration(node, address),
+            events,
+            node.submit,
+            on_joined=server.set_serving,
+            join_timeout_s=join_timeout_s,
+        )
+        await _run_until(stopping, link, node)
+        if death:
+            raise EngineDeadError(f"the engine cannot continue: {death[0]}")
+    finally:
+        await server.stop(grace_s=0.5)
+        await asyncio.to_thread(node.close)
+
+
+async def _run_until(stopping: asyncio.Event, link: RouterLink, node: NodeProgram) -> None:
+    async def beats() -> None:
+        while True:
+            link.send(node.beat())
+            await asyncio.sleep(BEAT_INTERVAL_S)
+
+    tasks = [
+        asyncio.create_task(stopping.wait()),
+        asyncio.create_task(link.run()),
+        asyncio.create_task(beats()),
+    ]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # raises what the task raised
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

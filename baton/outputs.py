@@ -1,0 +1,107 @@
+"""What comes back: deltas of a running request, the finished completion, and its receipt.
+
+Torch-free and protobuf-free, so that the engine, the nodes, the router and the client share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why an output ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """New tokens of one request.
+
+    Attributes:
+        output_index: position in the output of ``token_ids[0]``; makes duplicates harmless.
+    """
+
+    request_id: str
+    output_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillReceipt:
+    """What the prefill node did; durations in seconds on that node's clock."""
+
+    queue_s: float
+    prefill_s: float
+    num_chunks: int
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReceipt:
+    """What became of the KV blocks; travels in the commit record."""
+
+    num_bytes: int
+    num_blocks: int
+    transport: str
+    exposed_transfer_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeReceipt:
+    """What the decode node did; durations in seconds on that node's clock."""
+
+    parked_s: float
+    first_step_s: float
+    steps_until_first: int
+    num_prompt_tokens_computed: int
+    num_forwards: int
+    num_preemptions: int
+    push: PushReceipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """The latency receipt of a finished request; ``decode`` is None when it ended with token 1."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    ttft_s: float
+    total_s: float
+    prefill_node: str
+    decode_node: str
+    prefill: PrefillReceipt
+    decode: DecodeReceipt | None
+
+    @property
+    def time_per_token_s(self) -> float:
+        """Mean seconds per token after the first; 0 when there is only one."""
+        after_first = self.num_output_tokens - 1
+        return (self.total_s - self.ttft_s) / after_first if after_first > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """One streamed piece of a completion, as a client sees it."""
+
+    request_id: str
+    output_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    receipt: Receipt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished output. ``text`` is empty when there is no tokenizer."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    receipt: Receipt | None = None

@@ -1,0 +1,89 @@
+"""Process life: one-line errors, logging, stop signals, and never outliving the parent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+from baton.errors import BatonError
+
+PARENT_PIPE_VARIABLE = "BATON_PARENT_PIPE"
+_PARENT_GRACE_S = 5.0
+
+
+def run_program(main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str) -> int:
+    """Run a program's main coroutine to its end; returns the exit code.
+
+    What is wrong with options, files or peers is one line on standard error, without a traceback.
+    """
+    set_up_logging(log_level)
+    watch_parent()
+    try:
+        uvloop.run(main())
+    except BatonError as error:
+        print_error(error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def print_error(error: object) -> None:
+    """One line on standard error."""
+    text = " ".join(str(error).split())
+    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.flush()
+
+
+def set_up_logging(level: str) -> None:
+    """Log to standard error, one line each."""
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+
+
+def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    event = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event
+
+
+def watch_parent() -> None:
+    """End this process when the one that started it ends, however that ends.
+
+    `baton up` hands each child the reading end of a pipe that it never writes to: end of file
+    means that it is gone. Works after kill -9 of the parent, too.
+    """
+    value = os.environ.pop(PARENT_PIPE_VARIABLE, "")
+    if not value.isdigit():
+        return
+    descriptor = int(value)
+
+    def wait() -> None:
+        while True:
+            try:
+                if not os.read(descriptor, 1):
+                    break
+            except InterruptedError:
+                continue
+            except OSError:
+                break
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(_PARENT_GRACE_S)
+        os._exit(1)  # it did not stop by itself
+
+    threading.Thread(target=wait, name="watch-parent", daemon=True).start()

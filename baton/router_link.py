@@ -1,0 +1,128 @@
+"""RouterLink: a node's end of the one stream between it and a router.
+
+Joins, carries events up and commands down, and joins again when the stream breaks. Every request
+of a broken link is aborted: the router that wanted it is gone or will place it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+
+from baton import wire
+from baton.errors import ConfigError, InvalidRequestError, NodeUnavailableError
+from baton.link import AbortAll, NodeBeat, NodeEvent, NodeRegistration, Refusal, RouterCommand
+from baton.rpc import open_channel
+from baton.v1 import node_pb2, node_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+RETRY_INTERVAL_S = 0.5
+
+
+class RouterLink:
+    """One node's link to one router.
+
+    Args:
+        router: ``host:port``.
+        registration: who this node is.
+        events: from the node's thread; drained into the stream.
+        submit: takes commands; returns at once.
+        on_joined: called with True when registered, with False when the link is lost.
+        join_timeout_s: how long to try for the first time.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        registration: NodeRegistration,
+        events: asyncio.Queue[NodeEvent],
+        submit: Callable[[RouterCommand | AbortAll], None],
+        *,
+        on_joined: Callable[[bool], Awaitable[None]],
+        join_timeout_s: float,
+    ) -> None:
+        self._router = router
+        self._registration = registration
+        self._events = events
+        self._submit = submit
+        self._on_joined = on_joined
+        self._join_timeout_s = join_timeout_s
+        self._joined = False
+
+    def send(self, beat: NodeBeat) -> None:
+        """Queue a beat; dropped while there is no link."""
+        if self._joined:
+            self._events.put_nowait(beat)
+
+    async def run(self) -> None:
+        """Keep the link up for ever.
+
+        Raises:
+            NodeUnavailableError: the router did not answer in time, the first time.
+            ConfigError: the router refused this node, and why.
+        """
+        give_up_at = time.monotonic() + self._join_timeout_s
+        ever_joined = warned = False
+        while True:
+            async with open_channel(self._router) as channel:
+                try:
+                    await self._hold(channel)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.INTERNAL:
+                        logger.warning("link to the router broke: %s", error.details())
+            if self._joined:
+                self._joined, ever_joined, warned = False, True, False
+                self._submit(AbortAll("the link to the router broke"))
+                await self._on_joined(False)
+            if not ever_joined and time.monotonic() > give_up_at:
+                raise NodeUnavailableError(
+                    f"router: {self._router} cannot be reached (tried for "
+                    f"{self._join_timeout_s:g} s)"
+                )
+            if not warned:
+                warned = True
+                logger.warning("router %s cannot be reached; trying again", self._router)
+            await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def _hold(self, channel: grpc.aio.Channel) -> None:
+        """Register, then carry messages until the stream breaks."""
+        stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
+        call = stub.Link()
+        await call.write(wire.registration_to_proto(self._registration))
+        first = await call.read()
+        if not isinstance(first, node_pb2.RouterMessage):
+            return
+        self._take(first)
+        while not self._events.empty():  # of a time before this link
+            self._events.get_nowait()
+        self._joined = True
+        await self._on_joined(True)
+        logger.info("joined router %s as %s", self._router, self._registration.node_name)
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while isinstance(message := await call.read(), node_pb2.RouterMessage):
+                self._take(message)
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        while True:
+            await call.write(wire.node_event_to_proto(await self._events.get()))
+
+    def _take(self, message: node_pb2.RouterMessage) -> None:
+        try:
+            command = wire.command_from_proto(message)
+        except InvalidRequestError as error:  # from the network: data, not a bug
+            logger.warning("dropped a command: %s", error)
+            return
+        if isinstance(command, Refusal):
+            raise ConfigError(f"the router refused this node: {command.problem}")
+        if command is not None:
+            self._submit(command)

@@ -1,0 +1,171 @@
+"""gRPC set-up that every program shares: servers, channels, and errors to status codes.
+
+Takes our exceptions, gives status codes; nobody else calls `context.abort`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.errors import STATUS_OF_ERROR, BatonError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+_SERVER_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Without this a second server on the same port would start and take half of the calls.
+    ("grpc.so_reuseport", 0),
+]
+
+
+def status_of(error: BatonError) -> grpc.StatusCode:
+    """The status code of one of our errors; the nearest class in the table counts."""
+    for kind in type(error).__mro__:
+        if kind in STATUS_OF_ERROR:
+            return grpc.StatusCode[STATUS_OF_ERROR[kind]]
+    return grpc.StatusCode.INTERNAL
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
+    """Turns what a handler raises into a status: ours by the table, all else into INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        if handler.unary_unary:
+            wrapped = _guard_unary(handler.unary_unary)
+            make = grpc.unary_unary_rpc_method_handler
+        elif handler.unary_stream:
+            wrapped = _guard_stream(handler.unary_stream)
+            make = grpc.unary_stream_rpc_method_handler
+        elif handler.stream_stream:
+            wrapped = _guard_stream(handler.stream_stream)
+            make = grpc.stream_stream_rpc_method_handler
+        else:
+            return handler
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            await _abort(context, error)
+
+    return guarded
+
+
+def _guard_stream(behavior: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async with contextlib.aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _abort(context, error)
+
+    # Services of other libraries (reflection, health) are plain coroutines or generators of theirs;
+    # what is not one of our async generators passes through untouched.
+    return guarded if inspect.isasyncgenfunction(behavior) else behavior
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, BatonError):
+        await context.abort(status_of(error), str(error))
+    logger.error("unexpected error in a call", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+
+
+class RpcServer:
+    """A gRPC server with health checking and reflection.
+
+    Args:
+        services: full names of the services that `register` adds, for reflection.
+        register: adds the servicers to the server.
+    """
+
+    def __init__(
+        self,
+        services: Sequence[ServiceDescriptor],
+        register: Callable[[grpc.aio.Server], None],
+    ) -> None:
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
+        register(self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._service_names = [service.full_name for service in services]
+        reflection.enable_server_reflection(
+            (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+
+    async def start(self, listen: str) -> str:
+        """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
+
+        Raises ConfigError when the address is malformed or in use.
+        """
+        host, port = split_address("listen", listen)
+        try:
+            bound = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"listen: cannot listen on {listen}; is the port in use by another program?"
+            ) from error
+        if bound == 0 or (port not in (0, bound)):
+            raise ConfigError(f"listen: cannot listen on {listen}")
+        await self._server.start()
+        return f"{host}:{bound}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """Answer health checks with SERVING or NOT_SERVING, for each service and overall."""
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if serving else status.NOT_SERVING
+        for name in ("", *self._service_names):
+            await self._health.set(name, value)
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop accepting calls; those in progress have ``grace_s`` to end."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def split_address(option: str, address: str) -> tuple[str, int]:
+    """``host:port`` in its parts; raises ConfigError that names the option."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{option}: must be host:port, got {address!r}")
+    return host, int(port)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """An asyncio channel with our limits."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def open_sync_channel(address: str) -> grpc.Channel:
+    """A blocking channel with our limits."""
+    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)

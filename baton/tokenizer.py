@@ -1,0 +1,158 @@
+"""Tokenizer: text to token ids and back, and the checkpoint's chat template.
+
+Torch-free, so that the router, the engine's offline front and the client's tests share it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from baton.errors import InvalidRequestError, ModelLoadError
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """A checkpoint's `tokenizer.json` and chat template.
+
+    Attributes:
+        has_chat_template: whether `encode_chat` can be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelLoadError when the files are missing or broken."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelLoadError(f"tokenizer: {path} does not exist")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelLoadError(f"tokenizer: {path} is broken: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        source = _chat_template_source(folder, config)
+        self.has_chat_template = source is not None
+        self._special_tokens = {
+            name: _token_text(config[name])
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if config.get(name)
+        }
+        self._template = _compile_template(source, folder) if source is not None else None
+
+    @classmethod
+    def exists_in(cls, folder: Path) -> bool:
+        """Whether the checkpoint brings a tokenizer; without one it serves token ids."""
+        return (folder / "tokenizer.json").is_file()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text prompt, with the special tokens the checkpoint adds to one."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises InvalidRequestError when there is no template or it refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequestError("chat", "this checkpoint has no chat template")
+        try:
+            text = self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError("chat", f"the chat template refused it: {error}") from error
+        # The template writes the special tokens itself.
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+class Detokenizer:
+    """Text of a growing output, piece by piece; a piece never ends in half a character.
+
+    token ids   [ ...... | shown before | new ]
+                         ^ _start       ^ _shown
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0  # decoding starts a little earlier: some tokens depend on the one before
+        self._shown = 0
+
+    def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
+        """What ``token_ids`` add to the text; empty while a character is incomplete.
+
+        With ``last``, what is left is given as it is, so that all pieces joined are the decoded
+        output.
+        """
+        self._ids.extend(token_ids)
+        before = self._tokenizer.decode(self._ids[self._start : self._shown])
+        now = self._tokenizer.decode(self._ids[self._start :])
+        if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not last):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return now[len(before) :]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"tokenizer: {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"tokenizer: {path} is not a JSON object")
+    return content
+
+
+def _token_text(value: object) -> str:
+    """Checkpoints write a special token as a string or as an object with a ``content``."""
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value)
+
+
+def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _compile_template(source: str, folder: Path) -> jinja2.Template:
+    """The environment that Hugging Face templates are written for; a checkpoint is not trusted."""
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, **options
+    )
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelLoadError(f"tokenizer: the chat template in {folder} is broken: {error}") from (
+            error
+        )

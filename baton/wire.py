@@ -1,0 +1,370 @@
+"""The only place where protobuf meets our own values: one function per direction and type.
+
+Raises InvalidRequestError for values that a peer or a client should not have sent.
+"""
+
+from __future__ import annotations
+
+from baton import link
+from baton.outputs import (
+    DecodeReceipt,
+    FinishReason,
+    PrefillReceipt,
+    PushReceipt,
+    Receipt,
+    RequestOutput,
+    TextDelta,
+)
+from baton.sampling_params import SamplingParams
+from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
+
+_FINISH_TO_PROTO = {
+    None: types_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
+}
+_FINISH_FROM_PROTO = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
+_ROLE_TO_PROTO = {
+    link.NodeRole.PREFILL: types_pb2.NODE_ROLE_PREFILL,
+    link.NodeRole.DECODE: types_pb2.NODE_ROLE_DECODE,
+}
+_ROLE_FROM_PROTO = {number: role for role, number in _ROLE_TO_PROTO.items()}
+
+# ------------------------------------------------------------------ sampling parameters
+
+
+def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
+    """Fields that are not set take our defaults; raises InvalidRequestError."""
+    names = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
+    given = {name: getattr(message, name) for name in names if message.HasField(name)}
+    return SamplingParams(**given, stop_token_ids=tuple(message.stop_token_ids))
+
+
+# ------------------------------------------------------------------ receipts
+
+
+def _prefill_receipt_to_proto(receipt: PrefillReceipt) -> types_pb2.PrefillReceipt:
+    return types_pb2.PrefillReceipt(
+        queue_s=receipt.queue_s,
+        prefill_s=receipt.prefill_s,
+        num_chunks=receipt.num_chunks,
+        num_computed_tokens=receipt.num_computed_tokens,
+    )
+
+
+def _prefill_receipt_from_proto(message: types_pb2.PrefillReceipt) -> PrefillReceipt:
+    return PrefillReceipt(
+        queue_s=message.queue_s,
+        prefill_s=message.prefill_s,
+        num_chunks=message.num_chunks,
+        num_computed_tokens=message.num_computed_tokens,
+    )
+
+
+def _decode_receipt_to_proto(receipt: DecodeReceipt) -> types_pb2.DecodeReceipt:
+    return types_pb2.DecodeReceipt(
+        parked_s=receipt.parked_s,
+        first_step_s=receipt.first_step_s,
+        steps_until_first=receipt.steps_until_first,
+        num_prompt_tokens_computed=receipt.num_prompt_tokens_computed,
+        num_forwards=receipt.num_forwards,
+        num_preemptions=receipt.num_preemptions,
+        push=types_pb2.PushReceipt(
+            num_bytes=receipt.push.num_bytes,
+            num_blocks=receipt.push.num_blocks,
+            transport=receipt.push.transport,
+            exposed_transfer_s=receipt.push.exposed_transfer_s,
+        ),
+    )
+
+
+def _decode_receipt_from_proto(message: types_pb2.DecodeReceipt) -> DecodeReceipt:
+    return DecodeReceipt(
+        parked_s=message.parked_s,
+        first_step_s=message.first_step_s,
+        steps_until_first=message.steps_until_first,
+        num_prompt_tokens_computed=message.num_prompt_tokens_computed,
+        num_forwards=message.num_forwards,
+        num_preemptions=message.num_preemptions,
+        push=PushReceipt(
+            num_bytes=message.push.num_bytes,
+            num_blocks=message.push.num_blocks,
+            transport=message.push.transport,
+            exposed_transfer_s=message.push.exposed_transfer_s,
+        ),
+    )
+
+
+def receipt_to_proto(receipt: Receipt) -> types_pb2.Receipt:
+    return types_pb2.Receipt(
+        num_prompt_tokens=receipt.num_prompt_tokens,
+        num_output_tokens=receipt.num_output_tokens,
+        ttft_s=receipt.ttft_s,
+        total_s=receipt.total_s,
+        prefill_node=receipt.prefill_node,
+        decode_node=receipt.decode_node,
+        prefill=_prefill_receipt_to_proto(receipt.prefill),
+        decode=_decode_receipt_to_proto(receipt.decode) if receipt.decode else None,
+    )
+
+
+def receipt_from_proto(message: types_pb2.Receipt) -> Receipt:
+    return Receipt(
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_output_tokens=message.num_output_tokens,
+        ttft_s=message.ttft_s,
+        total_s=message.total_s,
+        prefill_node=message.prefill_node,
+        decode_node=message.decode_node,
+        prefill=_prefill_receipt_from_proto(message.prefill),
+        decode=_decode_receipt_from_proto(message.decode) if message.HasField("decode") else None,
+    )
+
+
+# ------------------------------------------------------------------ the public stream
+
+
+def text_delta_to_proto(delta: TextDelta) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=delta.request_id,
+        output_index=delta.output_index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=_FINISH_TO_PROTO[delta.finish_reason],
+        receipt=receipt_to_proto(delta.receipt) if delta.receipt else None,
+    )
+
+
+def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
+    return TextDelta(
+        request_id=message.request_id,
+        output_index=message.output_index,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        finish_reason=_FINISH_FROM_PROTO[message.finish_reason],
+        receipt=receipt_from_proto(message.receipt) if message.HasField("receipt") else None,
+    )
+
+
+# ------------------------------------------------------------------ node -> router
+
+
+def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeMessage:
+    return node_pb2.NodeMessage(
+        register=node_pb2.Register(
+            node_name=registration.node_name,
+            engine_id=registration.engine_id,
+            role=_ROLE_TO_PROTO[registration.role],
+            version=registration.version,
+            address=registration.address,
+            peer_info=registration.peer_info,
+            compatibility=registration.compatibility,
+            max_model_len=registration.max_model_len,
+            num_blocks=registration.num_blocks,
+            block_size=registration.block_size,
+        )
+    )
+
+
+def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration | None:
+    """None when the role is not one we know."""
+    role = _ROLE_FROM_PROTO.get(message.role)
+    if role is None:
+        return None
+    return link.NodeRegistration(
+        node_name=message.node_name,
+        engine_id=message.engine_id,
+        role=role,
+        version=message.version,
+        address=message.address,
+        peer_info=message.peer_info,
+        compatibility=dict(message.compatibility),
+        max_model_len=message.max_model_len,
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+    )
+
+
+def role_to_proto(role: link.NodeRole) -> types_pb2.NodeRole:
+    return _ROLE_TO_PROTO[role]
+
+
+def _delta_to_proto(delta: link.RequestDelta) -> node_pb2.RequestDelta:
+    error = delta.error
+    return node_pb2.RequestDelta(
+        request_id=delta.output.request_id,
+        epoch=delta.epoch,
+        output_index=delta.output.output_index,
+        token_ids=delta.output.token_ids,
+        finish_reason=_FINISH_TO_PROTO[delta.output.finish_reason],
+        prefill=_prefill_receipt_to_proto(delta.prefill) if delta.prefill else None,
+        decode=_decode_receipt_to_proto(delta.decode) if delta.decode else None,
+        error=node_pb2.RequestError(code=error.code, message=error.message) if error else None,
+    )
+
+
+def _delta_from_proto(message: node_pb2.RequestDelta) -> link.RequestDelta:
+    output = RequestOutput(
+        message.request_id,
+        message.output_index,
+        tuple(message.token_ids),
+        _FINISH_FROM_PROTO[message.finish_reason],
+    )
+    has = message.HasField
+    return link.RequestDelta(
+        output,
+        message.epoch,
+        prefill=_prefill_receipt_from_proto(message.prefill) if has("prefill") else None,
+        decode=_decode_receipt_from_proto(message.decode) if has("decode") else None,
+        error=link.RequestError(message.error.code, message.error.message)
+        if has("error")
+        else None,
+    )
+
+
+def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
+    return node_pb2.NodeBeat(
+        num_waiting=beat.num_waiting,
+        num_waiting_for_remote_kvs=beat.num_waiting_for_remote_kvs,
+        num_running=beat.num_running,
+        num_free_blocks=beat.num_free_blocks,
+        num_quarantined_blocks=beat.num_quarantined_blocks,
+    )
+
+
+def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
+    return link.NodeBeat(
+        num_waiting=message.num_waiting,
+        num_waiting_for_remote_kvs=message.num_waiting_for_remote_kvs,
+        num_running=message.num_running,
+        num_free_blocks=message.num_free_blocks,
+        num_quarantined_blocks=message.num_quarantined_blocks,
+    )
+
+
+def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
+    if isinstance(event, tuple):
+        deltas = [_delta_to_proto(delta) for delta in event]
+        return node_pb2.NodeMessage(deltas=node_pb2.StepDeltas(deltas=deltas))
+    if isinstance(event, link.NodeBeat):
+        return node_pb2.NodeMessage(beat=beat_to_proto(event))
+    return node_pb2.NodeMessage(
+        peer_report=node_pb2.PeerReport(
+            engine_id=event.engine_id,
+            connected=event.connected,
+            transport=event.transport,
+            problem=event.problem,
+        )
+    )
+
+
+def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | None:
+    """None for a message of a kind that this version does not know."""
+    kind = message.WhichOneof("message")
+    if kind == "deltas":
+        return tuple(_delta_from_proto(delta) for delta in message.deltas.deltas)
+    if kind == "beat":
+        return beat_from_proto(message.beat)
+    if kind == "peer_report":
+        report = message.peer_report
+        return link.PeerReport(report.engine_id, report.connected, report.transport, report.problem)
+    return None
+
+
+def request_view_to_proto(view: link.RequestView) -> admin_pb2.RequestDescription:
+    return admin_pb2.RequestDescription(
+        request_id=view.request_id,
+        status=view.status,
+        transfer_state=view.transfer_state,
+        num_tokens=view.num_tokens,
+        num_computed_tokens=view.num_computed_tokens,
+        num_blocks=view.num_blocks,
+        age_s=view.age_s,
+    )
+
+
+# ------------------------------------------------------------------ router -> node
+
+
+def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
+    if isinstance(command, link.Refusal):
+        return node_pb2.RouterMessage(registered=node_pb2.Registered(problem=command.problem))
+    if isinstance(command, link.PeerUpdate):
+        return node_pb2.RouterMessage(
+            peer_update=node_pb2.PeerUpdate(
+                engine_id=command.engine_id,
+                peer_info=command.peer_info,
+                removed=command.removed,
+            )
+        )
+    if isinstance(command, link.PrefillCommand):
+        return node_pb2.RouterMessage(
+            prefill=node_pb2.PrefillCommand(
+                request_id=command.request_id,
+                epoch=command.epoch,
+                prompt_token_ids=command.prompt_token_ids,
+                sampling_params=sampling_params_to_proto(command.sampling_params),
+                decode_engine_id=command.decode_engine_id,
+                timeout_s=command.timeout_s,
+            )
+        )
+    if isinstance(command, link.DecodeCommand):
+        return node_pb2.RouterMessage(
+            decode=node_pb2.DecodeCommand(
+                request_id=command.request_id,
+                epoch=command.epoch,
+                prompt_token_ids=command.prompt_token_ids,
+                sampling_params=sampling_params_to_proto(command.sampling_params),
+                prefill_engine_id=command.prefill_engine_id,
+                timeout_s=command.timeout_s,
+            )
+        )
+    return node_pb2.RouterMessage(
+        cancel=node_pb2.CancelCommand(request_id=command.request_id, epoch=command.epoch)
+    )
+
+
+def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | None:
+    """None for a message of a kind that this version does not know."""
+    kind = message.WhichOneof("message")
+    if kind == "registered":
+        return link.Refusal(message.registered.problem) if message.registered.problem else None
+    if kind == "peer_update":
+        update = message.peer_update
+        return link.PeerUpdate(update.engine_id, update.peer_info, update.removed)
+    if kind == "prefill":
+        prefill = message.prefill
+        return link.PrefillCommand(
+            request_id=prefill.request_id,
+            epoch=prefill.epoch,
+            prompt_token_ids=list(prefill.prompt_token_ids),
+            sampling_params=sampling_params_from_proto(prefill.sampling_params),
+            decode_engine_id=prefill.decode_engine_id,
+            timeout_s=prefill.timeout_s,
+        )
+    if kind == "decode":
+        decode = message.decode
+        return link.DecodeCommand(
+            request_id=decode.request_id,
+            epoch=decode.epoch,
+            prompt_token_ids=list(decode.prompt_token_ids),
+            sampling_params=sampling_params_from_proto(decode.sampling_params),
+            prefill_engine_id=decode.prefill_engine_id,
+            timeout_s=decode.timeout_s,
+        )
+    if kind == "cancel":
+        return link.CancelCommand(message.cancel.request_id, message.cancel.epoch)
+    return None

@@ -1,0 +1,1 @@
+"""Program 3: receives KV blocks and decodes in continuous batches."""

@@ -1,0 +1,52 @@
+"""`baton decode`: options, set-up, graceful end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+
+from baton.cli.node_options import NodeOptions, node_command
+from baton.link import NodeEvent, NodeRegistration, NodeRole
+from baton.node_program import NodeProgram, run_node_program
+from baton.process import run_program
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def run(options: NodeOptions) -> int:
+    """Run a decode node to its end; returns the exit code."""
+
+    def make_node(
+        emit: Callable[[NodeEvent], None], on_death: Callable[[Exception], None]
+    ) -> NodeProgram:
+        # Imported here, so that --help and wrong options need not wait for torch.
+        from decode_node.program import DecodeProgram
+
+        return DecodeProgram(options, emit, on_death)
+
+    def make_registration(node: NodeProgram, address: str) -> NodeRegistration:
+        return node.registration(options.name, NodeRole.DECODE, address)
+
+    return run_program(
+        lambda: run_node_program(
+            make_node,
+            make_registration,
+            router=options.router,
+            listen=options.listen,
+            join_timeout_s=options.join_timeout_s,
+        ),
+        log_level=options.log_level,
+    )
+
+
+app.command()(
+    node_command(
+        "decode",
+        "Receive prompts' KV blocks from prefill nodes and decode in continuous batches.",
+        run,
+    )
+)
+
+if __name__ == "__main__":
+    app(prog_name="baton decode")

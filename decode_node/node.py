@@ -1,0 +1,242 @@
+"""DecodeNode: the decode loop; what enters and leaves the engine here.
+
+    command -> parked Request -> grant -> (blocks arrive) -> commit -> tokens to the router
+
+One thread calls `step`; commands come in, and events go out, through queues.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequestError, TransferError
+from baton.link import (
+    AbortAll,
+    CancelCommand,
+    DecodeCommand,
+    NodeBeat,
+    NodeEvent,
+    PeerReport,
+    PeerUpdate,
+    RequestDelta,
+    RequestError,
+    RequestView,
+    RouterCommand,
+)
+from baton.outputs import DecodeReceipt, RequestOutput
+from baton.prompt import check_prompt
+from decode_node.reservations import Reservation, Reservations, ReservationState
+from engine.engine import Engine
+from engine.outputs import StepResult
+from engine.request import Request, RequestStatus, view_request
+from kvconnector.base import KVReceiver, TransferEvent, TransferEventKind
+from kvconnector.peer_info import PeerInfo
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_INTERVAL_S = 0.1
+
+
+@dataclass(slots=True)
+class _Job:
+    """One decode command on its way."""
+
+    command: DecodeCommand
+    request: Request
+    reservation: Reservation
+    first_step_s: float = 0.0
+    steps_until_first: int = 0
+
+
+class DecodeNode:
+    """Receives prompts' KV and decodes from token 2 on.
+
+    Args:
+        engine: stepped by this node only.
+        receiver: from the prefill nodes.
+        emit: takes events for the router; safe to call from this node's thread.
+    """
+
+    def __init__(
+        self, engine: Engine, receiver: KVReceiver, emit: Callable[[NodeEvent], None]
+    ) -> None:
+        self.engine = engine
+        self.receiver = receiver
+        self.reservations = Reservations(engine, receiver)
+        self._emit = emit
+        self._inbox: deque[RouterCommand | AbortAll] = deque()
+        self._jobs: dict[str, _Job] = {}
+        self._deltas: list[RequestDelta] = []
+        self._expire_at = 0.0
+
+    def submit(self, command: RouterCommand | AbortAll) -> None:
+        """Leave a command for the next step; safe from any thread."""
+        self._inbox.append(command)
+
+    def step(self) -> bool:
+        """One round; returns whether there is more to do now."""
+        self._take_inbox()
+        for event in self.receiver.poll():
+            self._settle(event)
+        self.reservations.grant_waiting()
+        self._answer(self.engine.step())
+        self._expire()
+        self.reservations.tick()
+        self.receiver.expect(self.reservations.has_open)
+        if self._deltas:
+            self._emit(tuple(self._deltas))
+            self._deltas.clear()
+        return self.engine.has_work or bool(self._inbox)
+
+    # ------------------------------------------------------------------ what operators see
+
+    def beat(self) -> NodeBeat:
+        """How busy this node is; may be read from any thread."""
+        statuses = [request.status for request in list(self.engine.requests.values())]
+        num_parked = statuses.count(RequestStatus.WAITING_FOR_REMOTE_KVS)
+        num_running = statuses.count(RequestStatus.RUNNING)
+        return NodeBeat(
+            num_waiting=len(statuses) - num_parked - num_running,
+            num_waiting_for_remote_kvs=num_parked,
+            num_running=num_running,
+            num_free_blocks=self.engine.num_free_blocks,
+            num_quarantined_blocks=self.reservations.num_quarantined_blocks,
+        )
+
+    def requests(self) -> list[RequestView]:
+        """Open requests; may be read from any thread."""
+        return [
+            view_request(job.request, job.reservation.state.value, job.reservation.parked_at)
+            for job in list(self._jobs.values())
+        ]
+
+    # ------------------------------------------------------------------ commands
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            command = self._inbox.popleft()
+            match command:
+                case DecodeCommand():
+                    self._park(command)
+                case CancelCommand():
+                    job = self._jobs.get(command.request_id)
+                    if job is not None and job.command.epoch == command.epoch:
+                        self._end(command.request_id)
+                case PeerUpdate(removed=True):
+                    for reservation in self.reservations.lose_peer(command.engine_id):
+                        self._fail(reservation, "UNAVAILABLE", "its prefill node is gone")
+                case PeerUpdate():
+                    self._connect(command)
+                case AbortAll():
+                    for request_id in list(self._jobs):
+                        self._end(request_id)
+                case _:
+                    logger.warning("a decode node takes no %s", type(command).__name__)
+
+    def _park(self, command: DecodeCommand) -> None:
+        if command.request_id in self._jobs:
+            self._end(command.request_id)
+        engine = self.engine
+        try:
+            check_prompt(
+                command.prompt_token_ids,
+                vocab_size=engine.model_config.vocab_size,
+                max_model_len=engine.max_model_len,
+            )
+        except InvalidRequestError as error:
+            self._refuse(command, str(error))
+            return
+        request = Request.create(
+            command.request_id,
+            command.prompt_token_ids,
+            command.sampling_params,
+            seed=command.sampling_params.seed or 0,
+            eos_token_ids=engine.eos_token_ids,
+            max_model_len=engine.max_model_len,
+        )
+        reservation = self.reservations.park(request, command.epoch, command.prefill_engine_id)
+        self._jobs[command.request_id] = _Job(command, request, reservation)
+
+    def _refuse(self, command: DecodeCommand, problem: str) -> None:
+        output = RequestOutput(command.request_id, 0, ())
+        error = RequestError("INVALID_ARGUMENT", problem)
+        self._deltas.append(RequestDelta(output, command.epoch, error=error))
+
+    def _connect(self, update: PeerUpdate) -> None:
+        try:
+            self.reservations.add_peer(PeerInfo.decode(update.peer_info))
+        except TransferError as error:
+            self._emit(PeerReport(update.engine_id, False, problem=str(error)))
+
+    # ------------------------------------------------------------------ results
+
+    def _settle(self, event: TransferEvent) -> None:
+        if event.kind is TransferEventKind.PEER_CONNECTED:
+            self._emit(PeerReport(event.engine_id, True, transport=event.transport))
+        elif event.kind is TransferEventKind.PEER_FAILED:
+            self._emit(PeerReport(event.engine_id, False, problem=event.reason))
+        else:
+            reservation = self.reservations.settle(event)
+            if reservation is None or reservation.state is not ReservationState.QUARANTINED:
+                return
+            if event.reason:
+                self._fail(reservation, "UNAVAILABLE", f"KV did not arrive: {event.reason}")
+            else:  # it ended on the prefill node; the router knows
+                del self._jobs[event.request_id]
+
+    def _answer(self, result: StepResult) -> None:
+        """Tell the router of each new token, and of what a finished request cost."""
+        now = time.monotonic()
+        for output in result.outputs:
+            job = self._jobs[output.request_id]
+            if not job.steps_until_first:
+                job.first_step_s = now - job.reservation.committed_at
+                job.steps_until_first = self.engine.num_steps - job.reservation.committed_at_step
+            receipt = None
+            if output.finish_reason is not None:
+                del self._jobs[output.request_id]
+                receipt = _receipt(job)
+            self._deltas.append(RequestDelta(output, job.command.epoch, decode=receipt))
+
+    def _fail(self, reservation: Reservation, code: str, reason: str) -> None:
+        request_id = reservation.request.request_id
+        self._jobs.pop(request_id, None)
+        error = RequestError(code, f"decode: {reason}")
+        output = RequestOutput(request_id, 0, ())
+        self._deltas.append(RequestDelta(output, reservation.epoch, error=error))
+
+    def _end(self, request_id: str) -> None:
+        """Forget a request: no one wants it any more."""
+        job = self._jobs.pop(request_id, None)
+        if job is None:
+            return
+        self.reservations.cancel(request_id, job.command.epoch)
+        self.engine.abort(request_id)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if now < self._expire_at:
+            return
+        self._expire_at = now + EXPIRY_INTERVAL_S
+        for job in list(self._jobs.values()):
+            if now - job.reservation.parked_at > job.command.timeout_s:
+                self._end(job.command.request_id)
+                self._fail(job.reservation, "DEADLINE_EXCEEDED", "deadline passed")
+
+
+def _receipt(job: _Job) -> DecodeReceipt:
+    reservation, request = job.reservation, job.request
+    assert reservation.receipt is not None
+    return DecodeReceipt(
+        parked_s=reservation.committed_at - reservation.parked_at,
+        first_step_s=job.first_step_s,
+        steps_until_first=job.steps_until_first,
+        num_prompt_tokens_computed=request.num_prompt_tokens_computed,
+        num_forwards=request.num_forwards,
+        num_preemptions=request.num_preemptions,
+        push=reservation.receipt,
+    )

@@ -1,0 +1,175 @@
+"""Engine: schedule, execute, update. One thread owns it; nothing in it waits for anyone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from baton.engine_config import EngineConfig
+from baton.errors import ConfigError
+from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
+from engine.input_batch import InputBatch
+from engine.kv_cache import (
+    KVCacheSpec,
+    allocate_kv_cache,
+    choose_max_model_len,
+    choose_num_blocks,
+    kv_cache_spec,
+)
+from engine.kv_cache_manager import KVCacheManager
+from engine.model_runner import ModelRunner
+from engine.outputs import SchedulerOutput, StepResult
+from engine.request import Request
+from engine.scheduler import Scheduler
+from models import load_model
+from models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """A model, its KV cache and the scheduler over them.
+
+    Attributes:
+        kv_cache: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+        max_model_len: most tokens of one request.
+        eos_token_ids: what ends an output unless a request ignores it.
+        num_steps: steps that computed something, since the start.
+    """
+
+    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+        """Load the model and allocate the cache.
+
+        Raises:
+            ModelLoadError: the folder is missing, incomplete or unsupported.
+            ConfigError: an option does not fit the model or the machine.
+        """
+        device = _choose_device(config.device)
+        self.dtype = _choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
+        model = load_model(
+            model_folder,
+            dtype=self.dtype,
+            device=str(device),
+            max_model_len=config.max_model_len,
+        )
+        self.model_config = model.config
+        self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
+            self.model_config, config.block_size, self.dtype
+        )
+        self.num_blocks = choose_num_blocks(self.kv_cache_spec, config)
+        self.max_model_len = choose_max_model_len(self.model_config, config, self.num_blocks)
+        self.eos_token_ids = self.model_config.eos_token_ids
+        self.kv_cache = allocate_kv_cache(self.kv_cache_spec, self.num_blocks, device)
+        override = None if config.attention_backend == "auto" else config.attention_backend
+        backend_name, reason = choose_attention_backend(device, override)
+        logger.info("attention backend %s: %s", backend_name, reason)
+        kv_cache_manager = KVCacheManager(self.num_blocks, config.block_size)
+        self._block_pool = kv_cache_manager.block_pool
+        self._scheduler = Scheduler(
+            kv_cache_manager,
+            max_num_requests=config.max_num_requests,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            long_prefill_threshold=config.long_prefill_threshold,
+        )
+        self._runner = ModelRunner(
+            model,
+            self.kv_cache,
+            ATTENTION_BACKENDS.load(backend_name)(),
+            InputBatch(
+                max_num_requests=config.max_num_requests,
+                max_num_tokens=config.max_num_batched_tokens,
+                max_blocks=kv_cache_manager.num_blocks_for(self.max_model_len) + 1,
+                block_size=config.block_size,
+                device=device,
+            ),
+        )
+        self.num_steps = 0
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """Unfinished requests by id; read only."""
+        return self._scheduler.requests
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._block_pool.num_free
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its id must not be in use."""
+        self._scheduler.add(request)
+
+    def park(self, request: Request) -> None:
+        """Take a request whose prompt KV a remote node will write."""
+        self._scheduler.park(request)
+
+    def grant(self, request_id: str) -> list[int] | None:
+        """Blocks for a parked request's prompt, or None while memory is short."""
+        return self._scheduler.grant(request_id)
+
+    def commit(self, request_id: str, token_id: int) -> None:
+        """A parked request's KV is complete; it runs in the next step."""
+        self._scheduler.commit(request_id, token_id)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now; None when it is not here."""
+        return self._scheduler.abort(request_id)
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Take one more reference on blocks that a request holds."""
+        self._block_pool.hold(block_ids)
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Drop references taken with `hold`."""
+        self._block_pool.release(block_ids)
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could compute something now."""
+        return self._scheduler.has_work
+
+    def step(self) -> StepResult:
+        """One step: choose, compute, write down."""
+        return self.execute(self.schedule())
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose what the next step computes. `execute` must follow."""
+        return self._scheduler.schedule()
+
+    def execute(self, scheduled: SchedulerOutput) -> StepResult:
+        """Compute what was scheduled and update the requests."""
+        if not scheduled.scheduled:
+            return StepResult()
+        self.num_steps += 1
+        return self._scheduler.update(scheduled, self._runner.execute(scheduled))
+
+    def check(self) -> None:
+        """Assert the engine's invariants; for tests and debug runs."""
+        self._scheduler.check()
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {name!r} is not a device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: {name!r} was asked for, but there is no CUDA device here")
+    return device
+
+
+def _choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
+    if name == "auto":
+        # Most CPUs have no 16-bit arithmetic: there a smaller type is slower, not faster.
+        name = "float32" if device.type == "cpu" else model.dtype
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

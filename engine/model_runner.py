@@ -1,0 +1,56 @@
+"""ModelRunner: one forward. Scheduled requests in, sampled tokens out; owns the tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from baton_kernels.attention.base import AttentionBackend
+from engine.input_batch import InputBatch
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.sampler import sample
+from models.base import CausalLM, ForwardContext
+
+
+class ModelRunner:
+    """Runs a model over the paged cache.
+
+    Args:
+        model: the network, on its device.
+        kv_cache: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+        backend: attention over that cache.
+        input_batch: persistent input buffers on the model's device.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: torch.Tensor,
+        backend: AttentionBackend,
+        input_batch: InputBatch,
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._backend = backend
+        self._input_batch = input_batch
+
+    @torch.inference_mode()
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute the scheduled tokens; returns when their KV is in the cache."""
+        inputs = self._input_batch.fill(scheduled.scheduled)
+        self._backend.plan(inputs.attention)
+        context = ForwardContext(
+            positions=inputs.positions,
+            attention=inputs.attention,
+            backend=self._backend,
+            kv_cache=self._kv_cache,
+        )
+        hidden_states = self._model.forward(inputs.input_ids, context)  # [num_tokens, hidden_size]
+        requests = [item.request for item in scheduled.scheduled if item.samples]
+        if not requests:
+            if self._kv_cache.is_cuda:  # nothing is read back that would wait for the device
+                torch.cuda.current_stream().synchronize()
+            return ModelRunnerOutput({})
+        logits = self._model.compute_logits(hidden_states[inputs.last_token_rows])
+        token_ids = sample(logits, requests)
+        sampled = {r.request_id: t for r, t in zip(requests, token_ids, strict=True)}
+        return ModelRunnerOutput(sampled)

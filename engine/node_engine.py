@@ -1,0 +1,81 @@
+"""What both kinds of node do to get an engine, and what must match a peer's."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine_config import EngineConfig
+from baton.link import NodeRegistration, NodeRole
+from baton.model_folder import config_digest, find_model_folder, weights_digest
+from baton.version import __version__
+from engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine and what identifies it.
+
+    Attributes:
+        engine_id: unique to this process start.
+        compatibility: must be equal, entry by entry, on two nodes that are to be paired.
+    """
+
+    engine: Engine
+    engine_id: str
+    compatibility: dict[str, str]
+
+    def registration(
+        self, node_name: str, role: NodeRole, address: str, peer_info: bytes
+    ) -> NodeRegistration:
+        """What the node tells the router of itself."""
+        return NodeRegistration(
+            node_name=node_name,
+            engine_id=self.engine_id,
+            role=role,
+            version=__version__,
+            address=address,
+            peer_info=peer_info,
+            compatibility=self.compatibility,
+            max_model_len=self.engine.max_model_len,
+            num_blocks=self.engine.num_blocks,
+            block_size=self.engine.kv_cache_spec.block_size,
+        )
+
+
+def load_engine(
+    model: str, config: EngineConfig, *, node_name: str, kv_connector: str, num_threads: int
+) -> LoadedEngine:
+    """Load a model for a node; raises ModelLoadError or ConfigError."""
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    started = time.perf_counter()
+    folder = find_model_folder(model)
+    engine = Engine(folder, config)
+    spec = engine.kv_cache_spec
+    logger.info(
+        "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens (%.0f MiB), %d threads",
+        model,
+        time.perf_counter() - started,
+        str(engine.dtype).removeprefix("torch."),
+        engine.kv_cache.device,
+        engine.num_blocks,
+        spec.block_size,
+        engine.num_blocks * spec.block_bytes / 2**20,
+        torch.get_num_threads(),
+    )
+    compatibility = {
+        "model": config_digest(folder),
+        "weights": weights_digest(folder),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "block_size": str(spec.block_size),
+        "kv_connector": kv_connector,
+        "version": __version__,
+    }
+    return LoadedEngine(engine, f"{node_name}-{uuid.uuid4().hex[:8]}", compatibility)

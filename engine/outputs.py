@@ -1,0 +1,45 @@
+"""What crosses between the engine's rooms: scheduler -> model runner -> scheduler -> node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.outputs import RequestOutput
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's part of a step: compute its next ``num_scheduled_tokens`` tokens."""
+
+    request: Request
+    num_scheduled_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step computes the last known token, so that a next one can be sampled."""
+        request = self.request
+        return request.num_computed_tokens + self.num_scheduled_tokens == request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """All that one step computes."""
+
+    scheduled: tuple[ScheduledRequest, ...]
+    num_scheduled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """The sampled tokens, for the scheduled requests that sample, in their order."""
+
+    sampled_token_ids: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did: new tokens, and which requests ended."""
+
+    outputs: tuple[RequestOutput, ...] = ()
+    finished: tuple[Request, ...] = ()

@@ -1,0 +1,131 @@
+"""Request: one prompt on its way through an engine. Only the scheduler writes to it.
+
+A request has known tokens (prompt and output so far) and computed tokens (their KV is in cache).
+There are no phases: each step lets computed catch up with known.
+
+    token_ids   [ prompt ................... | output ........ ]
+                  computed ........|  to do                    ^ num_tokens
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.link import RequestView
+from baton.outputs import FinishReason
+from baton.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request is."""
+
+    WAITING = "WAITING"
+    WAITING_FOR_REMOTE_KVS = "WAITING_FOR_REMOTE_KVS"
+    RUNNING = "RUNNING"
+    PREEMPTED = "PREEMPTED"
+    FINISHED_STOPPED = "FINISHED_STOPPED"
+    FINISHED_LENGTH = "FINISHED_LENGTH"
+    FINISHED_ABORTED = "FINISHED_ABORTED"
+
+    @property
+    def is_finished(self) -> bool:
+        return self in _FINISH_REASONS
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One prompt and what became of it.
+
+    Attributes:
+        token_ids: prompt, then output.
+        seed: of the sampler; a request without one is given one where it enters the system.
+        max_num_tokens: ends the output (``LENGTH``) when ``token_ids`` is that long.
+        stop_token_ids: end the output (``STOP``).
+        num_prompt_tokens_computed: prompt tokens computed by this engine, again and again if
+            preempted. Stays 0 where all of the prompt's KV came from a remote node.
+        num_forwards: steps that computed a part of this request.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    max_num_tokens: int
+    stop_token_ids: frozenset[int]
+    status: RequestStatus = RequestStatus.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens_computed: int = 0
+    num_forwards: int = 0
+
+    @classmethod
+    def create(
+        cls,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        *,
+        seed: int,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        max_tokens: int | None = None,
+    ) -> Request:
+        """Make a request from what a user gave.
+
+        Args:
+            max_tokens: fewer output tokens than ``sampling_params`` allows; a prefill node gives 1.
+        """
+        stop_token_ids = frozenset(sampling_params.stop_token_ids)
+        if not sampling_params.ignore_eos:
+            stop_token_ids |= eos_token_ids
+        limit = sampling_params.max_tokens if max_tokens is None else max_tokens
+        num_prompt_tokens = len(prompt_token_ids)
+        return cls(
+            request_id=request_id,
+            token_ids=list(prompt_token_ids),
+            num_prompt_tokens=num_prompt_tokens,
+            sampling_params=sampling_params,
+            seed=seed,
+            max_num_tokens=min(num_prompt_tokens + limit, max_model_len),
+            stop_token_ids=stop_token_ids,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+def view_request(request: Request, transfer_state: str, since: float) -> RequestView:
+    """What operators see of a request that came at ``since`` (`time.monotonic`)."""
+    return RequestView(
+        request_id=request.request_id,
+        status=request.status.value,
+        transfer_state=transfer_state,
+        num_tokens=request.num_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_blocks=len(request.block_ids),
+        age_s=time.monotonic() - since,
+    )

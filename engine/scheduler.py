@@ -1,0 +1,223 @@
+"""Scheduler: who runs how many tokens in the next step. The only writer of requests.
+
+One rule: computed tokens catch up with known tokens. Chunked prefill, decoding, resuming after
+preemption and starting from remote KV are all the same case of it.
+
+    waiting -------\\
+    arrived --------> running --> finished          parked: WAITING_FOR_REMOTE_KVS, costs nothing
+       ^               |  ^                         per step; `commit` moves it to arrived
+    parked    preempted --/
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from baton.outputs import RequestOutput
+from engine.kv_cache_manager import KVCacheManager
+from engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
+from engine.request import Request, RequestStatus
+
+
+class Scheduler:
+    """Continuous batching over paged KV, first come first served.
+
+    Args:
+        kv_cache_manager: gives and takes blocks.
+        max_num_requests: most requests in a step.
+        max_num_batched_tokens: most tokens in a step.
+        long_prefill_threshold: most tokens of one request in a step.
+    """
+
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        *,
+        max_num_requests: int,
+        max_num_batched_tokens: int,
+        long_prefill_threshold: int,
+    ) -> None:
+        self.kv_cache_manager = kv_cache_manager
+        self.requests: dict[str, Request] = {}
+        self._max_num_requests = max_num_requests
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._long_prefill_threshold = long_prefill_threshold
+        self._waiting: deque[Request] = deque()  # preempted ones at the front
+        self._arrived: deque[Request] = deque()  # remote KV is complete; they hold blocks already
+        self._running: list[Request] = []  # oldest first
+
+    # ------------------------------------------------------------------ requests come
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose KV this engine computes."""
+        self._register(request)
+        request.status = RequestStatus.WAITING
+        self._waiting.append(request)
+
+    def park(self, request: Request) -> None:
+        """Take a request whose prompt KV a remote node will write."""
+        self._register(request)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def grant(self, request_id: str) -> list[int] | None:
+        """Give a parked request blocks for its prompt and one decode block.
+
+        Returns:
+            The ids of the blocks that hold the prompt, in order, or None when too few are free.
+        """
+        request = self.requests[request_id]
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert not request.block_ids
+        manager = self.kv_cache_manager
+        num_prompt_blocks = manager.num_blocks_for(request.num_prompt_tokens)
+        # The decode block: room for the tokens up to the end of the block after the prompt's last.
+        room = min((num_prompt_blocks + 1) * manager.block_size, request.max_num_tokens)
+        if manager.allocate(request, max(room, request.num_prompt_tokens)) is None:
+            return None
+        return request.block_ids[:num_prompt_blocks]
+
+    def commit(self, request_id: str, token_id: int) -> None:
+        """The prompt's KV is complete and the remote node sampled ``token_id``: run from here."""
+        request = self.requests[request_id]
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.token_ids.append(token_id)
+        request.num_computed_tokens = request.num_prompt_tokens
+        request.status = RequestStatus.WAITING
+        self._arrived.append(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now and drop its blocks; None when there is no such request.
+
+        A parked request whose blocks a remote node may still write must have another holder
+        (quarantine) on them before.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        elif request in self._arrived:
+            self._arrived.remove(request)
+        elif request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._waiting.remove(request)
+        self._finish(request, RequestStatus.FINISHED_ABORTED)
+        return request
+
+    # ------------------------------------------------------------------ a step
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could compute anything now."""
+        return bool(self._running or self._arrived or self._waiting)
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose what the next step computes, and give it blocks."""
+        budget = self._max_num_batched_tokens
+        scheduled: list[ScheduledRequest] = []
+        num_waiting = len(self._waiting)
+        index = 0
+        while index < len(self._running) and budget > 0:
+            request = self._running[index]
+            num_tokens = self._num_tokens_next(request, budget)
+            if not self._allocate_or_preempt(request, num_tokens):
+                break  # the request itself was preempted: it was the newest
+            scheduled.append(ScheduledRequest(request, num_tokens))
+            budget -= num_tokens
+            index += 1
+        # Memory is short after a preemption: who just lost its blocks must not come straight back.
+        preempted = len(self._waiting) > num_waiting
+        for queue in (self._arrived,) if preempted else (self._arrived, self._waiting):
+            while queue and budget > 0 and len(self._running) < self._max_num_requests:
+                request = queue[0]
+                num_tokens = self._num_tokens_next(request, budget)
+                target = request.num_computed_tokens + num_tokens
+                if self.kv_cache_manager.allocate(request, target) is None:
+                    break
+                queue.popleft()
+                request.status = RequestStatus.RUNNING
+                self._running.append(request)
+                scheduled.append(ScheduledRequest(request, num_tokens))
+                budget -= num_tokens
+        return SchedulerOutput(tuple(scheduled), self._max_num_batched_tokens - budget)
+
+    def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
+        """Write a step's result into its requests and end those that are done."""
+        outputs: list[RequestOutput] = []
+        finished: list[Request] = []
+        for item in scheduled.scheduled:
+            request = item.request
+            if request.status.is_finished:  # aborted while the step ran
+                continue
+            start = request.num_computed_tokens
+            request.num_computed_tokens += item.num_scheduled_tokens
+            request.num_forwards += 1
+            prompt_left = max(request.num_prompt_tokens - start, 0)
+            request.num_prompt_tokens_computed += min(prompt_left, item.num_scheduled_tokens)
+            token_id = output.sampled_token_ids.get(request.request_id)
+            if token_id is None:
+                continue
+            output_index = request.num_output_tokens
+            request.token_ids.append(token_id)
+            status = self._status_after(request, token_id)
+            if status.is_finished:
+                self._finish(request, status)
+                finished.append(request)
+            outputs.append(
+                RequestOutput(request.request_id, output_index, (token_id,), status.finish_reason)
+            )
+        if finished:
+            self._running = [r for r in self._running if not r.status.is_finished]
+        return StepResult(tuple(outputs), tuple(finished))
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and debug runs."""
+        self.kv_cache_manager.block_pool.check()
+        queued = [*self._waiting, *self._arrived, *self._running]
+        assert len(set(map(id, queued))) == len(queued)
+        for request in self.requests.values():
+            assert not request.status.is_finished
+            assert request.num_computed_tokens <= request.num_tokens
+            room = len(request.block_ids) * self.kv_cache_manager.block_size
+            assert request.num_computed_tokens <= room
+            parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            assert parked == (request not in queued)
+
+    # ------------------------------------------------------------------ inside
+
+    def _register(self, request: Request) -> None:
+        assert request.request_id not in self.requests, request.request_id
+        self.requests[request.request_id] = request
+
+    def _num_tokens_next(self, request: Request, budget: int) -> int:
+        missing = request.num_tokens - request.num_computed_tokens
+        return min(missing, budget, self._long_prefill_threshold)
+
+    def _allocate_or_preempt(self, request: Request, num_tokens: int) -> bool:
+        """Give a running request its blocks, taking them from the newest ones if need be."""
+        target = request.num_computed_tokens + num_tokens
+        while self.kv_cache_manager.allocate(request, target) is None:
+            newest = self._running.pop()
+            self._preempt(newest)
+            if newest is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+        self._waiting.appendleft(request)
+
+    @staticmethod
+    def _status_after(request: Request, token_id: int) -> RequestStatus:
+        if token_id in request.stop_token_ids:
+            return RequestStatus.FINISHED_STOPPED
+        if request.num_tokens >= request.max_num_tokens:
+            return RequestStatus.FINISHED_LENGTH
+        return request.status
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        request.status = status
+        self.kv_cache_manager.free(request)
+        del self.requests[request.request_id]

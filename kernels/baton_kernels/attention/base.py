@@ -1,0 +1,68 @@
+"""What an attention backend is told about a step, and the protocol it answers to.
+
+Refuses to know: schedulers, requests, models, and how any backend computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Which tokens of which requests one step computes, and where their KV blocks are.
+
+    Requests lie one after another in the token dimension. Tokens behind the last request are
+    padding (slot -1), and a request with ``query_len`` 0 is padding too; both are allowed so
+    that a step can be padded to a captured size.
+    """
+
+    num_requests: int
+    num_tokens: int
+    query_start_loc: Tensor  # [num_requests + 1] int32, first token of each request
+    seq_lens: Tensor  # [num_requests] int32, tokens in the cache with this step's included
+    block_table: Tensor  # [num_requests, max_blocks] int32, entries behind seq_len unspecified
+    slot_mapping: Tensor  # [num_tokens] int64, block_id * block_size + offset, or -1 for padding
+    max_query_len: int
+    max_seq_len: int
+    query_lens: tuple[int, ...]  # host copy: a backend on the CPU never has to read a tensor
+    seq_lens_host: tuple[int, ...]  # host copy of seq_lens
+
+
+class AttentionBackend(Protocol):
+    """Paged causal attention in two calls: ``plan`` once per step, ``run`` once per layer.
+
+    One instance belongs to one model runner and is used by one thread. What a request gets back
+    does not depend on which other requests are in the step, up to float rounding. What it means
+    exactly is ``baton_kernels.reference.paged_attention``.
+    """
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Prepare what all layers of the step share; must precede the step's first ``run``."""
+
+    def run(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """Attend for one layer, whose keys and values of this step are already in the cache.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_dim]``.
+            kv_cache: this layer's ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, a
+                strided view: memory is block-major with all layers inside a block.
+            metadata: the object ``plan`` was given.
+            scale: factor on the dot products.
+            sliding_window: each query sees at most this many newest keys, its own included.
+
+        Returns:
+            ``[num_tokens, num_heads, head_dim]``; padding tokens get zeros.
+        """
+        ...

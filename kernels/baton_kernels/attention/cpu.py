@@ -1,0 +1,172 @@
+"""Paged attention for CPUs in torch alone: gather blocks once, then scaled_dot_product_attention.
+
+Decodes fold the query heads that share a KV head into the query-length dimension, so that each
+key is read once; prompt chunks use SDPA's own grouped-query support.
+Refuses to know: models, schedulers, CUDA.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.cpu_plan import DecodeGroup, PromptChunk, StepPlan, plan_step
+
+_NO_PLAN = StepPlan((), (), 0)
+_MaskKey = tuple[int, int | None, torch.dtype]
+
+
+class CpuAttention:
+    """``AttentionBackend`` on top of SDPA; one reused buffer holds the gathered KV of one call."""
+
+    def __init__(self) -> None:
+        self._metadata: AttentionMetadata | None = None
+        self._plan = _NO_PLAN
+        self._planned_block_size = 0
+        self._masks: dict[_MaskKey, Tensor] = {}
+        # A fresh large buffer per call costs 2-4x the gather itself in page faults.
+        self._buffer = torch.empty(0)
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """See ``AttentionBackend.plan``.
+
+        The block size is the cache's to tell: the last step's is assumed, and ``run`` plans again
+        if the cache turns out to have another, which is so in the very first step.
+        """
+        self._metadata = metadata
+        self._masks.clear()
+        if self._planned_block_size:
+            self._plan = plan_step(metadata, self._planned_block_size)
+
+    def run(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """See ``AttentionBackend.run``."""
+        assert metadata is self._metadata, "plan() has not seen this step's metadata"
+        if kv_cache.shape[3] != self._planned_block_size:
+            self._planned_block_size = kv_cache.shape[3]
+            self._masks.clear()
+            self._plan = plan_step(metadata, self._planned_block_size)
+        if sliding_window is not None and sliding_window >= metadata.max_seq_len:
+            sliding_window = None
+        # [2, num_kv_heads, num_blocks, block_size, head_dim]: one gather along dim 2 then lands
+        # in the order that SDPA reads, without a second copy.
+        cache = kv_cache.permute(1, 2, 0, 3, 4)
+        out = query.new_empty(query.shape)  # [num_tokens, num_heads, head_dim]
+        if self._plan.num_rows < len(out):
+            out[self._plan.num_rows :].zero_()
+        for index, chunk in enumerate(self._plan.prompts):
+            mask = self._prompt_mask(index, chunk, sliding_window, query)
+            self._run_prompt(out, query, cache, chunk, mask, scale)
+        for index, group in enumerate(self._plan.decodes):
+            mask = self._decode_mask(~index, group, sliding_window, query)
+            self._run_decodes(out, query, cache, group, mask, scale)
+        return out
+
+    def _run_prompt(
+        self,
+        out: Tensor,
+        query: Tensor,
+        cache: Tensor,
+        chunk: PromptChunk,
+        mask: Tensor | None,
+        scale: float,
+    ) -> None:
+        tokens = self._gather(cache, chunk.block_ids)[:, None, :, : chunk.seq_len]
+        key, value = tokens.unbind(0)  # [1, num_kv_heads, seq_len, head_dim]
+        attended = functional.scaled_dot_product_attention(
+            query[chunk.rows].transpose(0, 1).unsqueeze(0),  # [1, num_heads, query_len, head_dim]
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )  # [1, num_heads, query_len, head_dim]
+        out[chunk.rows] = attended.squeeze(0).transpose(0, 1)
+
+    def _run_decodes(
+        self,
+        out: Tensor,
+        query: Tensor,
+        cache: Tensor,
+        group: DecodeGroup,
+        mask: Tensor | None,
+        scale: float,
+    ) -> None:
+        tokens = self._gather(cache, group.block_ids)
+        if group.pad_slots is not None:
+            # The mask hides pads, but a NaN left behind by another request would come through.
+            tokens.index_fill_(2, group.pad_slots, 0.0)
+        num_kv_heads, head_dim = tokens.shape[1], tokens.shape[3]
+        by_request = tokens.view(2, num_kv_heads, group.num_requests, group.padded_len, head_dim)
+        # [num_requests, num_kv_heads, max_len, head_dim]
+        key, value = by_request[:, :, :, : group.max_len].transpose(1, 2).unbind(0)
+        folded = (group.num_requests, num_kv_heads, -1, head_dim)
+        attended = functional.scaled_dot_product_attention(
+            query[group.rows].reshape(folded), key, value, attn_mask=mask, scale=scale
+        )  # [num_requests, num_kv_heads, num_heads / num_kv_heads, head_dim]
+        out[group.rows] = attended.flatten(1, 2)
+
+    def _gather(self, cache: Tensor, block_ids: Tensor) -> Tensor:
+        """Copy blocks into the buffer: ``[2, num_kv_heads, n * block_size, head_dim]``."""
+        _, num_kv_heads, _, block_size, head_dim = cache.shape
+        shape = (2, num_kv_heads, len(block_ids), block_size, head_dim)
+        size = 2 * num_kv_heads * len(block_ids) * block_size * head_dim
+        fitting = self._buffer.dtype == cache.dtype and self._buffer.device == cache.device
+        if not fitting or self._buffer.numel() < size:
+            # Not an inference tensor: the next caller may be outside inference_mode.
+            with torch.inference_mode(mode=False):
+                self._buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)
+        gathered = self._buffer[:size].view(shape)
+        torch.index_select(cache, 2, block_ids, out=gathered)
+        return gathered.view(2, num_kv_heads, -1, head_dim)
+
+    def _prompt_mask(
+        self, index: int, chunk: PromptChunk, window: int | None, query: Tensor
+    ) -> Tensor | None:
+        """``[query_len, seq_len]`` to add to the scores; None when plain causal says it all."""
+        if window is None and chunk.query_len == chunk.seq_len:
+            return None
+        mask = self._masks.get((index, window, query.dtype))
+        if mask is None:
+            key_at = torch.arange(chunk.seq_len, device=query.device)  # [seq_len]
+            query_at = key_at[-chunk.query_len :].unsqueeze(1)  # [query_len, 1]
+            mask = _additive(_outside(key_at, query_at, window), query.dtype)
+            self._masks[index, window, query.dtype] = mask
+        return mask
+
+    def _decode_mask(
+        self, index: int, group: DecodeGroup, window: int | None, query: Tensor
+    ) -> Tensor | None:
+        """``[num_requests, 1, 1, max_len]`` to add to the scores; None when all keys count."""
+        if window is None and group.same_len:
+            return None
+        mask = self._masks.get((index, window, query.dtype))
+        if mask is None:
+            key_at = torch.arange(group.max_len, device=query.device)  # [max_len]
+            hidden = _outside(key_at, group.seq_lens - 1, window)  # [num_requests, max_len]
+            mask = _additive(hidden, query.dtype)[:, None, None]
+            self._masks[index, window, query.dtype] = mask
+        return mask
+
+
+def _outside(key_at: Tensor, query_at: Tensor, window: int | None) -> Tensor:
+    """True where a query at ``query_at`` must not see the key at ``key_at``."""
+    hidden = key_at > query_at  # [queries, keys]
+    return hidden if window is None else hidden | (key_at <= query_at - window)
+
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """SDPA would turn a boolean mask into this one in every layer."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+        hidden, -torch.inf
+    )

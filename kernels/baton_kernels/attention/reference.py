@@ -1,0 +1,38 @@
+"""The backend that runs the definition of paged attention itself: slow, and right on any device.
+
+Refuses to know: everything but how to call ``baton_kernels.reference.paged_attention``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton_kernels import reference
+from baton_kernels.attention.base import AttentionMetadata
+
+
+class ReferenceAttention:
+    """``AttentionBackend`` by the definition; has nothing to plan."""
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Nothing: the definition reads the metadata directly."""
+
+    def run(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """See ``AttentionBackend.run``."""
+        return reference.paged_attention(
+            query,
+            kv_cache,
+            metadata.block_table,
+            metadata.query_lens,
+            metadata.seq_lens_host,
+            scale=scale,
+            sliding_window=sliding_window,
+        )

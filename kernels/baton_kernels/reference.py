@@ -1,0 +1,186 @@
+"""What every op means, in plain torch: the definition that faster kernels are tested against.
+
+Clarity wins over speed here. Arithmetic is in float32 wherever Hugging Face uses float32, so a
+float32 model agrees with ``transformers`` closely and a bfloat16 model rounds at the usual places.
+Refuses to know: devices, models, how requests are batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich, arXiv:1910.07467).
+
+    Args:
+        x: ``[..., size]``.
+        weight: ``[size]``, or anything that broadcasts against ``x``.
+        eps: added to the mean square.
+
+    Returns:
+        ``[..., size]`` in the dtype of ``x``; like Hugging Face, the normalized value is rounded
+        to that dtype before the weight is applied.
+    """
+    wide = x.float()  # [..., size]
+    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
+    return weight * (wide * inverse_rms).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add a layer's output to the residual stream, and normalize the sum.
+
+    Args:
+        x: ``[num_tokens, hidden_size]``, the output of a layer.
+        residual: ``[num_tokens, hidden_size]``, left as it is.
+        weight: ``[hidden_size]``.
+        eps: see :func:`rms_norm`.
+
+    Returns:
+        ``(rms_norm(x + residual), x + residual)``.
+    """
+    new_residual = residual + x  # [num_tokens, hidden_size]
+    return rms_norm(new_residual, weight, eps), new_residual
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding, half-split ("neox") style (Su et al., arXiv:2104.09864).
+
+    Dimension ``i`` of the first half is paired with dimension ``i`` of the second half::
+
+        | x1 (rotary_dim / 2) | x2 (rotary_dim / 2) | untouched (head_dim - rotary_dim) |
+
+    Args:
+        query: ``[num_tokens, num_heads, head_dim]``.
+        key: ``[num_tokens, num_kv_heads, head_dim]``.
+        cos: ``[num_tokens, rotary_dim]``, both halves filled, ``rotary_dim <= head_dim``.
+        sin: like ``cos``.
+
+    Returns:
+        The rotated query and key, new tensors.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [num_tokens, 1, rotary_dim]
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotary_dim = cos.shape[-1]
+    turning = x[..., :rotary_dim]  # [num_tokens, heads, rotary_dim]
+    x1, x2 = turning.chunk(2, dim=-1)  # [num_tokens, heads, rotary_dim / 2]
+    turned = turning * cos + torch.cat((-x2, x1), dim=-1) * sin  # [num_tokens, heads, rotary_dim]
+    if rotary_dim == x.shape[-1]:
+        return turned
+    return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, any equal shapes: the unit of SwiGLU (Shazeer, arXiv:2002.05202)."""
+    return functional.silu(gate) * up
+
+
+def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write this step's keys and values into one layer of the paged cache, in place.
+
+    Args:
+        key: ``[num_tokens, num_kv_heads, head_dim]``.
+        value: like ``key``.
+        kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
+        slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; -1 marks a
+            padding token, which is not written.
+    """
+    block_size = kv_cache.shape[3]
+    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")  # [num_tokens]
+    offsets = slot_mapping - blocks * block_size  # [num_tokens]
+    # A padding slot falls into block -1, which indexing would take for the last block.
+    if bool((blocks < 0).any()):
+        written = blocks >= 0  # [num_tokens]
+        blocks, offsets = blocks[written], offsets[written]
+        key, value = key[written], value[written]
+    by_slot = kv_cache.transpose(2, 3)  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
+    by_slot[:, 0][blocks, offsets] = key
+    by_slot[:, 1][blocks, offsets] = value
+
+
+def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Read one request's keys and values out of one layer of the paged cache.
+
+    Args:
+        kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
+        block_ids: ``[n]`` integers, the request's blocks in token order; more than needed is fine.
+        num_tokens: how many tokens to read; what lies behind them in the last block is not read.
+
+    Returns:
+        ``(key, value)``, each ``[num_kv_heads, num_tokens, head_dim]``.
+    """
+    block_size = kv_cache.shape[3]
+    num_blocks = -(-num_tokens // block_size)
+    # [2, num_kv_heads, n, block_size, head_dim]
+    taken = kv_cache[block_ids[:num_blocks]].permute(1, 2, 0, 3, 4)
+    tokens = taken.flatten(2, 3)[:, :, :num_tokens]  # [2, num_kv_heads, num_tokens, head_dim]
+    return tokens[0], tokens[1]
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of each request's newest tokens over all of its cached tokens.
+
+    The queries of a request are its last tokens, so query ``i`` sits at position
+    ``seq_len - query_len + i`` and sees the keys up to and including its own::
+
+        keys      0 ................ seq_len - query_len ....... seq_len
+        query 0   x x x x x x x x x x
+        query 1   x x x x x x x x x x x
+
+    Args:
+        query: ``[num_tokens, num_heads, head_dim]``, requests one after another; rows behind the
+            last request are padding and come back as zeros.
+        kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides, this
+            step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``.
+        block_table: ``[num_requests, max_blocks]`` integers.
+        query_lens: tokens of each request in this step; 0 marks a padding request.
+        seq_lens: tokens of each request in the cache, this step's included.
+        scale: factor on the dot products, usually ``head_dim ** -0.5``.
+        sliding_window: each query sees at most this many newest keys, its own included.
+
+    Returns:
+        ``[num_tokens, num_heads, head_dim]`` in the dtype of ``query``; computed in float32.
+    """
+    out = torch.zeros_like(query)  # [num_tokens, num_heads, head_dim]
+    start = 0
+    for blocks, query_len, seq_len in zip(block_table, query_lens, seq_lens, strict=True):
+        end = start + query_len
+        if query_len:
+            key, value = gather_kv(kv_cache, blocks, seq_len)
+            out[start:end] = _attend(query[start:end], key, value, scale, sliding_window)
+        start = end
+    return out
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
+) -> Tensor:
+    query_len, num_heads, _ = query.shape
+    num_kv_heads, seq_len, _ = key.shape
+    group = num_heads // num_kv_heads
+    key = key.float().repeat_interleave(group, dim=0)  # [num_heads, seq_len, head_dim]
+    value = value.float().repeat_interleave(group, dim=0)  # [num_heads, seq_len, head_dim]
+    scores = query.float().transpose(0, 1) @ key.mT * scale  # [num_heads, query_len, seq_len]
+    key_at = torch.arange(seq_len, device=query.device)  # [seq_len]
+    query_at = key_at[seq_len - query_len :].unsqueeze(1)  # [query_len, 1]
+    hidden = key_at > query_at  # [query_len, seq_len]
+    if sliding_window is not None:
+        hidden = hidden | (key_at <= query_at - sliding_window)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)  # [num_heads, query_len, seq_len]
+    return (weights @ value).transpose(0, 1).to(query.dtype)  # [query_len, num_heads, head_dim]

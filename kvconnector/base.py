@@ -1,0 +1,164 @@
+"""KV connector: what prefill and decode nodes say to it, and what a transport must do.
+
+Knows blocks and peers; knows no Request, no scheduler and no gRPC. The protocol (start, grant,
+push, commit) is written once, in `sender.py` and `receiver.py`, over any `KVTransport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from baton.outputs import PushReceipt
+from kvconnector.peer_info import PeerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPush:
+    """Blocks of one request that are full and may travel.
+
+    Attributes:
+        first_block: index, within the prompt's blocks, of ``block_ids[0]``.
+        num_tokens: prompt tokens that are complete once these blocks have arrived.
+        token_id: token 1; set in the last push of a request and only there.
+    """
+
+    request_id: str
+    epoch: int
+    first_block: int
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVReservation:
+    """The grant: where a prefill node may write a prompt's blocks.
+
+    Attributes:
+        engine_id: of the prefill node it is for.
+        block_ids: of the decode node, one per block of the prompt, in order.
+    """
+
+    request_id: str
+    epoch: int
+    engine_id: str
+    block_ids: tuple[int, ...]
+
+
+class TransferEventKind(Enum):
+    """What happened to a transfer or a peer."""
+
+    PEER_CONNECTED = "peer connected"
+    PEER_FAILED = "peer failed"
+    STARTED = "started"  # receiver: the prefill node began to compute and wants a grant
+    WATERMARK = "watermark"  # receiver: tokens up to `num_tokens` are complete
+    COMMITTED = "committed"  # both: all blocks are complete; terminal
+    FAILED = "failed"  # both: it ended otherwise, and the wire is quiet; terminal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEvent:
+    """One event; fields that do not belong to its kind keep their defaults."""
+
+    kind: TransferEventKind
+    engine_id: str
+    request_id: str = ""
+    epoch: int = 0
+    num_tokens: int = 0
+    token_id: int = -1
+    receipt: PushReceipt | None = None
+    transport: str = ""
+    reason: str = ""
+
+
+class KVSender(Protocol):
+    """The prefill node's end. No method blocks; all may be called from one thread of the node.
+
+    Each started request ends in exactly one COMMITTED or FAILED event.
+    """
+
+    @property
+    def peer_info(self) -> PeerInfo: ...
+
+    def connect(self, peer: PeerInfo) -> None:
+        """Meet a decode node; ends in PEER_CONNECTED or PEER_FAILED."""
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget a decode node that is gone; its transfers fail."""
+
+    def start(self, request_id: str, epoch: int, engine_id: str, num_tokens: int) -> None:
+        """Tell the decode node that ``num_tokens`` prompt tokens are being computed for it."""
+
+    def push(self, push: BlockPush) -> None:
+        """Write blocks as soon as they are granted; the caller holds them until the end event."""
+
+    def abort(self, request_id: str, epoch: int, reason: str) -> None:
+        """Write no more of a request; FAILED follows when the wire is quiet."""
+
+    def poll(self) -> list[TransferEvent]:
+        """What happened since the last call."""
+
+    def close(self) -> None: ...
+
+
+class KVReceiver(Protocol):
+    """The decode node's end. No method blocks; all may be called from one thread of the node."""
+
+    @property
+    def peer_info(self) -> PeerInfo: ...
+
+    def connect(self, peer: PeerInfo) -> None:
+        """Meet a prefill node; ends in PEER_CONNECTED or PEER_FAILED."""
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget a prefill node that is gone."""
+
+    def grant(self, reservation: KVReservation) -> None:
+        """Allow a started request's blocks to be written."""
+
+    def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
+        """Ask the prefill node to write no more; FAILED follows when the wire is quiet."""
+
+    def expect(self, expecting: bool) -> None:
+        """Whether anything may arrive soon; when not, the connector sleeps."""
+
+    def poll(self) -> list[TransferEvent]:
+        """What happened since the last call."""
+
+    def close(self) -> None: ...
+
+
+class PendingWrite(Protocol):
+    """A posted one-sided write. It cannot be called back."""
+
+    def is_done(self) -> bool:
+        """Whether all bytes are complete at the peer; raises TransferError if they never will."""
+
+
+class KVTransport(Protocol):
+    """Bytes from here to there. All methods are called by one I/O thread; none waits long."""
+
+    @property
+    def peer_info(self) -> PeerInfo: ...
+
+    def connect(self, peer: PeerInfo) -> str:
+        """Learn a peer; returns the name of the path that bytes will take. Raises TransferError."""
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget a peer; harmless when unknown."""
+
+    def write(
+        self, engine_id: str, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
+    ) -> PendingWrite:
+        """Post whole blocks to a peer's memory. Raises TransferError, ValueError for bad ids."""
+
+    def notify(self, engine_id: str, payload: bytes) -> None:
+        """Send a short message; not ordered with writes. Raises TransferError."""
+
+    def take_notifications(self) -> list[bytes]:
+        """Messages that came in; also lets the transport make progress."""
+
+    def close(self) -> None: ...

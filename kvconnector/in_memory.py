@@ -1,0 +1,91 @@
+"""InMemoryTransport: sender and receiver in one process; a write is a copy. For tests."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from baton.errors import TransferError
+from kvconnector.layout import KVLayout, check_block_ids
+from kvconnector.peer_info import PeerInfo, host_identity
+
+
+class _Done:
+    def is_done(self) -> bool:
+        return True
+
+
+class InMemoryTransport:
+    """Reaches every other InMemoryTransport of this process.
+
+    Args:
+        engine_id: name of this end.
+        kv_cache: `[num_blocks, ...]`, contiguous.
+    """
+
+    # The "network": all open ends of this process.
+    _ends: ClassVar[dict[str, InMemoryTransport]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, engine_id: str, kv_cache: torch.Tensor) -> None:
+        layout = KVLayout.of(kv_cache)
+        self._blocks = kv_cache
+        self._inbox: deque[bytes] = deque()
+        self._peers: set[str] = set()
+        self.peer_info = PeerInfo(
+            engine_id=engine_id,
+            connector="in_memory",
+            host=host_identity(),
+            pid=0,
+            agent_metadata=b"",
+            base_address=layout.base_address,
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            num_blocks=layout.num_blocks,
+            device_id=layout.device_id,
+            layout=layout.fingerprint,
+        )
+        with self._lock:
+            self._ends[engine_id] = self
+
+    def connect(self, peer: PeerInfo) -> str:
+        if peer.connector != "in_memory" or peer.engine_id not in self._ends:
+            raise TransferError(f"{peer.engine_id} is not in this process")
+        self._peers.add(peer.engine_id)
+        return "in_memory"
+
+    def disconnect(self, engine_id: str) -> None:
+        self._peers.discard(engine_id)
+
+    def write(
+        self, engine_id: str, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
+    ) -> _Done:
+        end = self._end(engine_id)
+        check_block_ids(local_block_ids, len(self._blocks))
+        check_block_ids(remote_block_ids, len(end._blocks))
+        with torch.inference_mode():
+            end._blocks[list(remote_block_ids)] = self._blocks[list(local_block_ids)]
+        return _Done()
+
+    def notify(self, engine_id: str, payload: bytes) -> None:
+        self._end(engine_id)._inbox.append(payload)
+
+    def take_notifications(self) -> list[bytes]:
+        payloads = []
+        while self._inbox:
+            payloads.append(self._inbox.popleft())
+        return payloads
+
+    def close(self) -> None:
+        with self._lock:
+            self._ends.pop(self.peer_info.engine_id, None)
+
+    def _end(self, engine_id: str) -> InMemoryTransport:
+        end = self._ends.get(engine_id)
+        if engine_id not in self._peers or end is None:
+            raise TransferError(f"{engine_id} is gone")
+        return end

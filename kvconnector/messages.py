@@ -1,0 +1,90 @@
+"""What sender and receiver say to each other. Short, typed, checked when decoded.
+
+P -> D   Hello     are you there?                     D -> P   HelloAck
+P -> D   Start     I compute this prompt for you      D -> P   Grant     write it here
+P -> D   Watermark tokens up to here are complete     D -> P   Cancel    write no more
+P -> D   Commit    all is complete; token 1 is ...
+P -> D   Quiet     I write no more, for this reason
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton.errors import TransferError
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Every message names the process start that sent it."""
+
+    engine_id: str
+
+
+class _RequestMessage(_Message, frozen=True, kw_only=True):
+    request_id: str
+    epoch: int
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """P asks whether D knows it and is awake."""
+
+
+class HelloAck(_Message, frozen=True, kw_only=True):
+    """D does."""
+
+
+class Start(_RequestMessage, frozen=True, kw_only=True):
+    """P began to compute a prompt of ``num_tokens`` tokens."""
+
+    num_tokens: int
+
+
+class Grant(_RequestMessage, frozen=True, kw_only=True):
+    """P may write the prompt's blocks into these blocks of D, in order."""
+
+    block_ids: list[int]
+
+
+class Watermark(_RequestMessage, frozen=True, kw_only=True):
+    """Tokens up to ``num_tokens`` are complete in D's memory."""
+
+    num_tokens: int
+
+
+class Commit(_RequestMessage, frozen=True, kw_only=True):
+    """The commit record: everything is complete in D's memory."""
+
+    token_id: int
+    num_tokens: int
+    num_bytes: int
+    num_blocks: int
+    transport: str
+    exposed_transfer_s: float
+
+
+class Cancel(_RequestMessage, frozen=True, kw_only=True):
+    """D wants nothing more of this request; P answers Quiet."""
+
+
+class Quiet(_RequestMessage, frozen=True, kw_only=True):
+    """P has nothing posted for this request and will post nothing more."""
+
+    reason: str
+
+
+Message = Hello | HelloAck | Start | Grant | Watermark | Commit | Cancel | Quiet
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> Message:
+    """Raises TransferError for anything that is not one of our messages."""
+    try:
+        return _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"not a message of this protocol: {error}") from error

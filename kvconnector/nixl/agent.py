@@ -1,0 +1,134 @@
+"""NixlAgent: the only importer of nixl. Typed, and every failure a TransferError.
+
+What NIXL does and does not promise shapes this file: there is no cancel, its progress thread
+burns a core, thread safety is off by default, errors are exceptions, and a bad address kills the
+receiver. So one thread calls all of this, and addresses come from tables made here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import ConfigError, TransferError
+
+
+def _import_nixl() -> Any:
+    # Read once, when UCX starts; what the operator has set stays.
+    # UCX listens without authentication on every device it may use: loopback unless told otherwise.
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    try:
+        import nixl
+        import nixl._api
+    except ImportError as error:
+        raise ConfigError(f"kv_connector: nixl cannot be imported here: {error}") from error
+    return nixl
+
+
+class NixlAgent:
+    """One agent with one registered memory, cut into equal blocks.
+
+    Args:
+        name: unique to this process start; a name that was ever used damages its peers' tables.
+        descriptors: (address, bytes, device) per block, `[num_blocks, 3]`.
+        memory_kind: "DRAM" or "VRAM".
+    """
+
+    def __init__(self, name: str, descriptors: npt.NDArray[np.uint64], memory_kind: str) -> None:
+        nixl = _import_nixl()
+        self._errors: tuple[type[Exception], ...] = tuple(
+            value
+            for key, value in vars(nixl._bindings).items()
+            if key.startswith("nixl") and key.endswith("Error") and isinstance(value, type)
+        )
+        api = nixl._api
+        config = api.nixl_agent_config(
+            enable_prog_thread=False,
+            backends=["UCX"],
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        try:
+            self._agent = api.nixl_agent(name, config)
+            # The blocks are one contiguous range: one region, however many blocks.
+            region = np.array(
+                [[descriptors[0, 0], descriptors[:, 1].sum(), descriptors[0, 2]]], dtype=np.uint64
+            )
+            self._agent.register_memory(self._agent.get_reg_descs(region, memory_kind))
+            self._memory_kind = memory_kind
+            self._local = self._prepare("", descriptors)
+        except self._errors as error:
+            raise ConfigError(f"kv_connector: NIXL cannot start: {error}") from error
+
+    def metadata(self) -> bytes:
+        """What a peer needs for `add_peer`."""
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
+
+    def add_peer(self, metadata: bytes, descriptors: npt.NDArray[np.uint64]) -> tuple[str, Any]:
+        """Learn a peer; returns its agent name and its prepared block table."""
+        try:
+            name: str = self._agent.add_remote_agent(metadata).decode()
+            return name, self._prepare(name, descriptors)
+        except self._errors as error:
+            raise TransferError(f"NIXL cannot add the peer: {error}") from error
+
+    def remove_peer(self, name: str, table: Any) -> None:
+        """Forget a peer; what was posted to it may still land."""
+        try:
+            table.release()
+            self._agent.remove_remote_agent(name)
+        except self._errors:  # a dead peer may refuse to be removed cleanly; it is gone anyway
+            return
+
+    def post_write(
+        self, table: Any, local: npt.NDArray[np.int32], remote: npt.NDArray[np.int32]
+    ) -> Any:
+        """Post a one-sided write of blocks ``local[i]`` to ``remote[i]``; returns a handle.
+
+        On one host this copies the bytes in the call (without the GIL).
+        """
+        try:
+            handle = self._agent.make_prepped_xfer("WRITE", self._local, local, table, remote)
+            self._agent.transfer(handle)
+        except self._errors as error:
+            raise TransferError(f"NIXL write failed: {error}") from error
+        return handle
+
+    def is_done(self, handle: Any) -> bool:
+        """Whether a posted write is complete at the peer; releases the handle when it is."""
+        try:
+            if self._agent.check_xfer_state(handle) != "DONE":
+                return False
+            handle.release()
+        except self._errors as error:
+            raise TransferError(f"NIXL write failed: {error}") from error
+        return True
+
+    def notify(self, name: str, payload: bytes) -> None:
+        """Send a short message to a peer."""
+        try:
+            self._agent.send_notif(name, payload)
+        except self._errors as error:
+            raise TransferError(f"NIXL message failed: {error}") from error
+
+    def take_notifications(self) -> list[bytes]:
+        """Messages that came in, of all peers; drives NIXL's progress."""
+        try:
+            by_name: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        except self._errors as error:
+            raise TransferError(f"NIXL cannot read messages: {error}") from error
+        return [payload for payloads in by_name.values() for payload in payloads]
+
+    def close(self) -> None:
+        """Destroy the agent; what it had posted stops."""
+        self._local.release()
+        del self._agent
+
+    def _prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:
+        descs = self._agent.get_xfer_descs(descriptors, self._memory_kind)
+        return self._agent.prep_xfer_dlist(name, descs)

@@ -1,0 +1,146 @@
+"""NixlTransport: one-sided writes of whole blocks between registered KV caches."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton.errors import TransferError
+from kvconnector.layout import KVLayout, check_block_ids
+from kvconnector.nixl.agent import NixlAgent
+from kvconnector.peer_info import PeerInfo, host_identity
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    agent_name: str
+    num_blocks: int
+    table: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _NixlWrite:
+    agent: NixlAgent
+    handle: Any
+
+    def is_done(self) -> bool:
+        return self.agent.is_done(self.handle)
+
+
+class NixlTransport:
+    """See `KVTransport` for the contract.
+
+    Args:
+        engine_id: also the agent's name, so it must be new at every process start.
+        kv_cache: `[num_blocks, ...]`, contiguous; registered once, and must stay where it is.
+    """
+
+    def __init__(self, engine_id: str, kv_cache: torch.Tensor) -> None:
+        layout = KVLayout.of(kv_cache)
+        self._layout = layout
+        self._agent = NixlAgent(
+            engine_id, layout.descriptors(), "VRAM" if kv_cache.is_cuda else "DRAM"
+        )
+        self._kv_cache = kv_cache  # keeps the memory alive as long as a peer may write to it
+        self._peers: dict[str, _Peer] = {}
+        self.peer_info = PeerInfo(
+            engine_id=engine_id,
+            connector="nixl",
+            host=host_identity(),
+            pid=os.getpid(),
+            agent_metadata=self._agent.metadata(),
+            base_address=layout.base_address,
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            num_blocks=layout.num_blocks,
+            device_id=layout.device_id,
+            layout=layout.fingerprint,
+        )
+
+    def connect(self, peer: PeerInfo) -> str:
+        if peer.connector != "nixl":
+            raise TransferError(f"{peer.engine_id} speaks {peer.connector}, not nixl")
+        if peer.layout != self._layout.fingerprint:
+            raise TransferError(
+                f"{peer.engine_id} has blocks of layout {peer.layout}, not "
+                f"{self._layout.fingerprint}"
+            )
+        if peer.engine_id in self._peers:
+            return self._path(peer)
+        remote = KVLayout(
+            base_address=peer.base_address,
+            block_bytes=peer.block_bytes,
+            block_size=peer.block_size,
+            num_blocks=peer.num_blocks,
+            device_id=peer.device_id,
+            fingerprint=peer.layout,
+        )
+        name, table = self._agent.add_peer(peer.agent_metadata, remote.descriptors())
+        self._peers[peer.engine_id] = _Peer(name, peer.num_blocks, table)
+        return self._path(peer)
+
+    def disconnect(self, engine_id: str) -> None:
+        peer = self._peers.pop(engine_id, None)
+        if peer is not None:
+            self._agent.remove_peer(peer.agent_name, peer.table)
+
+    def write(
+        self, engine_id: str, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
+    ) -> _NixlWrite:
+        peer = self._peer(engine_id)
+        check_block_ids(local_block_ids, self._layout.num_blocks)
+        check_block_ids(remote_block_ids, peer.num_blocks)
+        local = np.asarray(local_block_ids, dtype=np.int32)
+        remote = np.asarray(remote_block_ids, dtype=np.int32)
+        return _NixlWrite(self._agent, self._agent.post_write(peer.table, local, remote))
+
+    def notify(self, engine_id: str, payload: bytes) -> None:
+        self._agent.notify(self._peer(engine_id).agent_name, payload)
+
+    def take_notifications(self) -> list[bytes]:
+        return self._agent.take_notifications()
+
+    def close(self) -> None:
+        for engine_id in list(self._peers):
+            self.disconnect(engine_id)
+        self._agent.close()
+
+    def _peer(self, engine_id: str) -> _Peer:
+        peer = self._peers.get(engine_id)
+        if peer is None:
+            raise TransferError(f"{engine_id} is not connected")
+        return peer
+
+    def _path(self, peer: PeerInfo) -> str:
+        """The path UCX takes to a peer, worked out as UCX does; NIXL itself does not tell."""
+        if self._kv_cache.is_cuda:
+            return "nixl/ucx cuda_ipc" if peer.host == host_identity() else "nixl/ucx"
+        allowed = os.environ.get("UCX_TLS", "all").split(",")
+        near = peer.host != "" and peer.host == host_identity()
+        if near and ({"all", "cma", "sm", "shm"} & set(allowed)) and _may_access(peer):
+            return "nixl/ucx cma"
+        return "nixl/ucx tcp"
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _may_access(peer: PeerInfo) -> bool:
+    """Whether the kernel lets us at a process's memory; reading a byte needs the same permission.
+
+    Containers and hardened kernels may forbid what UCX's cma path needs.
+    """
+    call = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+    if call is None:
+        return False
+    buffer = ctypes.create_string_buffer(1)
+    local = _IoVec(ctypes.addressof(buffer), 1)
+    remote = _IoVec(peer.base_address, 1)
+    return bool(call(peer.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) == 1)

@@ -1,0 +1,71 @@
+"""PeerInfo: what a node must know of another to reach its KV memory. Opaque to everyone else.
+
+It travels as framed bytes with a checksum: some transports are damaged for good by a damaged blob.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from baton.errors import TransferError
+
+_DIGEST_BYTES = 8
+
+
+class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One process start of a node, as its KV connector presents it.
+
+    Attributes:
+        engine_id: unique to the process start.
+        connector: name in the registry.
+        host: equal for processes that can reach each other's memory through the kernel.
+        pid: of the process.
+        agent_metadata: the transport's own; empty if it needs none.
+        base_address: of block 0 in the peer's memory.
+        block_bytes: of one block, all layers.
+        block_size: tokens per block.
+        num_blocks: in the peer's memory.
+        device_id: of a GPU's memory; 0 in host memory.
+        layout: fingerprint of a block's inner layout.
+    """
+
+    engine_id: str
+    connector: str
+    host: str
+    pid: int
+    agent_metadata: bytes
+    base_address: int
+    block_bytes: int
+    block_size: int
+    num_blocks: int
+    device_id: int
+    layout: str
+
+    def encode(self) -> bytes:
+        """Framed bytes."""
+        body = msgspec.msgpack.encode(self)
+        return xxhash.xxh3_64_digest(body) + body
+
+    @classmethod
+    def decode(cls, blob: bytes) -> PeerInfo:
+        """Raises TransferError for anything that `encode` did not make."""
+        digest, body = blob[:_DIGEST_BYTES], blob[_DIGEST_BYTES:]
+        if xxhash.xxh3_64_digest(body) != digest:
+            raise TransferError("peer info is damaged (checksum)")
+        try:
+            return msgspec.msgpack.decode(body, type=cls)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"peer info is of another version: {error}") from error
+
+
+def host_identity() -> str:
+    """Equal for processes on one running kernel in one process namespace."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # not Linux: nobody is near
+        return ""
+    return f"{boot_id}:{namespace}"

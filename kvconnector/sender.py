@@ -1,0 +1,335 @@
+"""Sender: the prefill node's end of the handoff, over any transport.
+
+    QUEUED -> STARTED -> PUSHING -> COMMITTED
+        `---------`----------`----> FAILED          terminal only when the wire is quiet
+
+The node's thread leaves calls; everything else here runs on the I/O thread, so that a grant or a
+finished write never waits for the node's current step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.errors import TransferError
+from kvconnector.base import (
+    BlockPush,
+    KVTransport,
+    PendingWrite,
+    TransferEvent,
+    TransferEventKind,
+)
+from kvconnector.endpoint import Endpoint
+from kvconnector.layout import check_block_ids
+from kvconnector.messages import (
+    Cancel,
+    Commit,
+    Grant,
+    Hello,
+    HelloAck,
+    Message,
+    Quiet,
+    Start,
+    Watermark,
+)
+from kvconnector.peer_info import PeerInfo
+
+logger = logging.getLogger(__name__)
+
+HELLO_INTERVAL_S = 0.05
+HELLO_TIMEOUT_S = 10.0
+# One write is at most this long, so that aborts and other requests never wait for much.
+WRITE_BYTES = 8 * 2**20
+IN_FLIGHT_BYTES_PER_PEER = 32 * 2**20
+
+
+@dataclass(slots=True)
+class _Write:
+    """One posted piece; ``watermark`` is set on the last piece of a push."""
+
+    pending: PendingWrite
+    num_bytes: int
+    watermark: int | None
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """One request's way to its decode node."""
+
+    request_id: str
+    epoch: int
+    engine_id: str
+    num_blocks: int
+    granted: list[int] | None = None
+    pieces: deque[BlockPush] = field(default_factory=deque)  # computed, not yet posted
+    writes: deque[_Write] = field(default_factory=deque)  # posted, not yet complete
+    last: BlockPush | None = None
+    last_at: float = 0.0
+    num_blocks_pushed: int = 0
+    failure: str | None = None
+
+
+class Sender:
+    """See `KVSender` for the contract.
+
+    Args:
+        transport: how bytes travel; owned from now on.
+        on_event: called (on another thread) when `poll` has something.
+    """
+
+    def __init__(self, transport: KVTransport, on_event: Callable[[], None]) -> None:
+        self._info = transport.peer_info
+        self._transfers: dict[tuple[str, int], _Transfer] = {}  # (request_id, epoch)
+        self._greeting: dict[str, float] = {}  # engine_id -> give up at
+        self._hello_at = 0.0
+        self._endpoint = Endpoint(
+            transport, on_message=self._on_message, progress=self._progress, on_event=on_event
+        )
+
+    # ------------------------------------------------------------------ the node's thread
+
+    @property
+    def peer_info(self) -> PeerInfo:
+        return self._info
+
+    def connect(self, peer: PeerInfo) -> None:
+        self._endpoint.submit(lambda: self._connect(peer))
+
+    def disconnect(self, engine_id: str) -> None:
+        self._endpoint.submit(lambda: self._disconnect(engine_id, "the decode node is gone"))
+
+    def start(self, request_id: str, epoch: int, engine_id: str, num_tokens: int) -> None:
+        self._endpoint.submit(lambda: self._start(request_id, epoch, engine_id, num_tokens))
+
+    def push(self, push: BlockPush) -> None:
+        now = time.perf_counter()
+        self._endpoint.submit(lambda: self._push(push, now))
+
+    def abort(self, request_id: str, epoch: int, reason: str) -> None:
+        self._endpoint.submit(lambda: self._fail(self._transfers.get((request_id, epoch)), reason))
+
+    def poll(self) -> list[TransferEvent]:
+        return self._endpoint.poll()
+
+    def close(self) -> None:
+        self._endpoint.close()
+
+    # ------------------------------------------------------------------ calls, on the I/O thread
+
+    def _connect(self, peer: PeerInfo) -> None:
+        self._endpoint.add_peer(peer)
+        if peer.engine_id in self._endpoint.peers:
+            self._greeting[peer.engine_id] = time.monotonic() + HELLO_TIMEOUT_S
+
+    def _disconnect(self, engine_id: str, reason: str) -> None:
+        self._greeting.pop(engine_id, None)
+        for transfer in list(self._transfers.values()):
+            if transfer.engine_id == engine_id:
+                self._fail(transfer, reason)
+                transfer.writes.clear()  # the peer's memory is gone; nothing left to wait for
+                self._finish_if_quiet(transfer)
+        self._endpoint.remove_peer(engine_id)
+
+    def _start(self, request_id: str, epoch: int, engine_id: str, num_tokens: int) -> None:
+        num_blocks = -(-num_tokens // self._info.block_size)
+        transfer = _Transfer(request_id, epoch, engine_id, num_blocks)
+        self._transfers[request_id, epoch] = transfer
+        message = Start(
+            engine_id=self._info.engine_id,
+            request_id=request_id,
+            epoch=epoch,
+            num_tokens=num_tokens,
+        )
+        if not self._endpoint.send(engine_id, message):
+            self._fail(transfer, "the decode node cannot be reached")
+
+    def _push(self, push: BlockPush, now: float) -> None:
+        transfer = self._transfers.get((push.request_id, push.epoch))
+        if transfer is None or transfer.failure is not None:
+            return
+        if push.token_id is not None:
+            transfer.last, transfer.last_at = push, now
+        blocks_per_write = max(1, WRITE_BYTES // self._info.block_bytes)
+        for index in range(0, len(push.block_ids), blocks_per_write):
+            block_ids = push.block_ids[index : index + blocks_per_write]
+            is_last_piece = index + blocks_per_write >= len(push.block_ids)
+            transfer.pieces.append(
+                BlockPush(
+                    request_id=push.request_id,
+                    epoch=push.epoch,
+                    first_block=push.first_block + index,
+                    block_ids=block_ids,
+                    num_tokens=push.num_tokens if is_last_piece else 0,
+                )
+            )
+
+    # ------------------------------------------------------------------ messages
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, HelloAck):
+            if self._greeting.pop(message.engine_id, None) is not None:
+                self._endpoint.emit(
+                    TransferEvent(
+                        kind=TransferEventKind.PEER_CONNECTED,
+                        engine_id=message.engine_id,
+                        transport=self._endpoint.paths[message.engine_id],
+                    )
+                )
+        elif isinstance(message, Grant | Cancel):
+            transfer = self._transfers.get((message.request_id, message.epoch))
+            if transfer is None:
+                # Already over here: say so again, the peer may hold blocks for it.
+                self._say_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
+            elif isinstance(message, Cancel):
+                self._fail(transfer, "cancelled by the decode node")
+            else:
+                self._take_grant(transfer, message.block_ids)
+
+    def _take_grant(self, transfer: _Transfer, block_ids: list[int]) -> None:
+        try:
+            check_block_ids(block_ids, self._endpoint.peers[transfer.engine_id].num_blocks)
+        except ValueError as error:
+            self._fail(transfer, f"bad grant: {error}")
+            return
+        if len(block_ids) != transfer.num_blocks:
+            self._fail(
+                transfer, f"bad grant: {len(block_ids)} blocks, wanted {transfer.num_blocks}"
+            )
+        elif transfer.granted is None:
+            transfer.granted = block_ids
+
+    # ------------------------------------------------------------------ progress
+
+    def _progress(self) -> bool:
+        self._greet()
+        in_flight = bool(self._greeting)
+        in_flight_bytes: dict[str, int] = {}
+        for transfer in list(self._transfers.values()):
+            self._settle(transfer)
+            posted = sum(write.num_bytes for write in transfer.writes)
+            used = in_flight_bytes.get(transfer.engine_id, 0) + posted
+            used += self._post(transfer, IN_FLIGHT_BYTES_PER_PEER - used)
+            in_flight_bytes[transfer.engine_id] = used
+            self._finish_if_quiet(transfer)
+        return in_flight or bool(self._transfers)
+
+    def _greet(self) -> None:
+        now = time.monotonic()
+        if not self._greeting or now < self._hello_at:
+            return
+        self._hello_at = now + HELLO_INTERVAL_S
+        for engine_id, give_up_at in list(self._greeting.items()):
+            if now > give_up_at:
+                del self._greeting[engine_id]
+                self._endpoint.fail_peer(engine_id, f"no answer in {HELLO_TIMEOUT_S:.0f} s")
+            elif not self._endpoint.send(engine_id, Hello(engine_id=self._info.engine_id)):
+                self._greeting.pop(engine_id, None)
+
+    def _post(self, transfer: _Transfer, room_bytes: int) -> int:
+        """Post what is computed and granted; returns the bytes posted."""
+        posted = 0
+        while (
+            transfer.granted is not None
+            and transfer.failure is None
+            and transfer.pieces
+            and posted < room_bytes
+        ):
+            piece = transfer.pieces.popleft()
+            end = piece.first_block + len(piece.block_ids)
+            remote = transfer.granted[piece.first_block : end]
+            try:
+                pending = self._endpoint.transport.write(
+                    transfer.engine_id, piece.block_ids, remote
+                )
+            except TransferError as error:
+                self._fail(transfer, str(error))
+                break
+            num_bytes = len(piece.block_ids) * self._info.block_bytes
+            transfer.writes.append(_Write(pending, num_bytes, piece.num_tokens or None))
+            transfer.num_blocks_pushed += len(piece.block_ids)
+            posted += num_bytes
+            self._settle(transfer)
+        return posted
+
+    def _settle(self, transfer: _Transfer) -> None:
+        """Take complete writes off, in order, and tell the watermark."""
+        while transfer.writes:
+            write = transfer.writes[0]
+            try:
+                if not write.pending.is_done():
+                    return
+            except TransferError as error:
+                self._fail(transfer, str(error))
+            transfer.writes.popleft()
+            # After the last push the commit record follows and says more.
+            if write.watermark is not None and transfer.failure is None and not transfer.last:
+                self._endpoint.send(
+                    transfer.engine_id,
+                    Watermark(
+                        engine_id=self._info.engine_id,
+                        request_id=transfer.request_id,
+                        epoch=transfer.epoch,
+                        num_tokens=write.watermark,
+                    ),
+                )
+
+    def _finish_if_quiet(self, transfer: _Transfer) -> None:
+        key = (transfer.request_id, transfer.epoch)
+        if transfer.writes or key not in self._transfers:
+            return
+        if transfer.failure is not None:
+            del self._transfers[key]
+            self._say_quiet(
+                transfer.engine_id, transfer.request_id, transfer.epoch, transfer.failure
+            )
+            self._emit(TransferEventKind.FAILED, transfer, reason=transfer.failure)
+        elif transfer.last is not None and transfer.granted is not None and not transfer.pieces:
+            self._commit(transfer, transfer.last)
+
+    def _commit(self, transfer: _Transfer, last: BlockPush) -> None:
+        assert last.token_id is not None
+        commit = Commit(
+            engine_id=self._info.engine_id,
+            request_id=transfer.request_id,
+            epoch=transfer.epoch,
+            token_id=last.token_id,
+            num_tokens=last.num_tokens,
+            num_bytes=transfer.num_blocks_pushed * self._info.block_bytes,
+            num_blocks=transfer.num_blocks_pushed,
+            transport=self._endpoint.paths[transfer.engine_id],
+            exposed_transfer_s=time.perf_counter() - transfer.last_at,
+        )
+        if not self._endpoint.send(transfer.engine_id, commit):
+            self._fail(transfer, "the decode node cannot be reached")
+            self._finish_if_quiet(transfer)
+            return
+        del self._transfers[transfer.request_id, transfer.epoch]
+        self._emit(TransferEventKind.COMMITTED, transfer)
+
+    def _fail(self, transfer: _Transfer | None, reason: str) -> None:
+        """Post nothing more; `_finish_if_quiet` ends it when nothing is in flight."""
+        if transfer is None or transfer.failure is not None:
+            return
+        transfer.failure = reason
+        transfer.pieces.clear()
+
+    def _say_quiet(self, engine_id: str, request_id: str, epoch: int, reason: str) -> None:
+        quiet = Quiet(
+            engine_id=self._info.engine_id, request_id=request_id, epoch=epoch, reason=reason
+        )
+        self._endpoint.send(engine_id, quiet)
+
+    def _emit(self, kind: TransferEventKind, transfer: _Transfer, *, reason: str = "") -> None:
+        self._endpoint.emit(
+            TransferEvent(
+                kind=kind,
+                engine_id=transfer.engine_id,
+                request_id=transfer.request_id,
+                epoch=transfer.epoch,
+                reason=reason,
+            )
+        )

@@ -1,0 +1,47 @@
+"""Networks only: a model folder in Hugging Face layout becomes a module that runs on paged KV.
+
+Refuses to know: requests, schedulers, samplers, tokenizers, networks of the other kind.
+Importing this imports no torch, so that programs without torch can read ``ModelConfig``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from models.config import ModelConfig
+from models.registry import MODELS
+from models.rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from models.base import CausalLM
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+) -> CausalLM:
+    """Load a model folder: config.json, generation_config.json and the safetensors weights.
+
+    Args:
+        folder: a local folder as ``save_pretrained`` writes it.
+        dtype: of weights and activations; None takes the checkpoint's own.
+        device: where the weights go.
+        max_model_len: see ``ModelConfig.from_folder``.
+
+    Raises:
+        ModelLoadError: the folder is missing, incomplete, broken or of an unsupported kind; one
+            line that names the file and the field or tensor.
+    """
+    from models.loader import load_model as load  # here, because it imports torch
+
+    return load(folder, dtype=dtype, device=device, max_model_len=max_model_len)
+
+
+__all__ = ["MODELS", "ModelConfig", "RopeConfig", "load_model"]

@@ -1,0 +1,52 @@
+"""What a network is given for one step, and what the engine may ask of it.
+
+Refuses to know: how a network is built or loaded, who fills the KV cache's blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Everything but the token ids that one forward pass depends on; an argument, never ambient."""
+
+    positions: Tensor  # [num_tokens] int64, of each token in its sequence
+    attention: AttentionMetadata
+    backend: AttentionBackend  # its plan() has seen ``attention``
+    kv_cache: Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+    after_layer: Callable[[int], None] | None = None  # called after each layer
+
+
+class CausalLM(Protocol):
+    """A decoder-only language model over a paged KV cache. Used by one thread at a time."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model was built from."""
+        ...
+
+    def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        """Compute one step, and write its keys and values into the cache.
+
+        Args:
+            input_ids: ``[num_tokens]`` int64 or int32.
+            context: the step; ``context.after_layer(i)`` is called once per layer, in order, when
+                layer ``i`` has been computed (on a GPU: launched).
+
+        Returns:
+            ``[num_tokens, hidden_size]``, after the last norm.
+        """
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """``[n, hidden_size]`` rows of ``forward``'s result -> ``[n, vocab_size]`` float32."""
+        ...

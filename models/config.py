@@ -1,0 +1,182 @@
+"""What config.json and generation_config.json say about a model, checked and typed; no torch.
+
+Fields keep what the files say; what a field means for a network (which layers have a window,
+which projections a bias) is decided in that architecture's file.
+Refuses to know: tensors, weights, what a forward pass is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ModelLoadError
+from models.fields import Fields
+from models.registry import MODELS
+from models.rope_config import RopeConfig, parse_rope
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_ACTIVATIONS = ("silu", "swish")  # two names of one function
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Fields that change what a model computes and that no code here reads.
+_UNSUPPORTED = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a model and the token ids it ends with; lengths are in tokens."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    max_model_len: int  # the longest sequence, prompt and output, that comes out right
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope: RopeConfig
+    sliding_window: int | None
+    use_sliding_window: bool
+    max_window_layers: int
+    layer_types: tuple[str, ...] | None
+    dtype: str  # the checkpoint's: "float32", "bfloat16" or "float16"
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, *, max_model_len: int | None = None) -> ModelConfig:
+        """Read ``config.json`` and, where there is one, ``generation_config.json``.
+
+        Args:
+            folder: a model folder in Hugging Face layout.
+            max_model_len: the longest sequence to serve, at most ``max_position_embeddings``.
+                None serves ``max_position_embeddings``, but with RoPE type ``longrope`` the
+                original length, up to which results equal Hugging Face's (see ``RopeConfig``).
+
+        Raises:
+            ModelLoadError: one line that names the file and the field.
+        """
+        path = Path(folder)
+        if not path.is_dir():
+            raise ModelLoadError(f"{path}: no such model folder")
+        generation = path / "generation_config.json"
+        return _parse(
+            Fields.from_file(path / "config.json"),
+            Fields.from_file(generation) if generation.exists() else Fields({}, str(generation)),
+            max_model_len,
+        )
+
+    @classmethod
+    def from_dict(
+        cls, values: Mapping[str, object], *, max_model_len: int | None = None
+    ) -> ModelConfig:
+        """Like :meth:`from_folder`, from the content of a config.json."""
+        return _parse(Fields(values, "config.json"), Fields({}, ""), max_model_len)
+
+
+def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> ModelConfig:
+    architecture = _architecture(fields)
+    _refuse_unsupported(fields)
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.wrong("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
+    num_layers = fields.integer("num_hidden_layers")
+    head_dim = _head_dim(fields, num_heads)
+    max_position_embeddings = fields.integer("max_position_embeddings")
+    if max_model_len is not None and not 1 <= max_model_len <= max_position_embeddings:
+        limit = f"max_position_embeddings is {max_position_embeddings}"
+        raise fields.wrong("max_position_embeddings", f"max_model_len {max_model_len}, but {limit}")
+    rope = parse_rope(
+        fields,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        max_model_len=max_model_len,
+    )
+    limits = (max_model_len or max_position_embeddings, rope.max_len or max_position_embeddings)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        max_position_embeddings=max_position_embeddings,
+        max_model_len=min(limits),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        attention_bias=fields.boolean("attention_bias", False),
+        mlp_bias=fields.boolean("mlp_bias", False),
+        rope=rope,
+        sliding_window=fields.optional_integer("sliding_window"),
+        use_sliding_window=fields.boolean("use_sliding_window", False),
+        max_window_layers=fields.integer("max_window_layers", 28, minimum=0),
+        layer_types=_layer_types(fields, num_layers),
+        dtype=_dtype(fields),
+        bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
+        eos_token_ids=frozenset(
+            fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
+        ),
+    )
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.texts("architectures")
+    supported = MODELS.names()
+    if len(names) != 1 or names[0] not in supported:
+        found = ", ".join(names) or "none"
+        raise fields.wrong(
+            "architectures", f"{found} is not supported; supported: {', '.join(supported)}"
+        )
+    return names[0]
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """What no code here reads, but would change the result, is an error and not a surprise."""
+    for name in _UNSUPPORTED:
+        if fields.has(name):
+            raise fields.wrong(name, "not supported")
+    activation = fields.text("hidden_act", "silu")
+    if activation not in _ACTIVATIONS:
+        raise fields.wrong("hidden_act", f"{activation!r} is not supported; supported: silu")
+
+
+def _head_dim(fields: Fields, num_heads: int) -> int:
+    head_dim = fields.optional_integer("head_dim")
+    if head_dim is None:
+        hidden_size = fields.integer("hidden_size")
+        if hidden_size % num_heads:
+            raise fields.wrong("hidden_size", f"{hidden_size} is no multiple of {num_heads} heads")
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise fields.wrong("head_dim", f"{head_dim} is odd, rotary embedding needs pairs")
+    return head_dim
+
+
+def _layer_types(fields: Fields, num_layers: int) -> tuple[str, ...] | None:
+    if not fields.has("layer_types"):
+        return None
+    layer_types = fields.texts("layer_types")
+    for name in layer_types:
+        if name not in _LAYER_TYPES:
+            raise fields.wrong("layer_types", f"{name!r} is not supported")
+    if len(layer_types) != num_layers:
+        raise fields.wrong("layer_types", f"{len(layer_types)} entries for {num_layers} layers")
+    return layer_types
+
+
+def _dtype(fields: Fields) -> str:
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    dtype = fields.text(name, "float32").removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise fields.wrong(name, f"{dtype!r} is not supported; supported: {', '.join(_DTYPES)}")
+    return dtype

@@ -1,0 +1,149 @@
+"""Typed reading of a JSON file's fields, with one-line errors that name the file and the field.
+
+Refuses to know: which fields a model has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeGuard
+
+from baton.errors import ModelLoadError
+
+
+class Fields:
+    """A JSON object whose fields are checked as they are read; null counts as absent.
+
+    Args:
+        values: the object.
+        source: the file, for error messages.
+        prefix: where the object sits inside the file, for error messages ("rope_scaling.").
+    """
+
+    def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
+        self._values = values
+        self._source = source
+        self._prefix = prefix
+
+    @classmethod
+    def from_file(cls, path: Path) -> Fields:
+        """Read a JSON file; ModelLoadError when it is missing, not JSON or not an object."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both this
+            raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ModelLoadError(f"{path}: expected a JSON object, found {_kind(values)}")
+        return cls(values, str(path))
+
+    def wrong(self, name: str, problem: str) -> ModelLoadError:
+        """The error to raise about a field."""
+        return ModelLoadError(f"{self._source}: {self._prefix}{name}: {problem}")
+
+    def get(self, name: str) -> object:
+        """The raw value, or None."""
+        return self._values.get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self._values.get(name) is not None
+
+    def names(self) -> list[str]:
+        """The names of all fields."""
+        return list(self._values)
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer of at least ``minimum``; required unless there is a default."""
+        value = self._required(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.wrong(name, f"expected an integer >= {minimum}, found {_shown(value)}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0; required unless there is a default."""
+        value = self._required(name, default)
+        if not _is_number(value) or not math.isfinite(value) or value <= 0:
+            raise self.wrong(name, f"expected a number > 0, found {_shown(value)}")
+        return float(value)
+
+    def optional_integer(self, name: str, *, minimum: int = 1) -> int | None:
+        """An integer, or None where the field is absent."""
+        return self.integer(name, minimum=minimum) if self.has(name) else None
+
+    def optional_number(self, name: str) -> float | None:
+        """A number above 0, or None where the field is absent."""
+        return self.number(name) if self.has(name) else None
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._required(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, f"expected true or false, found {_shown(value)}")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string; required unless there is a default."""
+        value = self._required(name, default)
+        if not isinstance(value, str):
+            raise self.wrong(name, f"expected a string, found {_shown(value)}")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings; required."""
+        value = self._required(name, None)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(name, f"expected a list of strings, found {_shown(value)}")
+        return tuple(value)
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of exactly ``length`` numbers; required."""
+        value = self._required(name, None)
+        if not isinstance(value, list) or not all(_is_number(item) for item in value):
+            raise self.wrong(name, f"expected a list of numbers, found {_shown(value)}")
+        if len(value) != length:
+            raise self.wrong(name, f"expected {length} numbers, found {len(value)}")
+        return tuple(float(item) for item in value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id or a list of them; empty where the field is absent."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        for item in ids:
+            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+                raise self.wrong(name, f"expected token ids, found {_shown(value)}")
+        return tuple(ids)
+
+    def child(self, name: str) -> Fields:
+        """A nested object; required."""
+        value = self._required(name, None)
+        if not isinstance(value, dict):
+            raise self.wrong(name, f"expected an object, found {_shown(value)}")
+        return Fields(value, self._source, f"{self._prefix}{name}.")
+
+    def _required(self, name: str, default: object) -> object:
+        value = self._values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.wrong(name, "missing")
+        return value
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,29 @@
+"""The gated feed-forward part of a decoder layer (SwiGLU). Refuses to know: norms, residuals."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+import baton_kernels as ops
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (Shazeer, arXiv:2002.05202).
+
+    Args:
+        hidden_size: of input and output.
+        intermediate_size: of the gated middle.
+        bias: whether the three projections have one.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
+        gated: Tensor = ops.silu_mul(self.gate_proj(x), self.up_proj(x))
+        out: Tensor = self.down_proj(gated)
+        return out

@@ -1,0 +1,105 @@
+"""The angle per position of each rotary pair, for every scaling that Hugging Face knows.
+
+Formulas and order of operations follow ``transformers.modeling_rope_utils``, so that float32
+frequencies are the same bits. Refuses to know: positions, heads, config files.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from models.rope_config import RopeConfig
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """The rotary frequencies, on the CPU.
+
+    Args:
+        rope: the model's rotary embedding.
+        head_dim: size of one attention head.
+
+    Returns:
+        ``[rotary_dim / 2]`` float32, radians per position.
+    """
+    match rope.rope_type:
+        case "proportional":
+            return _proportional(rope, head_dim)
+        case "linear":
+            return _plain(rope, head_dim) / rope.factor
+        case "llama3":
+            return _llama3(rope, _plain(rope, head_dim))
+        case "yarn":
+            return _yarn(rope, head_dim)
+        case "longrope":
+            return _longrope(rope, head_dim)
+        case _:
+            # "dynamic" too: up to rope.max_len its NTK-scaled base is the unscaled one.
+            return _plain(rope, head_dim)
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim  # [dim / 2]
+
+
+def _plain(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Su et al., arXiv:2104.09864."""
+    return 1.0 / (rope.theta ** _exponents(head_dim))  # [head_dim / 2]
+
+
+def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
+    """The first part of the pairs turns as in a full rotation, the rest stands still."""
+    turning = int(rope.partial_rotary_factor * head_dim // 2)
+    frequencies = _plain(rope, head_dim) / rope.factor  # [head_dim / 2]
+    frequencies[turning:] = 0.0
+    return frequencies
+
+
+def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched, short ones kept, a ramp in between.
+
+    ::
+
+        wavelength   | original / high   ...   original / low |
+                keep |     ramp between the two               | divide by factor
+    """
+    original = rope.original_max_position_embeddings
+    assert original is not None
+    wavelengths = 2 * math.pi / frequencies  # [head_dim / 2]
+    is_long = wavelengths > original / rope.low_freq_factor
+    is_short = wavelengths < original / rope.high_freq_factor
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = (original / wavelengths - rope.low_freq_factor) / span  # [head_dim / 2]
+    ramp = (1 - smooth) * frequencies / rope.factor + smooth * frequencies  # [head_dim / 2]
+    stretched = torch.where(is_long, frequencies / rope.factor, frequencies)
+    return torch.where(is_long | is_short, stretched, ramp)
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
+    """YaRN (Peng et al., arXiv:2309.00071): a ramp over the pairs, by turns per original length."""
+    original = rope.original_max_position_embeddings
+    assert original is not None
+
+    def pair_with(turns: float) -> float:
+        span = math.log(original / (turns * 2 * math.pi))
+        return (head_dim * span) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # no division by zero below
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)  # [head_dim / 2]
+    inverse = rope.theta ** _exponents(head_dim)  # [head_dim / 2]
+    return 1.0 / (rope.factor * inverse) * (1 - keep) + 1.0 / inverse * keep
+
+
+def _longrope(rope: RopeConfig, head_dim: int) -> Tensor:
+    """LongRoPE (Ding et al., arXiv:2402.13753): one searched divisor per pair."""
+    divisors = rope.long_factor if rope.use_long_factors else rope.short_factor
+    divisor = torch.tensor(divisors, dtype=torch.float32, device="cpu")  # [head_dim / 2]
+    return 1.0 / (divisor * rope.theta ** _exponents(head_dim))

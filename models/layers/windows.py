@@ -1,0 +1,27 @@
+"""Which layers have a sliding window, in models that switch it on for some of them (Qwen).
+
+Refuses to know: what a window does.
+"""
+
+from __future__ import annotations
+
+from baton.errors import ModelLoadError
+from models.config import ModelConfig
+
+
+def windows_of_some_layers(config: ModelConfig) -> tuple[int | None, ...]:
+    """The window of each layer, None where attention is full.
+
+    ``layer_types`` decides where it is given, else the layers from ``max_window_layers`` on have
+    one; none has while ``use_sliding_window`` is false.
+
+    Raises:
+        ModelLoadError: ``layer_types`` asks for a window that the config does not give.
+    """
+    window = config.sliding_window if config.use_sliding_window else None
+    if config.layer_types is None:
+        first = config.max_window_layers
+        return tuple(window if index >= first else None for index in range(config.num_layers))
+    if window is None and "sliding_attention" in config.layer_types:
+        raise ModelLoadError("config.json: layer_types: sliding_attention without a sliding window")
+    return tuple(window if name == "sliding_attention" else None for name in config.layer_types)

@@ -1,0 +1,26 @@
+"""The table of supported architectures: the name in config.json -> the class that computes it.
+
+Refuses to know: torch (entries are imported when a model is loaded).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from models.config import ModelConfig
+    from models.decoder import DecoderForCausalLM
+
+MODELS: Registry[Callable[[ModelConfig], DecoderForCausalLM]] = Registry(
+    "model architecture",
+    {
+        "LlamaForCausalLM": "models.llama:LlamaForCausalLM",
+        "MistralForCausalLM": "models.mistral:MistralForCausalLM",
+        "Qwen2ForCausalLM": "models.qwen2:Qwen2ForCausalLM",
+        "Qwen3ForCausalLM": "models.qwen3:Qwen3ForCausalLM",
+    },
+)

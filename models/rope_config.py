@@ -1,0 +1,162 @@
+"""Rotary position embedding as config.json describes it, in either of transformers' two dialects.
+
+Transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters``.
+Defaults and precedence follow ``transformers.modeling_rope_utils``.
+Refuses to know: tensors; the frequencies themselves are in ``layers/rope_frequencies.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from models.fields import Fields
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+_DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One model's rotary embedding. Fields that the type does not use keep their default.
+
+    Hugging Face lets the frequencies of ``dynamic`` and ``longrope`` depend on the length that a
+    sequence has reached, so keys rotated earlier disagree with keys rotated later. With paged
+    blocks, which outlive a request and are shared by prefix, a key must depend on its token and
+    position alone. So the frequencies are fixed when the model is loaded: ``dynamic`` serves up to
+    ``max_position_embeddings``, where it equals ``default``; ``longrope`` takes its short factors
+    when ``max_model_len <= original_max_position_embeddings``, else its long factors for all
+    lengths (``use_long_factors``).
+    """
+
+    rope_type: str = "default"
+    theta: float = _DEFAULT_THETA
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    attention_factor: float = 1.0  # cos and sin are multiplied by it
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    use_long_factors: bool = False
+    max_len: int | None = None  # positions from here on would be wrong; None: no such limit
+
+
+def parse_rope(
+    fields: Fields, *, head_dim: int, max_position_embeddings: int, max_model_len: int | None
+) -> RopeConfig:
+    """Read the rotary embedding from the fields of config.json.
+
+    Raises:
+        ModelLoadError: an unknown type, or a field that is missing or out of range.
+    """
+    # Like transformers: the older name wins when both are there.
+    section = next((n for n in ("rope_scaling", "rope_parameters") if fields.get(n)), None)
+    scaling = fields.child(section) if section else Fields({}, "")
+    nested = [name for name in scaling.names() if name.endswith("_attention")]
+    if nested:
+        raise scaling.wrong(nested[0], "RoPE per layer type is not supported")
+    rope_type = _rope_type(scaling)
+    theta = scaling.optional_number("rope_theta")
+    partial = scaling.optional_number("partial_rotary_factor")
+    if partial is None:
+        partial = fields.number("partial_rotary_factor", 1.0)
+    if partial > 1.0 or (partial < 1.0 and rope_type != "proportional"):
+        # The supported networks rotate whole heads in transformers, whatever this field says.
+        raise fields.wrong("partial_rotary_factor", f"{partial} is not supported with {rope_type}")
+    original = fields.optional_integer("original_max_position_embeddings")
+    if original is None:
+        original = scaling.integer("original_max_position_embeddings", max_position_embeddings)
+    common = RopeConfig(
+        rope_type=rope_type,
+        theta=fields.number("rope_theta", _DEFAULT_THETA) if theta is None else theta,
+        partial_rotary_factor=partial,
+        original_max_position_embeddings=original,
+    )
+    match rope_type:
+        case "default":
+            return common
+        case "linear":
+            return replace(common, factor=scaling.number("factor"))
+        case "proportional":
+            return replace(common, factor=scaling.number("factor", 1.0))
+        case "dynamic":
+            factor = scaling.number("factor")
+            return replace(common, factor=factor, max_len=max_position_embeddings)
+        case "llama3":
+            return _llama3(common, scaling)
+        case "yarn":
+            return _yarn(common, scaling, max_position_embeddings / original)
+        case _:
+            ratio = max_position_embeddings / original
+            return _longrope(common, scaling, ratio, head_dim // 2, max_model_len)
+
+
+def _rope_type(scaling: Fields) -> str:
+    name = "rope_type" if scaling.has("rope_type") or not scaling.has("type") else "type"
+    rope_type = scaling.text(name, "default")
+    if rope_type not in ROPE_TYPES:
+        known = ", ".join(ROPE_TYPES)
+        raise scaling.wrong(name, f"{rope_type!r} is not supported; supported: {known}")
+    return rope_type
+
+
+def _llama3(common: RopeConfig, scaling: Fields) -> RopeConfig:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if high <= low:
+        raise scaling.wrong("high_freq_factor", f"must exceed low_freq_factor, {high} <= {low}")
+    factor = scaling.number("factor")
+    return replace(common, factor=factor, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(common: RopeConfig, scaling: Fields, ratio: float) -> RopeConfig:
+    """YaRN (Peng et al., arXiv:2309.00071); ``ratio`` is the factor where none is given."""
+    factor = scaling.number("factor", ratio)
+    attention_factor = scaling.optional_number("attention_factor")
+    if attention_factor is None:
+        mscale = scaling.optional_number("mscale")
+        mscale_all_dim = scaling.optional_number("mscale_all_dim")
+        if mscale is not None and mscale_all_dim is not None:
+            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = _yarn_mscale(factor, 1.0)
+    return replace(
+        common,
+        factor=factor,
+        attention_factor=attention_factor,
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        truncate=scaling.boolean("truncate", True),
+    )
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(
+    common: RopeConfig, scaling: Fields, ratio: float, num_pairs: int, max_model_len: int | None
+) -> RopeConfig:
+    """LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the factor where none is given."""
+    original = common.original_max_position_embeddings
+    assert original is not None
+    factor = scaling.number("factor", ratio)
+    attention_factor = scaling.optional_number("attention_factor")
+    if attention_factor is None:
+        attention_factor = (
+            1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+        )
+    use_long_factors = max_model_len is not None and max_model_len > original
+    return replace(
+        common,
+        factor=factor,
+        attention_factor=attention_factor,
+        short_factor=scaling.numbers("short_factor", num_pairs),
+        long_factor=scaling.numbers("long_factor", num_pairs),
+        use_long_factors=use_long_factors,
+        max_len=None if use_long_factors else original,
+    )

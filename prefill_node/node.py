@@ -1,0 +1,229 @@
+"""PrefillNode: the prefill loop; what enters and leaves the engine here.
+
+    command -> Request -> chunks -> full blocks to the sender -> token 1 to the router
+
+One thread calls `step`; commands come in, and events go out, through queues.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequestError, TransferError
+from baton.link import (
+    AbortAll,
+    CancelCommand,
+    NodeBeat,
+    NodeEvent,
+    PeerReport,
+    PeerUpdate,
+    PrefillCommand,
+    RequestDelta,
+    RequestError,
+    RequestView,
+    RouterCommand,
+)
+from baton.outputs import FinishReason, PrefillReceipt, RequestOutput
+from baton.prompt import check_prompt
+from engine.engine import Engine
+from engine.outputs import SchedulerOutput, StepResult
+from engine.request import Request, view_request
+from kvconnector.base import KVSender, TransferEvent, TransferEventKind
+from kvconnector.peer_info import PeerInfo
+from prefill_node.push_tracker import PushTracker
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_INTERVAL_S = 0.1
+
+
+@dataclass(slots=True)
+class _Job:
+    """One prefill command on its way."""
+
+    command: PrefillCommand
+    request: Request
+    received_at: float
+    started_at: float = 0.0
+    num_chunks: int = 0
+
+
+class PrefillNode:
+    """Computes prompts and hands them over.
+
+    Args:
+        engine: stepped by this node only.
+        sender: to the decode nodes.
+        emit: takes events for the router; safe to call from this node's thread.
+    """
+
+    def __init__(self, engine: Engine, sender: KVSender, emit: Callable[[NodeEvent], None]) -> None:
+        self.engine = engine
+        self.sender = sender
+        self.push_tracker = PushTracker(engine, sender)
+        self._emit = emit
+        self._inbox: deque[RouterCommand | AbortAll] = deque()
+        self._jobs: dict[str, _Job] = {}
+        self._deltas: list[RequestDelta] = []
+        self._expire_at = 0.0
+
+    def submit(self, command: RouterCommand | AbortAll) -> None:
+        """Leave a command for the next step; safe from any thread."""
+        self._inbox.append(command)
+
+    def step(self) -> bool:
+        """One round; returns whether there is more to do now."""
+        self._take_inbox()
+        scheduled = self.engine.schedule()
+        self._note_starts(scheduled)
+        self.push_tracker.before_step(scheduled)
+        result = self.engine.execute(scheduled)
+        handed_over = self._answer(result)
+        self.push_tracker.after_step(scheduled, handed_over)
+        for event in self.sender.poll():
+            self._settle(event)
+        self._expire()
+        if self._deltas:
+            self._emit(tuple(self._deltas))
+            self._deltas.clear()
+        return self.engine.has_work or bool(self._inbox)
+
+    # ------------------------------------------------------------------ what operators see
+
+    def beat(self) -> NodeBeat:
+        """How busy this node is; may be read from any thread."""
+        requests = list(self.engine.requests.values())
+        num_running = sum(request.num_computed_tokens > 0 for request in requests)
+        return NodeBeat(
+            num_waiting=len(requests) - num_running,
+            num_running=num_running,
+            num_free_blocks=self.engine.num_free_blocks,
+            num_quarantined_blocks=self.push_tracker.num_draining_blocks,
+        )
+
+    def requests(self) -> list[RequestView]:
+        """Open requests; may be read from any thread."""
+        return [
+            view_request(job.request, self.push_tracker.state_of(request_id), job.received_at)
+            for request_id, job in list(self._jobs.items())
+        ]
+
+    # ------------------------------------------------------------------ commands
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            command = self._inbox.popleft()
+            match command:
+                case PrefillCommand():
+                    self._add(command)
+                case CancelCommand():
+                    job = self._jobs.get(command.request_id)
+                    if job is None or job.command.epoch == command.epoch:
+                        self._end(command.request_id)
+                case PeerUpdate(removed=True):
+                    self.sender.disconnect(command.engine_id)
+                case PeerUpdate():
+                    self._connect(command)
+                case AbortAll():
+                    for request_id in list(self._jobs):
+                        self._end(request_id)
+                case _:
+                    logger.warning("a prefill node takes no %s", type(command).__name__)
+
+    def _add(self, command: PrefillCommand) -> None:
+        if command.request_id in self._jobs:
+            self._end(command.request_id)
+        engine = self.engine
+        try:
+            check_prompt(
+                command.prompt_token_ids,
+                vocab_size=engine.model_config.vocab_size,
+                max_model_len=engine.max_model_len,
+            )
+        except InvalidRequestError as error:
+            self._fail(command.request_id, command.epoch, "INVALID_ARGUMENT", str(error))
+            return
+        request = Request.create(
+            command.request_id,
+            command.prompt_token_ids,
+            command.sampling_params,
+            seed=command.sampling_params.seed or 0,
+            eos_token_ids=engine.eos_token_ids,
+            max_model_len=engine.max_model_len,
+            max_tokens=1,
+        )
+        self._jobs[command.request_id] = _Job(command, request, time.monotonic())
+        engine.add(request)
+        if command.decode_engine_id:
+            self.push_tracker.add(request, command.epoch, command.decode_engine_id)
+
+    def _connect(self, update: PeerUpdate) -> None:
+        try:
+            self.sender.connect(PeerInfo.decode(update.peer_info))
+        except TransferError as error:
+            self._emit(PeerReport(update.engine_id, False, problem=str(error)))
+
+    # ------------------------------------------------------------------ results
+
+    def _note_starts(self, scheduled: SchedulerOutput) -> None:
+        for item in scheduled.scheduled:
+            job = self._jobs[item.request.request_id]
+            job.num_chunks += 1
+            job.started_at = job.started_at or time.monotonic()
+
+    def _answer(self, result: StepResult) -> dict[str, RequestOutput]:
+        """Tell the router of each token 1; returns those that a decode node goes on from."""
+        handed_over = {}
+        for output in result.outputs:
+            job = self._jobs.pop(output.request_id)
+            # The engine stops after one token: unless that is the end indeed, D goes on.
+            if job.command.decode_engine_id and output.finish_reason is not FinishReason.STOP:
+                output = RequestOutput(output.request_id, output.output_index, output.token_ids)
+                handed_over[output.request_id] = output
+            else:
+                self.push_tracker.drop(output.request_id, "")
+            now = time.monotonic()
+            receipt = PrefillReceipt(
+                queue_s=job.started_at - job.received_at,
+                prefill_s=now - job.started_at,
+                num_chunks=job.num_chunks,
+                num_computed_tokens=job.request.num_computed_tokens,
+            )
+            self._deltas.append(RequestDelta(output, job.command.epoch, prefill=receipt))
+        return handed_over
+
+    def _settle(self, event: TransferEvent) -> None:
+        match event.kind:
+            case TransferEventKind.PEER_CONNECTED:
+                self._emit(PeerReport(event.engine_id, True, transport=event.transport))
+            case TransferEventKind.PEER_FAILED:
+                self._emit(PeerReport(event.engine_id, False, problem=event.reason))
+            case _:
+                if self.push_tracker.settle(event):
+                    self._fail(event.request_id, event.epoch, "UNAVAILABLE", event.reason)
+
+    def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
+        error = RequestError(code, f"prefill: {reason}")
+        self._deltas.append(RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error))
+        self._jobs.pop(request_id, None)
+        self.engine.abort(request_id)
+
+    def _end(self, request_id: str) -> None:
+        """Forget a request: no one wants it any more."""
+        self._jobs.pop(request_id, None)
+        self.engine.abort(request_id)
+        self.push_tracker.drop(request_id, "")
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if now < self._expire_at:
+            return
+        self._expire_at = now + EXPIRY_INTERVAL_S
+        for request_id, job in list(self._jobs.items()):
+            if now - job.received_at > job.command.timeout_s:
+                self.push_tracker.drop(request_id, "deadline")
+                self._fail(request_id, job.command.epoch, "DEADLINE_EXCEEDED", "deadline passed")

@@ -1,0 +1,72 @@
+"""PrefillProgram: a prefill node with its threads: the engine's and the KV connector's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.cli.node_options import NodeOptions
+from baton.link import (
+    AbortAll,
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    NodeRole,
+    RequestView,
+    RouterCommand,
+)
+from engine.engine_loop import EngineLoop
+from engine.node_engine import load_engine
+from kvconnector import KV_CONNECTORS
+from kvconnector.sender import Sender
+from prefill_node.node import PrefillNode
+
+
+class PrefillProgram:
+    """See `NodeProgram` for the contract.
+
+    Args:
+        options: of the program.
+        emit: takes events for the router; safe to call from any thread.
+        on_death: called when the engine cannot continue.
+    """
+
+    def __init__(
+        self,
+        options: NodeOptions,
+        emit: Callable[[NodeEvent], None],
+        on_death: Callable[[Exception], None],
+    ) -> None:
+        make_transport = KV_CONNECTORS.load(options.kv_connector)
+        self._loaded = load_engine(
+            options.model,
+            options.engine,
+            node_name=options.name,
+            kv_connector=options.kv_connector,
+            num_threads=options.num_threads,
+        )
+        transport = make_transport(self._loaded.engine_id, self._loaded.engine.kv_cache)
+        self._sender = Sender(transport, on_event=self._wake)
+        self._node = PrefillNode(self._loaded.engine, self._sender, emit)
+        self._loop = EngineLoop(self._node.step, on_death, name="engine")
+        self._loop.start()
+
+    def registration(self, name: str, role: NodeRole, address: str) -> NodeRegistration:
+        peer_info = self._sender.peer_info.encode()
+        return self._loaded.registration(name, role, address, peer_info)
+
+    def submit(self, command: RouterCommand | AbortAll) -> None:
+        self._node.submit(command)
+        self._loop.wake()
+
+    def beat(self) -> NodeBeat:
+        return self._node.beat()
+
+    def requests(self) -> list[RequestView]:
+        return self._node.requests()
+
+    def close(self) -> None:
+        self._loop.stop()
+        self._sender.close()
+
+    def _wake(self) -> None:
+        self._loop.wake()

@@ -1,0 +1,155 @@
+"""PushTracker: which blocks of which request may travel, and who still holds them.
+
+Takes what a step will compute and what it computed, gives pushes to the sender. Holds one
+reference on every block of a request from the moment it is about to be filled until the
+transfer's end event, so that the request itself may finish or be aborted at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.outputs import RequestOutput
+from engine.engine import Engine
+from engine.outputs import SchedulerOutput
+from engine.request import Request
+from kvconnector.base import BlockPush, KVSender, TransferEvent, TransferEventKind
+
+
+@dataclass(slots=True)
+class _Handoff:
+    """One request on its way to a decode node.
+
+    ``block_ids`` are those that the prompt is in now; ``held_block_ids`` also those of before a
+    preemption, which may still be travelling.
+    """
+
+    request: Request
+    epoch: int
+    engine_id: str
+    started: bool = False
+    block_ids: list[int] = field(default_factory=list)
+    held_block_ids: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_blocks_pushed: int = 0
+
+
+class PushTracker:
+    """The handoffs of one prefill node.
+
+    Args:
+        engine: where the blocks and their references are.
+        sender: where pushes go.
+    """
+
+    def __init__(self, engine: Engine, sender: KVSender) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._block_size = engine.kv_cache_spec.block_size
+        self._handoffs: dict[str, _Handoff] = {}
+        # Ended on our side, not yet quiet on the wire: (request_id, epoch) -> held blocks.
+        self._draining: dict[tuple[str, int], list[int]] = {}
+
+    def add(self, request: Request, epoch: int, engine_id: str) -> None:
+        """Hand this request over to a decode node when it is computed."""
+        self._handoffs[request.request_id] = _Handoff(request, epoch, engine_id)
+
+    def before_step(self, scheduled: SchedulerOutput) -> None:
+        """Ask for a grant when a request's first chunk begins; take references."""
+        for item in scheduled.scheduled:
+            handoff = self._handoffs.get(item.request.request_id)
+            if handoff is None:
+                continue
+            request = handoff.request
+            if not handoff.started:
+                handoff.started = True
+                self._sender.start(
+                    request.request_id, handoff.epoch, handoff.engine_id, request.num_prompt_tokens
+                )
+            if request.num_preemptions != handoff.num_preemptions:  # computed anew elsewhere
+                handoff.num_preemptions = request.num_preemptions
+                handoff.block_ids.clear()
+            new_block_ids = request.block_ids[len(handoff.block_ids) :]
+            self._engine.hold(new_block_ids)
+            handoff.block_ids += new_block_ids
+            handoff.held_block_ids += new_block_ids
+
+    def after_step(self, scheduled: SchedulerOutput, outputs: Mapping[str, RequestOutput]) -> None:
+        """Push the blocks that became full; with token 1, the rest.
+
+        Args:
+            outputs: of this step by request id, those with which a request ends left out.
+        """
+        for item in scheduled.scheduled:
+            handoff = self._handoffs.get(item.request.request_id)
+            if handoff is None:
+                continue
+            output = outputs.get(item.request.request_id)
+            num_tokens = handoff.request.num_computed_tokens
+            if output is None:  # full blocks only: the last one is still being filled
+                self._push(handoff, num_tokens // self._block_size, None)
+            else:
+                self._push(handoff, -(-num_tokens // self._block_size), output.token_ids[0])
+
+    def drop(self, request_id: str, reason: str) -> None:
+        """End a handoff early; harmless when there is none.
+
+        Args:
+            reason: for the decode node's client; empty when nobody waits for it there.
+        """
+        handoff = self._handoffs.pop(request_id, None)
+        if handoff is None:
+            return
+        if not handoff.started:
+            self._engine.release(handoff.held_block_ids)
+            return
+        self._draining[request_id, handoff.epoch] = handoff.held_block_ids
+        self._sender.abort(request_id, handoff.epoch, reason)
+
+    def settle(self, event: TransferEvent) -> bool:
+        """Drop the references of a transfer that ended.
+
+        Returns:
+            Whether a handoff that was still wanted failed.
+        """
+        draining = self._draining.pop((event.request_id, event.epoch), None)
+        if draining is not None:
+            self._engine.release(draining)
+            return False
+        handoff = self._handoffs.get(event.request_id)
+        if handoff is None or handoff.epoch != event.epoch:
+            return False
+        del self._handoffs[event.request_id]
+        self._engine.release(handoff.held_block_ids)
+        return event.kind is TransferEventKind.FAILED
+
+    def state_of(self, request_id: str) -> str:
+        """Name of the transfer's state, for operators; empty when there is none."""
+        handoff = self._handoffs.get(request_id)
+        if handoff is None:
+            return ""
+        if not handoff.started:
+            return "QUEUED"
+        return "PUSHING" if handoff.num_blocks_pushed else "STARTED"
+
+    @property
+    def num_draining_blocks(self) -> int:
+        """Blocks of ended requests that are still on the wire."""
+        return sum(len(block_ids) for block_ids in self._draining.values())
+
+    def _push(self, handoff: _Handoff, num_blocks: int, token_id: int | None) -> None:
+        first = handoff.num_blocks_pushed
+        if num_blocks <= first and token_id is None:
+            return
+        handoff.num_blocks_pushed = max(num_blocks, first)
+        self._sender.push(
+            BlockPush(
+                request_id=handoff.request.request_id,
+                epoch=handoff.epoch,
+                first_block=first,
+                block_ids=tuple(handoff.block_ids[first:num_blocks]),
+                num_tokens=handoff.request.num_computed_tokens,
+                token_id=token_id,
+            )
+        )

@@ -1,0 +1,108 @@
+"""`baton router`: options, set-up, graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from baton.client import DEFAULT_ADDRESS
+from baton.model_folder import config_digest, find_model_folder, read_limits
+from baton.process import run_program, stop_event
+from baton.rpc import RpcServer
+from baton.tokenizer import Tokenizer
+from baton.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    node_pb2,
+    node_pb2_grpc,
+)
+from router.admin_service import AdminService
+from router.dispatcher import Dispatcher
+from router.link_service import NodeLinkService
+from router.node_pool import NodePool
+from router.policies import POLICIES
+from router.service import InferenceService
+
+logger = logging.getLogger(__name__)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+STOP_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Options of the router; see `baton router --help`."""
+
+    model: str
+    listen: str = DEFAULT_ADDRESS
+    policy: str = "least_tokens"
+    request_timeout_s: float = 600.0
+
+
+async def serve(config: RouterConfig) -> None:
+    """Serve until told to stop; raises ConfigError when something is wrong at the start."""
+    folder = find_model_folder(config.model, weights=False)
+    limits = read_limits(folder)
+    pool = NodePool(
+        model_digest=config_digest(folder), max_model_len=limits.max_position_embeddings
+    )
+    dispatcher = Dispatcher(pool, POLICIES.load(config.policy)())
+    inference = InferenceService(
+        dispatcher,
+        pool,
+        Tokenizer(folder) if Tokenizer.exists_in(folder) else None,
+        vocab_size=limits.vocab_size,
+        default_timeout_s=config.request_timeout_s,
+    )
+    server = RpcServer(
+        [
+            inference_pb2.DESCRIPTOR.services_by_name["Inference"],
+            node_pb2.DESCRIPTOR.services_by_name["NodeLink"],
+            admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+        ],
+        lambda grpc_server: _register(grpc_server, inference, pool, config.model),
+    )
+    stopping = stop_event(asyncio.get_running_loop())
+    address = await server.start(config.listen)
+    await server.set_serving(True)
+    logger.info("router of %s listens on %s", config.model, address)
+    await stopping.wait()
+    logger.info("stopping")
+    await server.stop(STOP_GRACE_S)
+
+
+def _register(server: object, inference: InferenceService, pool: NodePool, model: str) -> None:
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]  # generated
+    node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), server)  # type: ignore[no-untyped-call]  # generated
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(pool, model), server)  # type: ignore[no-untyped-call]  # generated
+
+
+@app.command()
+def router(
+    model: Annotated[
+        str, typer.Option(help="Model folder or hub id; only configuration and tokenizer are read.")
+    ],
+    listen: Annotated[str, typer.Option(help="host:port to serve on.")] = DEFAULT_ADDRESS,
+    policy: Annotated[
+        str, typer.Option(help=f"Routing policy: {', '.join(POLICIES.names())}.")
+    ] = "least_tokens",
+    request_timeout_s: Annotated[
+        float, typer.Option(help="Deadline of calls that come without one, seconds.")
+    ] = 600.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve the public API and place requests on prefill and decode nodes."""
+    config = RouterConfig(
+        model=model, listen=listen, policy=policy, request_timeout_s=request_timeout_s
+    )
+    raise typer.Exit(run_program(lambda: serve(config), log_level=log_level))
+
+
+if __name__ == "__main__":
+    app(prog_name="baton router")

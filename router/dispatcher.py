@@ -1,0 +1,229 @@
+"""Dispatcher: one request's life. Picks a pair, sends both legs at once, forwards by index."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from baton.errors import (
+    BatonError,
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidRequestError,
+    NodeUnavailableError,
+    OverloadedError,
+    RequestCancelledError,
+)
+from baton.link import (
+    CancelCommand,
+    DecodeCommand,
+    NodeRole,
+    PrefillCommand,
+    RequestDelta,
+    RequestError,
+)
+from baton.outputs import PrefillReceipt, Receipt, RequestOutput
+from baton.sampling_params import SamplingParams
+from router.node_pool import LegDelta, Node, NodePool
+from router.policies.base import RouteQuery, RoutingPolicy
+
+# A node gives up on a request this long after the router would have: a last safety net.
+NODE_EXTRA_TIMEOUT_S = 5.0
+
+_ERRORS: dict[str, type[BatonError]] = {
+    "UNAVAILABLE": NodeUnavailableError,
+    "DEADLINE_EXCEEDED": DeadlineExceededError,
+    "RESOURCE_EXHAUSTED": OverloadedError,
+    "CANCELLED": RequestCancelledError,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A checked request.
+
+    Attributes:
+        sampling_params: with a seed.
+        received_at: when it reached the router, by `time.perf_counter`.
+        timeout_s: from now.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int] = field(repr=False)
+    sampling_params: SamplingParams
+    received_at: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutput:
+    """New tokens, strictly in order; the last one carries the receipt."""
+
+    output: RequestOutput
+    receipt: Receipt | None = None
+
+
+class Dispatcher:
+    """Runs calls over the nodes of a pool.
+
+    Args:
+        pool: where nodes and their links are.
+        policy: picks the pair.
+    """
+
+    def __init__(self, pool: NodePool, policy: RoutingPolicy) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._open: set[str] = set()
+
+    @property
+    def num_open(self) -> int:
+        """Requests in progress."""
+        return len(self._open)
+
+    async def run(self, call: Call) -> AsyncGenerator[CallOutput, None]:
+        """Stream a call's tokens; ending the iteration early cancels it on both nodes.
+
+        Raises:
+            NodeUnavailableError: there is no pair, or a node went away.
+            DeadlineExceededError: the time is up.
+        """
+        if call.request_id in self._open:
+            raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
+        self._open.add(call.request_id)
+        try:
+            attempt = self._begin(call)
+            try:
+                async with contextlib.aclosing(attempt.outputs()) as outputs:
+                    async for output in outputs:
+                        yield output
+            finally:
+                attempt.close()
+        finally:
+            self._open.discard(call.request_id)
+
+    def _begin(self, call: Call) -> _Attempt:
+        pairs = self._pool.pairs()
+        if not pairs:
+            raise NodeUnavailableError(self._pool.why_no_pair())
+        num_prompt_tokens = len(call.prompt_token_ids)
+        max_tokens = call.sampling_params.max_tokens
+        pair = self._policy.pick(
+            RouteQuery(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens), pairs
+        )
+        prefill = self._pool.node(pair.prefill.engine_id)
+        decode = self._pool.node(pair.decode.engine_id)
+        assert prefill is not None
+        assert decode is not None
+        # Token 1 is sampled by the prefill node: when there is no token 2, nobody else is asked.
+        ends_with_token_1 = max_tokens == 1 or num_prompt_tokens + 1 >= self._pool.max_model_len
+        return _Attempt(call, prefill, None if ends_with_token_1 else decode)
+
+
+class _Attempt:
+    """One try of a call on one pair of nodes."""
+
+    def __init__(self, call: Call, prefill: Node, decode: Node | None, epoch: int = 0) -> None:
+        self._call = call
+        self._prefill = prefill
+        self._decode = decode
+        self._epoch = epoch
+        self._finished_on: NodeRole | None = None
+        self._prefill_receipt: PrefillReceipt | None = None
+        self._ttft_s = 0.0
+        self._inbox: asyncio.Queue[LegDelta] = asyncio.Queue()
+        self._deadline = asyncio.get_running_loop().call_later(call.timeout_s, self._time_out)
+        self._send_legs()
+
+    def _send_legs(self) -> None:
+        call, num_prompt_tokens = self._call, len(self._call.prompt_token_ids)
+        timeout_s = call.timeout_s + NODE_EXTRA_TIMEOUT_S
+        if self._decode is not None:
+            num_tokens = num_prompt_tokens + call.sampling_params.max_tokens
+            self._decode.open_leg(call.request_id, self._epoch, num_tokens, self._inbox)
+            self._decode.send(
+                DecodeCommand(
+                    request_id=call.request_id,
+                    epoch=self._epoch,
+                    prompt_token_ids=call.prompt_token_ids,
+                    sampling_params=call.sampling_params,
+                    prefill_engine_id=self._prefill.engine_id,
+                    timeout_s=timeout_s,
+                )
+            )
+        self._prefill.open_leg(call.request_id, self._epoch, num_prompt_tokens, self._inbox)
+        self._prefill.send(
+            PrefillCommand(
+                request_id=call.request_id,
+                epoch=self._epoch,
+                prompt_token_ids=call.prompt_token_ids,
+                sampling_params=call.sampling_params,
+                decode_engine_id=self._decode.engine_id if self._decode else "",
+                timeout_s=timeout_s,
+            )
+        )
+
+    async def outputs(self) -> AsyncGenerator[CallOutput, None]:
+        """Deltas of both legs, strictly by output index."""
+        early: dict[int, LegDelta] = {}  # token 2 may overtake token 1: they take other ways
+        next_index = 0
+        while True:
+            item = await self._inbox.get()
+            if item.delta.error is not None:
+                raise _error(item.delta.error)
+            early.setdefault(item.delta.output.output_index, item)
+            while (ready := early.pop(next_index, None)) is not None:
+                delta = ready.delta
+                next_index += len(delta.output.token_ids)
+                self._note(delta)
+                if delta.output.finish_reason is not None:
+                    self._finished_on = ready.role
+                    yield CallOutput(delta.output, self._receipt(delta, next_index))
+                    return
+                yield CallOutput(delta.output)
+
+    def close(self) -> None:
+        """Forget both legs; on nodes that may still work on the call, cancel it."""
+        self._deadline.cancel()
+        for node in (self._prefill, self._decode):
+            if node is None:
+                continue
+            node.close_leg(self._call.request_id, self._epoch)
+            # What ended on the decode node ended on both; else either may still be at work.
+            if self._finished_on is not NodeRole.DECODE:
+                node.send(CancelCommand(self._call.request_id, self._epoch))
+
+    def _note(self, delta: RequestDelta) -> None:
+        if delta.prefill is not None:
+            self._prefill_receipt = delta.prefill
+            self._ttft_s = time.perf_counter() - self._call.received_at
+            # What follows comes from the decode node: losing this one no longer matters to us.
+            self._prefill.close_leg(self._call.request_id, self._epoch)
+
+    def _receipt(self, delta: RequestDelta, num_output_tokens: int) -> Receipt:
+        assert self._prefill_receipt is not None
+        return Receipt(
+            num_prompt_tokens=len(self._call.prompt_token_ids),
+            num_output_tokens=num_output_tokens,
+            ttft_s=self._ttft_s,
+            total_s=time.perf_counter() - self._call.received_at,
+            prefill_node=self._prefill.name,
+            decode_node=self._decode.name if self._decode and delta.decode else "",
+            prefill=self._prefill_receipt,
+            decode=delta.decode,
+        )
+
+    def _time_out(self) -> None:
+        error = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
+        delta = RequestDelta(RequestOutput(self._call.request_id, 0, ()), 0, error=error)
+        self._inbox.put_nowait(LegDelta(NodeRole.PREFILL, delta))
+
+
+def _error(error: RequestError) -> BatonError:
+    if error.code == "INVALID_ARGUMENT":
+        field_name, _, problem = error.message.partition(": ")
+        return InvalidRequestError(field_name, problem)
+    return _ERRORS.get(error.code, EngineDeadError)(error.message)

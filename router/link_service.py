@@ -1,0 +1,71 @@
+"""NodeLink service: the router's end of each node's stream; messages become calls on the pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from baton import wire
+from baton.link import RouterCommand
+from baton.v1 import node_pb2, node_pb2_grpc
+from router.node_pool import Node, NodePool
+
+
+class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
+    """Serves `Link`: one call per joined node, as long as the node lives."""
+
+    def __init__(self, pool: NodePool) -> None:
+        self._pool = pool
+
+    async def Link(  # gRPC's naming
+        self,
+        request_iterator: AsyncIterator[node_pb2.NodeMessage],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[node_pb2.RouterMessage]:
+        """The first message registers; then events come in and commands go out."""
+        first = await anext(request_iterator, None)
+        registration = (
+            wire.registration_from_proto(first.register)
+            if first is not None and first.WhichOneof("message") == "register"
+            else None
+        )
+        if registration is None:
+            yield _registered("the first message must be a registration with a known role")
+            return
+        refusal = self._pool.refusal(registration)
+        if refusal:
+            yield _registered(refusal)
+            return
+        outgoing: asyncio.Queue[RouterCommand | None] = asyncio.Queue()
+        node = Node(registration, outgoing.put_nowait)
+        self._pool.add(node)
+        reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
+        try:
+            yield _registered("")
+            while (command := await outgoing.get()) is not None:
+                yield wire.command_to_proto(command)
+        finally:
+            self._pool.remove(node)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(
+        self,
+        node: Node,
+        messages: AsyncIterator[node_pb2.NodeMessage],
+        outgoing: asyncio.Queue[RouterCommand | None],
+    ) -> None:
+        try:
+            async for message in messages:
+                event = wire.node_event_from_proto(message)
+                if event is not None:
+                    self._pool.take(node, event)
+        finally:
+            self._pool.remove(node)
+            outgoing.put_nowait(None)
+
+
+def _registered(problem: str) -> node_pb2.RouterMessage:
+    return node_pb2.RouterMessage(registered=node_pb2.Registered(problem=problem))

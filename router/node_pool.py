@@ -1,0 +1,233 @@
+"""NodePool: the nodes that have joined, who can reach whom, and the open legs on each.
+
+Takes registrations, reports and deltas from links; gives pairs to the dispatcher. Knows no RPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.link import (
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    NodeRole,
+    PeerReport,
+    PeerUpdate,
+    Refusal,
+    RequestDelta,
+    RequestError,
+    RouterCommand,
+)
+from baton.outputs import RequestOutput
+from router.policies.base import NodePair, NodeState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LegDelta:
+    """A delta and which leg of the request it came from."""
+
+    role: NodeRole
+    delta: RequestDelta
+
+
+@dataclass(slots=True)
+class _Leg:
+    inbox: asyncio.Queue[LegDelta]
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One joined node.
+
+    Attributes:
+        send: puts a command on the node's link.
+        reports: what the node said about peers, by engine id.
+    """
+
+    registration: NodeRegistration
+    send: Callable[[RouterCommand], None]
+    beat: NodeBeat = field(default_factory=NodeBeat)
+    reports: dict[str, PeerReport] = field(default_factory=dict)
+    legs: dict[tuple[str, int], _Leg] = field(default_factory=dict)
+    num_open_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.registration.node_name
+
+    @property
+    def engine_id(self) -> str:
+        return self.registration.engine_id
+
+    def state(self) -> NodeState:
+        return NodeState(
+            node_name=self.name,
+            engine_id=self.engine_id,
+            num_open_requests=len(self.legs),
+            num_open_tokens=self.num_open_tokens,
+        )
+
+    def open_leg(
+        self, request_id: str, epoch: int, num_tokens: int, inbox: asyncio.Queue[LegDelta]
+    ) -> None:
+        """Have this node's deltas of a request put into ``inbox``."""
+        self.legs[request_id, epoch] = _Leg(inbox, num_tokens)
+        self.num_open_tokens += num_tokens
+
+    def close_leg(self, request_id: str, epoch: int) -> None:
+        """Drop what the node still says of a request; harmless when closed already."""
+        leg = self.legs.pop((request_id, epoch), None)
+        if leg is not None:
+            self.num_open_tokens -= leg.num_tokens
+
+    def deliver(self, delta: RequestDelta) -> None:
+        """Hand a delta to its request; deltas of requests that ended are dropped."""
+        leg = self.legs.get((delta.output.request_id, delta.epoch))
+        if leg is not None:
+            leg.inbox.put_nowait(LegDelta(self.registration.role, delta))
+
+
+class NodePool:
+    """All nodes of one router.
+
+    Args:
+        model_digest: digest of the model's configuration; nodes of another model are refused.
+        max_model_len: of the model; nodes may have less.
+    """
+
+    def __init__(self, *, model_digest: str, max_model_len: int) -> None:
+        self._model_digest = model_digest
+        self._model_max_len = max_model_len
+        self._nodes: dict[str, Node] = {}  # by engine id
+
+    @property
+    def nodes(self) -> list[Node]:
+        return sorted(self._nodes.values(), key=lambda n: (n.registration.role.value, n.name))
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request that every node can take."""
+        lengths = [node.registration.max_model_len for node in self._nodes.values()]
+        return min([self._model_max_len, *lengths])
+
+    def node(self, engine_id: str) -> Node | None:
+        return self._nodes.get(engine_id)
+
+    # ------------------------------------------------------------------ membership
+
+    def refusal(self, registration: NodeRegistration) -> str:
+        """Why a node cannot join; empty when it can."""
+        if not registration.node_name or not registration.engine_id:
+            return "node_name and engine_id must not be empty"
+        model = registration.compatibility.get("model")
+        if model != self._model_digest:
+            return (
+                f"model: {registration.node_name} has a model with configuration {model}, "
+                f"this router serves {self._model_digest}"
+            )
+        for node in self._nodes.values():
+            if node.engine_id == registration.engine_id:
+                return f"engine_id: {node.engine_id} is connected already"
+        return ""
+
+    def add(self, node: Node) -> None:
+        """Take a node in and introduce it to those of the other role.
+
+        A node of the same name is replaced: it is most likely the same node before its restart.
+        """
+        for old in self.nodes:
+            if old.name == node.name:
+                old.send(Refusal(f"node_name: {node.name} joined again; this one is replaced"))
+                self.remove(old)
+        for other in self._peers_of(node):
+            problem = incompatibility(node.registration, other.registration)
+            if problem:
+                report = PeerReport("", False, problem=problem)
+                node.reports[other.engine_id] = other.reports[node.engine_id] = report
+                logger.warning("%s and %s are not paired: %s", node.name, other.name, problem)
+                continue
+            node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
+            other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
+        self._nodes[node.engine_id] = node
+        logger.info("%s node %s joined", node.registration.role.value, node.name)
+
+    def remove(self, node: Node) -> None:
+        """A node's link broke: fail its legs and tell its peers."""
+        if self._nodes.pop(node.engine_id, None) is None:
+            return
+        logger.info("%s node %s left", node.registration.role.value, node.name)
+        for other in self._peers_of(node):
+            other.reports.pop(node.engine_id, None)
+            other.send(PeerUpdate(node.engine_id, removed=True))
+        error = RequestError(
+            "UNAVAILABLE", f"{node.registration.role.value} node {node.name} went away"
+        )
+        for request_id, epoch in list(node.legs):
+            node.deliver(RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error))
+
+    def take(self, node: Node, event: NodeEvent) -> None:
+        """Take what a node said."""
+        if isinstance(event, tuple):
+            for delta in event:
+                node.deliver(delta)
+        elif isinstance(event, NodeBeat):
+            node.beat = event
+        else:
+            node.reports[event.engine_id] = event
+            if event.problem:
+                logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
+
+    # ------------------------------------------------------------------ pairs
+
+    def pairs(self) -> list[NodePair]:
+        """Pairs that can reach each other now."""
+        return [
+            NodePair(prefill.state(), decode.state())
+            for prefill in self._of(NodeRole.PREFILL)
+            for decode in self._of(NodeRole.DECODE)
+            if _connected(prefill, decode)
+        ]
+
+    def why_no_pair(self) -> str:
+        """One line for a client when there is no pair."""
+        prefills, decodes = self._of(NodeRole.PREFILL), self._of(NodeRole.DECODE)
+        for role, nodes in ((NodeRole.PREFILL, prefills), (NodeRole.DECODE, decodes)):
+            if not nodes:
+                return f"no {role.value} node has joined the router"
+        for prefill in prefills:
+            for decode in decodes:
+                report = prefill.reports.get(decode.engine_id)
+                if report is not None and report.problem:
+                    return f"{prefill.name} and {decode.name} are not paired: {report.problem}"
+        return "no prefill node is connected to a decode node yet"
+
+    def _of(self, role: NodeRole) -> list[Node]:
+        return [node for node in self._nodes.values() if node.registration.role is role]
+
+    def _peers_of(self, node: Node) -> list[Node]:
+        return [
+            other
+            for other in self._nodes.values()
+            if other.registration.role is not node.registration.role
+        ]
+
+
+def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
+    """Why two nodes must not be paired, naming the first thing that differs; empty if nothing."""
+    for key in sorted(one.compatibility.keys() | other.compatibility.keys()):
+        mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
+        if mine != theirs:
+            return f"{key} differs: {one.node_name} has {mine}, {other.node_name} has {theirs}"
+    return ""
+
+
+def _connected(prefill: Node, decode: Node) -> bool:
+    report = prefill.reports.get(decode.engine_id)
+    return report is not None and report.connected

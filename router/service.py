@@ -1,0 +1,120 @@
+"""Inference service: the public gRPC API. Protobuf in, checked calls; outputs, protobuf out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from baton import wire
+from baton.errors import InvalidRequestError
+from baton.outputs import TextDelta
+from baton.prompt import check_prompt, draw_seed
+from baton.tokenizer import Detokenizer, Tokenizer
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.dispatcher import Call, Dispatcher
+from router.node_pool import NodePool
+
+MAX_REQUEST_ID_CHARS = 128
+# Longer texts are tokenized on a thread, so that they do not hold up the tokens of others.
+_LONG_TEXT_CHARS = 20_000
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Serves `Generate`.
+
+    Args:
+        tokenizer: None for a checkpoint without one; it then serves token ids only.
+        vocab_size: of the model.
+        default_timeout_s: for calls that come without a deadline.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        pool: NodePool,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        default_timeout_s: float,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._default_timeout_s = default_timeout_s
+
+    async def Generate(  # gRPC's naming
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Stream the completion of one prompt."""
+        received_at = time.perf_counter()
+        call = await self._make_call(request, context, received_at)
+        detokenizer = Detokenizer(self._tokenizer) if self._tokenizer else None
+        async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+            async for item in outputs:
+                output = item.output
+                last = output.finish_reason is not None
+                text = detokenizer.push(output.token_ids, last=last) if detokenizer else ""
+                yield wire.text_delta_to_proto(
+                    TextDelta(
+                        call.request_id,
+                        output.output_index,
+                        output.token_ids,
+                        text,
+                        output.finish_reason,
+                        item.receipt,
+                    )
+                )
+
+    async def _make_call(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext,
+        received_at: float,
+    ) -> Call:
+        """Check everything a client can get wrong; raises InvalidRequestError."""
+        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+            raise InvalidRequestError(
+                "request_id",
+                f"must have at most {MAX_REQUEST_ID_CHARS} characters, "
+                f"got {len(request.request_id)}",
+            )
+        params = wire.sampling_params_from_proto(request.sampling_params)
+        if params.seed is None:
+            # Drawn here, so that both nodes (and a retry) sample the same.
+            params = dataclasses.replace(params, seed=draw_seed())
+        token_ids = await self._tokenize(request)
+        check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=self._pool.max_model_len)
+        remaining = context.time_remaining()
+        return Call(
+            request_id=request.request_id or uuid.uuid4().hex,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            received_at=received_at,
+            timeout_s=self._default_timeout_s if remaining is None else remaining,
+        )
+
+    async def _tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidRequestError("prompt", "one of text, token_ids or chat is needed")
+        if kind == "token_ids":
+            return list(request.token_ids.ids)
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "prompt", "this checkpoint has no tokenizer.json: give token ids"
+            )
+        if kind == "chat":
+            messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
+            if not messages:
+                raise InvalidRequestError("chat", "must have at least 1 message, got 0")
+            return await asyncio.to_thread(self._tokenizer.encode_chat, messages)
+        if len(request.text) > _LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self._tokenizer.encode, request.text)
+        return self._tokenizer.encode(request.text)

@@ -1,0 +1,163 @@
+"""One suite for every attention backend: each must mean what the reference op means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.errors import ConfigError
+from baton_kernels import reference
+from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
+from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from tests.numerics.paged import make_cache, make_metadata, make_tables
+
+PROMPT = ([7], [7])
+CHUNK = ([5], [23])
+DECODES = ([1, 1, 1, 1, 1], [1, 16, 17, 40, 17])
+FAR_APART = ([1, 1, 1, 1], [700, 3, 5, 1300])
+MIXED = ([1, 6, 0, 1, 4, 1], [9, 6, 0, 30, 21, 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One attention call: its inputs and what must come out."""
+
+    query: Tensor  # [num_tokens, num_heads, head_dim]
+    kv_cache: Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_dim], a strided view
+    metadata: AttentionMetadata
+    window: int | None
+
+    def run(self, backend: AttentionBackend) -> Tensor:
+        backend.plan(self.metadata)
+        return self.run_layer(backend)
+
+    def run_layer(self, backend: AttentionBackend) -> Tensor:
+        return backend.run(
+            self.query, self.kv_cache, self.metadata, scale=0.25, sliding_window=self.window
+        )
+
+    def expected(self) -> Tensor:
+        return reference.paged_attention(
+            self.query,
+            self.kv_cache,
+            self.metadata.block_table,
+            self.metadata.query_lens,
+            self.metadata.seq_lens_host,
+            scale=0.25,
+            sliding_window=self.window,
+        )
+
+
+def make_step(
+    lens: tuple[list[int], list[int]],
+    *,
+    block_size: int = 16,
+    head_dim: int = 24,
+    num_kv_heads: int = 2,
+    ratio: int = 2,
+    window: int | None = None,
+    num_padding: int = 0,
+    seed: int = 0,
+) -> Step:
+    """A step with these (query_lens, seq_lens) over a cache that is NaN wherever unused."""
+    torch.manual_seed(seed)
+    query_lens, seq_lens = lens
+    num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens) + 3
+    table = make_tables(seq_lens, block_size, num_blocks, seed)
+    cache = make_cache(num_blocks, 3, num_kv_heads, block_size, head_dim)[:, 1]
+    everything = make_metadata(seq_lens, seq_lens, table, block_size).slot_mapping
+    key, value = torch.randn(2, len(everything), num_kv_heads, head_dim)
+    reference.store_kv(key, value, cache, everything)
+    metadata = make_metadata(query_lens, seq_lens, table, block_size, num_padding)
+    query = torch.randn(metadata.num_tokens, num_kv_heads * ratio, head_dim)
+    return Step(query, cache, metadata, window)
+
+
+@pytest.fixture(params=ATTENTION_BACKENDS.names())
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return ATTENTION_BACKENDS.load(request.param)()
+
+
+@pytest.mark.parametrize("window", [None, 4, 1000])
+@pytest.mark.parametrize("lens", [PROMPT, CHUNK, DECODES, FAR_APART, MIXED])
+def test_equals_reference(
+    backend: AttentionBackend, lens: tuple[list[int], list[int]], window: int | None
+) -> None:
+    step = make_step(lens, window=window)
+    torch.testing.assert_close(step.run(backend), step.expected())
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("head_dim", [24, 80])
+@pytest.mark.parametrize(("num_kv_heads", "ratio"), [(3, 1), (2, 3), (1, 8)])
+def test_any_shape(
+    backend: AttentionBackend, block_size: int, head_dim: int, num_kv_heads: int, ratio: int
+) -> None:
+    step = make_step(
+        MIXED, block_size=block_size, head_dim=head_dim, num_kv_heads=num_kv_heads, ratio=ratio
+    )
+    torch.testing.assert_close(step.run(backend), step.expected())
+
+
+def test_padding_tokens_come_back_as_zeros(backend: AttentionBackend) -> None:
+    step = make_step(MIXED, num_padding=3)
+    out = step.run(backend)
+    assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
+    torch.testing.assert_close(out, step.expected())
+
+
+def test_bfloat16_stays_close_to_float32(backend: AttentionBackend) -> None:
+    step = make_step(MIXED)
+    rounded = Step(step.query.bfloat16(), step.kv_cache.bfloat16(), step.metadata, step.window)
+    out = rounded.run(backend)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), step.expected(), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("lens", [DECODES, MIXED])
+def test_a_request_does_not_depend_on_its_neighbours(
+    backend: AttentionBackend, lens: tuple[list[int], list[int]]
+) -> None:
+    step = make_step(lens)
+    together = step.run(backend)
+    for index, (query_len, seq_len) in enumerate(zip(*lens, strict=True)):
+        if not query_len:
+            continue
+        first = int(step.metadata.query_start_loc[index])
+        rows = slice(first, first + query_len)
+        table = step.metadata.block_table[index : index + 1]
+        alone = make_metadata([query_len], [seq_len], table, step.kv_cache.shape[3])
+        out = Step(step.query[rows], step.kv_cache, alone, step.window).run(backend)
+        torch.testing.assert_close(out, together[rows])
+
+
+def test_one_plan_serves_layers_with_and_without_a_window(backend: AttentionBackend) -> None:
+    step = make_step(MIXED)
+    narrow = Step(step.query, step.kv_cache, step.metadata, window=3)
+    first = step.run(backend)
+    torch.testing.assert_close(narrow.run_layer(backend), narrow.expected())
+    assert torch.equal(step.run_layer(backend), first)
+
+
+def test_steps_and_block_sizes_may_change(backend: AttentionBackend) -> None:
+    for lens, block_size in ((FAR_APART, 16), (PROMPT, 16), (CHUNK, 4), (MIXED, 4)):
+        step = make_step(lens, block_size=block_size)
+        torch.testing.assert_close(step.run(backend), step.expected())
+
+
+def test_works_inside_and_outside_inference_mode(backend: AttentionBackend) -> None:
+    step = make_step(MIXED)
+    with torch.inference_mode():
+        inside = step.run(backend)
+    assert torch.equal(inside.clone(), step.run(backend))
+
+
+def test_choice_and_override() -> None:
+    assert choose_attention_backend("cpu", None)[0] == "cpu"
+    assert choose_attention_backend(torch.device("cuda", 0), None)[0] == "reference"
+    assert choose_attention_backend("cpu", "reference") == ("reference", "asked for by the user")
+    with pytest.raises(ConfigError, match="unknown attention backend 'nope'"):
+        choose_attention_backend("cpu", "nope")

@@ -1,0 +1,89 @@
+"""Tiny random models made by transformers' own classes, and a paged runner for ours.
+
+Refuses to know: what is asserted about either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from baton_kernels.attention import ATTENTION_BACKENDS
+from models.base import CausalLM, ForwardContext
+from tests.numerics.paged import make_cache, make_metadata, make_tables
+
+BLOCK_SIZE = 4
+
+
+def make_hugging_face_model(architecture: str, **overrides: Any) -> Any:
+    """A random two-layer model whose every weight matters (no zero bias, no unit norm)."""
+    model_class = getattr(transformers, architecture)
+    shape: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "sliding_window": None,
+        "eos_token_id": [1, 2],
+    }
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**(shape | overrides))).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.2, 1.5)
+    return model
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    """``save_pretrained`` without its progress bar."""
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+@torch.inference_mode()
+def hugging_face_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
+    """``[num_tokens, vocab_size]`` of the whole sequence in one forward pass."""
+    logits: Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def paged_logits(
+    model: CausalLM,
+    token_ids: Sequence[int],
+    chunks: Sequence[int] | None = None,
+    backend_name: str = "cpu",
+    after_layer: Callable[[int], None] | None = None,
+) -> Tensor:
+    """``[num_tokens, vocab_size]``, computed in steps of the given sizes over a paged cache."""
+    config, backend = model.config, ATTENTION_BACKENDS.load(backend_name)()
+    table = make_tables([len(token_ids)], BLOCK_SIZE, num_blocks=40)
+    cache = make_cache(40, config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    cache = cache.to(getattr(torch, config.dtype))  # loaded in the checkpoint's own dtype
+    logits, done = [], 0
+    for size in chunks or [len(token_ids)]:
+        metadata = make_metadata([size], [done + size], table, BLOCK_SIZE)
+        backend.plan(metadata)
+        context = ForwardContext(
+            positions=torch.arange(done, done + size),
+            attention=metadata,
+            backend=backend,
+            kv_cache=cache,
+            after_layer=after_layer,
+        )
+        hidden = model.forward(torch.tensor(token_ids[done : done + size]), context)
+        logits.append(model.compute_logits(hidden))
+        done += size
+    assert done == len(token_ids)
+    return torch.cat(logits)
