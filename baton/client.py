@@ -123,7 +123,7 @@ class AsyncClient:
             call.cancel()
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -34,6 +34,9 @@ BEAT_INTERVAL_S = 0.25
 class NodeProgram(Protocol):
     """What this file needs of a node; all of it may be called from any thread."""
 
+    def registration(self, address: str) -> NodeRegistration:
+        """What the node tells the router of itself, given the address of its own server."""
+
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Take a command and wake the engine's thread."""
 
@@ -67,7 +70,6 @@ class NodeAdmin(admin_pb2_grpc.NodeAdminServicer):
 
 async def run_node_program(
     make_node: Callable[[Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram],
-    make_registration: Callable[[NodeProgram, str], NodeRegistration],
     *,
     router: str,
     listen: str,
@@ -78,7 +80,6 @@ async def run_node_program(
     Args:
         make_node: given where events go and what to call when the engine dies, loads the model
             and starts the node's threads. Runs before anything is registered.
-        make_registration: of the node, given the address of its server.
         router: ``host:port`` to join.
         listen: ``host:port`` of the node's own server; port 0 is any free one.
         join_timeout_s: how long to wait for a router that does not answer.
@@ -99,18 +100,17 @@ async def run_node_program(
         loop.call_soon_threadsafe(stopping.set)
 
     node = await asyncio.to_thread(make_node, emit, on_death)
-    registration = make_registration(node, "")
     server = RpcServer(
         [admin_pb2.DESCRIPTOR.services_by_name["NodeAdmin"]],
         lambda grpc_server: admin_pb2_grpc.add_NodeAdminServicer_to_server(  # type: ignore[no-untyped-call]  # generated
-            NodeAdmin(node, registration.num_blocks), grpc_server
+            NodeAdmin(node, node.registration("").num_blocks), grpc_server
         ),
     )
     try:
         address = await server.start(listen)
         link = RouterLink(
             router,
-            make_registration(node, address),
+            node.registration(address),
             events,
             node.submit,
             on_joined=server.set_serving,

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -112,7 +113,7 @@ class RouterLink:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
-    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:
             await call.write(wire.node_event_to_proto(await self._events.get()))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -35,6 +35,10 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
 def status_of(error: BatonError) -> grpc.StatusCode:
     """The status code of one of our errors; the nearest class in the table counts."""
     for kind in type(error).__mro__:
@@ -43,14 +47,14 @@ def status_of(error: BatonError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
     """Turns what a handler raises into a status: ours by the table, all else into INTERNAL."""
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Handler:
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -69,7 +73,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
 
 
 def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def guarded(request: Any, context: Context) -> Any:
         try:
             return await behavior(request, context)
         except Exception as error:
@@ -78,8 +82,8 @@ def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _guard_stream(behavior: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., Any]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             async with contextlib.aclosing(behavior(request, context)) as responses:
                 async for response in responses:
@@ -92,7 +96,7 @@ def _guard_stream(behavior: Callable[..., AsyncGenerator[Any, None]]) -> Callabl
     return guarded if inspect.isasyncgenfunction(behavior) else behavior
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+async def _abort(context: Context, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, BatonError):
@@ -116,7 +120,7 @@ class RpcServer:
     ) -> None:
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
         register(self._server)
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # lazy there
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._service_names = [service.full_name for service in services]
         reflection.enable_server_reflection(

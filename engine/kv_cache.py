@@ -6,6 +6,7 @@ block are one contiguous range, which is what a push to another machine wants.
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,11 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
     """The cache tensor, `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
 
     Zeroed, so that what attention masks out is never a NaN. Allocated once and kept until the
-    process ends: a peer may write into it.
+    process ends: a peer may write into it. On a CPU the pages are the kernel's zero pages until
+    they are written, so that a large cache costs nothing before it is used.
     """
-    return torch.zeros((num_blocks, *spec.block_shape), dtype=spec.dtype, device=device)
+    shape = (num_blocks, *spec.block_shape)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=spec.dtype, device=device)
+    memory = mmap.mmap(-1, num_blocks * spec.block_bytes)
+    return torch.frombuffer(memory, dtype=spec.dtype).view(shape)

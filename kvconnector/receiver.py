@@ -77,7 +77,10 @@ class Receiver:
     # ------------------------------------------------------------------ the I/O thread
 
     def _send(self, engine_id: str, message: Message) -> None:
-        self._endpoint.submit(lambda: self._endpoint.send(engine_id, message) and None)
+        def call() -> None:
+            self._endpoint.send(engine_id, message)
+
+        self._endpoint.submit(call)
 
     def _disconnect(self, engine_id: str) -> None:
         self._greeted.discard(engine_id)

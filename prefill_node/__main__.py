@@ -7,7 +7,7 @@ from collections.abc import Callable
 import typer
 
 from baton.cli.node_options import NodeOptions, node_command
-from baton.link import NodeEvent, NodeRegistration, NodeRole
+from baton.link import NodeEvent
 from baton.node_program import NodeProgram, run_node_program
 from baton.process import run_program
 
@@ -25,13 +25,9 @@ def run(options: NodeOptions) -> int:
 
         return PrefillProgram(options, emit, on_death)
 
-    def make_registration(node: NodeProgram, address: str) -> NodeRegistration:
-        return node.registration(options.name, NodeRole.PREFILL, address)
-
     return run_program(
         lambda: run_node_program(
             make_node,
-            make_registration,
             router=options.router,
             listen=options.listen,
             join_timeout_s=options.join_timeout_s,

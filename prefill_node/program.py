@@ -37,6 +37,7 @@ class PrefillProgram:
         on_death: Callable[[Exception], None],
     ) -> None:
         make_transport = KV_CONNECTORS.load(options.kv_connector)
+        self._name = options.name
         self._loaded = load_engine(
             options.model,
             options.engine,
@@ -50,9 +51,9 @@ class PrefillProgram:
         self._loop = EngineLoop(self._node.step, on_death, name="engine")
         self._loop.start()
 
-    def registration(self, name: str, role: NodeRole, address: str) -> NodeRegistration:
+    def registration(self, address: str) -> NodeRegistration:
         peer_info = self._sender.peer_info.encode()
-        return self._loaded.registration(name, role, address, peer_info)
+        return self._loaded.registration(self._name, NodeRole.PREFILL, address, peer_info)
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         self._node.submit(command)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import grpc.aio
-
 from baton import wire
+from baton.rpc import Context
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from router.node_pool import Node, NodePool
 
@@ -17,7 +16,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._model = model
 
     async def ListNodes(  # gRPC's naming
-        self, request: admin_pb2.ListNodesRequest, context: grpc.aio.ServicerContext
+        self, request: admin_pb2.ListNodesRequest, context: Context
     ) -> admin_pb2.ListNodesResponse:
         """All joined nodes, how busy they are, and whom they reach."""
         return admin_pb2.ListNodesResponse(

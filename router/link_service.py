@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import grpc.aio
-
 from baton import wire
 from baton.link import RouterCommand
+from baton.rpc import Context
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.node_pool import Node, NodePool
 
@@ -22,7 +21,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     async def Link(  # gRPC's naming
         self,
         request_iterator: AsyncIterator[node_pb2.NodeMessage],
-        context: grpc.aio.ServicerContext,
+        context: Context,
     ) -> AsyncIterator[node_pb2.RouterMessage]:
         """The first message registers; then events come in and commands go out."""
         first = await anext(request_iterator, None)

@@ -9,12 +9,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 
-import grpc.aio
-
 from baton import wire
 from baton.errors import InvalidRequestError
 from baton.outputs import TextDelta
 from baton.prompt import check_prompt, draw_seed
+from baton.rpc import Context
 from baton.tokenizer import Detokenizer, Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.dispatcher import Call, Dispatcher
@@ -50,7 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._default_timeout_s = default_timeout_s
 
     async def Generate(  # gRPC's naming
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Stream the completion of one prompt."""
         received_at = time.perf_counter()
@@ -75,7 +74,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _make_call(
         self,
         request: inference_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext,
+        context: Context,
         received_at: float,
     ) -> Call:
         """Check everything a client can get wrong; raises InvalidRequestError."""

@@ -54,7 +54,9 @@ def up(
         stopping.set()
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    # Also where SIGINT is ignored from the start, as for background jobs of a script.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     console = Console()
     try:
         with LocalDeployment(config) as deployment:
