@@ -27,6 +27,7 @@ class EngineConfig:
         long_prefill_threshold: most tokens of one prompt in a step, so that a long prompt is cut
             into chunks and leaves room for others.
         attention_backend: a name, or ``auto``.
+        num_threads: of the process's computations on a CPU; 0 leaves it to torch.
     """
 
     dtype: str = "auto"
@@ -39,6 +40,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 1024
     long_prefill_threshold: int = 512
     attention_backend: str = "auto"
+    num_threads: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -13,9 +13,10 @@ from typing import Any
 
 import uvloop
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 
 PARENT_PIPE_VARIABLE = "BATON_PARENT_PIPE"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _PARENT_GRACE_S = 5.0
 
 
@@ -24,9 +25,9 @@ def run_program(main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str
 
     What is wrong with options, files or peers is one line on standard error, without a traceback.
     """
-    set_up_logging(log_level)
     watch_parent()
     try:
+        set_up_logging(log_level)
         uvloop.run(main())
     except BatonError as error:
         print_error(error)
@@ -44,7 +45,9 @@ def print_error(error: object) -> None:
 
 
 def set_up_logging(level: str) -> None:
-    """Log to standard error, one line each."""
+    """Log to standard error, one line each; raises ConfigError for an unknown level."""
+    if level.lower() not in LOG_LEVELS:
+        raise ConfigError(f"log_level: must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
     logging.basicConfig(
         level=level.upper(),
         stream=sys.stderr,

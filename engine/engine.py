@@ -48,6 +48,8 @@ class Engine:
             ConfigError: an option does not fit the model or the machine.
         """
         device = _choose_device(config.device)
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
         self.dtype = _choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
         model = load_model(
             model_folder,

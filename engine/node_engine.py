@@ -50,11 +50,9 @@ class LoadedEngine:
 
 
 def load_engine(
-    model: str, config: EngineConfig, *, node_name: str, kv_connector: str, num_threads: int
+    model: str, config: EngineConfig, *, node_name: str, kv_connector: str
 ) -> LoadedEngine:
     """Load a model for a node; raises ModelLoadError or ConfigError."""
-    if num_threads:
-        torch.set_num_threads(num_threads)
     started = time.perf_counter()
     folder = find_model_folder(model)
     engine = Engine(folder, config)

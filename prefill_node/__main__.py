@@ -8,8 +8,10 @@ import typer
 
 from baton.cli.node_options import NodeOptions, node_command
 from baton.link import NodeEvent
+from baton.model_folder import find_model_folder
 from baton.node_program import NodeProgram, run_node_program
 from baton.process import run_program
+from baton.rpc import split_address
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -20,7 +22,10 @@ def run(options: NodeOptions) -> int:
     def make_node(
         emit: Callable[[NodeEvent], None], on_death: Callable[[Exception], None]
     ) -> NodeProgram:
-        # Imported here, so that --help and wrong options need not wait for torch.
+        # Before torch is imported: what the user got wrong is said at once.
+        split_address("router", options.router)
+        split_address("listen", options.listen)
+        find_model_folder(options.model)
         from prefill_node.program import PrefillProgram
 
         return PrefillProgram(options, emit, on_death)

@@ -43,7 +43,6 @@ class PrefillProgram:
             options.engine,
             node_name=options.name,
             kv_connector=options.kv_connector,
-            num_threads=options.num_threads,
         )
         transport = make_transport(self._loaded.engine_id, self._loaded.engine.kv_cache)
         self._sender = Sender(transport, on_event=self._wake)

@@ -22,11 +22,7 @@ _DEFAULTS = EngineConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """Options of a prefill or decode node.
-
-    Attributes:
-        num_threads: of the engine's computations; 0 leaves it to torch.
-    """
+    """Options of a prefill or decode node."""
 
     model: str
     name: str
@@ -34,7 +30,6 @@ class NodeOptions:
     listen: str
     join_timeout_s: float
     kv_connector: str
-    num_threads: int
     engine: EngineConfig
     log_level: str
 
@@ -106,7 +101,6 @@ def node_command(role: str, summary: str, run: Callable[[NodeOptions], int]) -> 
                 listen=listen,
                 join_timeout_s=join_timeout_s,
                 kv_connector=kv_connector,
-                num_threads=num_threads,
                 engine=EngineConfig(
                     dtype=dtype,
                     device=device,
@@ -118,6 +112,7 @@ def node_command(role: str, summary: str, run: Callable[[NodeOptions], int]) -> 
                     max_num_batched_tokens=max_num_batched_tokens,
                     long_prefill_threshold=long_prefill_threshold,
                     attention_backend=attention_backend,
+                    num_threads=num_threads,
                 ),
                 log_level=log_level,
             )

@@ -1,0 +1,39 @@
+"""Real processes for the tests in this folder: router, prefill and decode nodes with NIXL."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
+READY_TIMEOUT_S = 90.0
+
+
+def free_address() -> str:
+    """A loopback address that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def demo_model() -> Path:
+    return DEMO_MODEL
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[LocalDeployment]:
+    """One router, one prefill and one decode node; blocks and chunks small enough to matter."""
+    config = LocalDeploymentConfig(
+        model=str(DEMO_MODEL),
+        listen=free_address(),
+        node_args=["--dtype", "float32", "--long-prefill-threshold", "256"],
+    )
+    with LocalDeployment(config) as running:
+        running.wait_ready(READY_TIMEOUT_S)
+        yield running

@@ -1,0 +1,135 @@
+"""The equality that defines the project: split == one process == transformers, token for token."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from baton import AsyncClient, Completion, SamplingParams
+from baton.local_deployment import LocalDeployment
+from engine import LLM
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(400)]
+
+NUM_PROMPTS = 64
+MAX_PROMPT_TOKENS = 1000
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def llm(demo_model: Path) -> LLM:
+    return LLM(str(demo_model), dtype="float32", num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def prompts(llm: LLM) -> list[list[int]]:
+    """64 prompts of 1 to 1,000 tokens of real text: slices of a module of the standard library."""
+    assert llm.tokenizer is not None
+    text = Path(argparse.__file__).read_text(encoding="utf-8")
+    token_ids = llm.tokenizer.encode(text)
+    lengths = [
+        1 + index * (MAX_PROMPT_TOKENS - 1) // (NUM_PROMPTS - 1) for index in range(NUM_PROMPTS)
+    ]
+    assert (lengths[0], lengths[-1]) == (1, MAX_PROMPT_TOKENS)
+    return [token_ids[37 * index : 37 * index + length] for index, length in enumerate(lengths)]
+
+
+def complete_all(
+    address: str, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[Completion]:
+    """All prompts at once, each on a stream of its own."""
+
+    async def run() -> list[Completion]:
+        async with AsyncClient(address) as client:
+            calls = [
+                client.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)
+            ]
+            return await asyncio.gather(*calls)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def split(deployment: LocalDeployment, prompts: list[list[int]]) -> list[Completion]:
+    return complete_all(deployment.config.listen, prompts, [GREEDY] * len(prompts))
+
+
+def test_split_equals_one_process_greedily(
+    split: list[Completion], llm: LLM, prompts: list[list[int]]
+) -> None:
+    alone = llm.generate(prompts, GREEDY)
+    assert [c.token_ids for c in split] == [c.token_ids for c in alone]
+    assert [c.text for c in split] == [c.text for c in alone]
+    assert [c.finish_reason for c in split] == [c.finish_reason for c in alone]
+
+
+def test_split_equals_transformers_greedily(
+    split: list[Completion], demo_model: Path, prompts: list[list[int]]
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    for prompt, completion in zip(prompts, split, strict=True):
+        input_ids = torch.tensor([prompt])
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            max_new_tokens=GREEDY.max_tokens,
+            pad_token_id=0,
+        )
+        assert tuple(output[0, len(prompt) :].tolist()) == completion.token_ids
+
+
+def test_prompts_went_through_the_decode_node(
+    split: list[Completion], prompts: list[list[int]]
+) -> None:
+    for prompt, completion in zip(prompts, split, strict=True):
+        receipt = completion.receipt
+        assert receipt is not None
+        assert receipt.num_prompt_tokens == len(prompt)
+        assert receipt.num_output_tokens == len(completion.token_ids)
+        if len(completion.token_ids) == 1:  # ended with token 1, on the prefill node
+            assert receipt.decode is None
+            continue
+        assert receipt.decode is not None
+        assert receipt.decode.num_prompt_tokens_computed == 0
+        assert receipt.decode.num_forwards == len(completion.token_ids) - 1
+        assert receipt.decode.push.num_blocks == -(-len(prompt) // 16)
+        assert receipt.decode.push.num_bytes > 0
+        assert receipt.decode.push.transport.startswith("nixl")
+
+
+def test_split_equals_one_process_with_seeds(
+    deployment: LocalDeployment, llm: LLM, prompts: list[list[int]]
+) -> None:
+    chosen = prompts[::3]
+    params = [
+        SamplingParams(
+            max_tokens=20,
+            temperature=0.7 + 0.1 * (index % 5),
+            top_k=(0, 40)[index % 2],
+            top_p=(1.0, 0.9, 0.8)[index % 3],
+            seed=index - 3,
+        )
+        for index in range(len(chosen))
+    ]
+    split = complete_all(deployment.config.listen, chosen, params)
+    alone = llm.generate(chosen, params)
+    assert [c.token_ids for c in split] == [c.token_ids for c in alone]
+    assert len({c.token_ids for c in alone}) > len(alone) // 2
+
+
+def test_text_and_token_ids_give_the_same(deployment: LocalDeployment, llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    text = "def read_config(path):"
+    as_text, as_ids = complete_all(
+        deployment.config.listen,
+        [text, llm.tokenizer.encode(text)],  # type: ignore[list-item]  # a text is a prompt, too
+        [GREEDY] * 2,
+    )
+    assert as_text.token_ids == as_ids.token_ids
+    assert as_text.text == llm.generate(text, GREEDY)[0].text
