@@ -144,18 +144,34 @@ def make_request(
     params = wire.sampling_params_to_proto(sampling_params or SamplingParams())
     request = inference_pb2.GenerateRequest(request_id=request_id, sampling_params=params)
     if isinstance(prompt, str):
-        request.text = prompt
+        request.text = _checked_text("prompt", prompt)
         return request
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         for message in cast("list[Mapping[str, str]]", items):
-            request.chat.messages.add(role=message["role"], content=message["content"])
+            if not isinstance(message.get("role"), str):
+                raise InvalidRequestError("chat", "each message needs a role and a content")
+            request.chat.messages.add(
+                role=_checked_text("chat", message["role"]),
+                content=_checked_text("chat", message.get("content", "")),
+            )
         return request
     for token_id in items:
         if not isinstance(token_id, int) or not 0 <= token_id <= MAX_TOKEN_ID:
             raise InvalidRequestError("prompt", f"{token_id!r} is not a token id")
     request.token_ids.CopyFrom(types_pb2.TokenIds(ids=cast("list[int]", items)))
     return request
+
+
+def _checked_text(field: str, text: object) -> str:
+    """The text, if it can be sent; a terminal may hand over bytes that are no characters."""
+    if not isinstance(text, str):
+        raise InvalidRequestError(field, f"must be text, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(field, f"is not valid Unicode at {error.start}") from None
+    return text
 
 
 def _join(deltas: Sequence[TextDelta]) -> Completion:

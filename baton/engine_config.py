@@ -8,6 +8,7 @@ from baton.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GIB = 2**30
+MAX_BATCHED_TOKENS = 2**20  # more would only make one step take for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: must be 1 or more, got {value}")
+        if self.max_num_batched_tokens > MAX_BATCHED_TOKENS:
+            raise ConfigError(
+                f"max_num_batched_tokens: must be {MAX_BATCHED_TOKENS} or less, "
+                f"got {self.max_num_batched_tokens}"
+            )
         if self.max_num_batched_tokens < self.max_num_requests:
             raise ConfigError(
                 f"max_num_batched_tokens: must be at least max_num_requests "

@@ -71,7 +71,11 @@ class LocalDeployment:
         folder = self.config.log_folder
         if folder is None:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "router.log").touch()
+        except OSError as error:
+            raise ConfigError(f"log_folder: cannot write to {folder}: {error.strerror}") from error
         self._log_folder = folder
         self._read_end, self._write_end = os.pipe()
         try:
@@ -123,7 +127,23 @@ class LocalDeployment:
                 raise ConfigError(f"{child.name} ended: {_last_words(child, code)}")
 
     def stop(self) -> None:
-        """End every process, the nodes first; the router stays to hear of it."""
+        """End every process; a second Ctrl-C ends the waiting for those that take long."""
+        try:
+            self._stop_gracefully()
+        except KeyboardInterrupt:
+            for child in self.children:
+                child.process.kill()
+                child.process.wait()
+        self.children.clear()
+        for descriptor in (self._read_end, self._write_end):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._stack.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _stop_gracefully(self) -> None:
+        """The nodes first; the router stays to hear of it."""
         for group in (self.children[1:], self.children[:1]):
             for child in group:
                 if child.process.poll() is None:
@@ -136,13 +156,6 @@ class LocalDeployment:
                 except subprocess.TimeoutExpired:
                     child.process.kill()
                     child.process.wait()
-        self.children.clear()
-        for descriptor in (self._read_end, self._write_end):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        self._stack.close()
-
-    # ------------------------------------------------------------------ inside
 
     def _start_all(self) -> None:
         config = self.config

@@ -32,8 +32,12 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
     Raises:
         ModelLoadError: it is neither, or it cannot be fetched.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(model).expanduser()
+        is_folder = folder.is_dir()
+    except (RuntimeError, OSError, ValueError) as error:  # unknown ~user, no permission, ...
+        raise ModelLoadError(f"model: {model!r} is not a usable path: {error}") from error
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise ModelLoadError(f"model: {folder} has no config.json")
         return folder
@@ -93,7 +97,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"model: {path} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ModelLoadError(f"model: {path} is not a JSON object")
@@ -103,14 +107,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def weights_digest(folder: Path) -> str:
     """Digest of the weights: their sizes and samples of their content, so that it takes no time.
 
-    Two fine-tunes of one model differ nearly everywhere, so samples tell them apart.
+    Two fine-tunes of one model differ nearly everywhere, so samples tell them apart. Raises
+    ModelLoadError when a file cannot be read.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            for index in range(_NUM_SAMPLES):
-                file.seek(size * index // _NUM_SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
+        try:
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size};".encode())
+            with path.open("rb") as file:
+                for index in range(_NUM_SAMPLES):
+                    file.seek(size * index // _NUM_SAMPLES)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise ModelLoadError(f"model: {path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()[:16]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -23,7 +24,7 @@ from baton.link import (
 )
 from baton.process import stop_event
 from baton.router_link import RouterLink
-from baton.rpc import RpcServer
+from baton.rpc import RpcServer, warn_if_public
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ async def run_node_program(
         death.append(error)
         loop.call_soon_threadsafe(stopping.set)
 
-    node = await asyncio.to_thread(make_node, emit, on_death)
+    node = await _make_or_stop(lambda: make_node(emit, on_death), stopping)
     server = RpcServer(
         [admin_pb2.DESCRIPTOR.services_by_name["NodeAdmin"]],
         lambda grpc_server: admin_pb2_grpc.add_NodeAdminServicer_to_server(  # type: ignore[no-untyped-call]  # generated
@@ -108,6 +109,7 @@ async def run_node_program(
     )
     try:
         address = await server.start(listen)
+        warn_if_public(address)
         link = RouterLink(
             router,
             node.registration(address),
@@ -122,6 +124,18 @@ async def run_node_program(
     finally:
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
+
+
+async def _make_or_stop(make: Callable[[], NodeProgram], stopping: asyncio.Event) -> NodeProgram:
+    """Load the node; a stop signal meanwhile ends the process: loading cannot be interrupted."""
+    making = asyncio.ensure_future(asyncio.to_thread(make))
+    stop = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait([making, stop], return_when=asyncio.FIRST_COMPLETED)
+    if not making.done():
+        logger.info("stopped while loading")
+        os._exit(0)
+    stop.cancel()
+    return making.result()
 
 
 async def _run_until(stopping: asyncio.Event, link: RouterLink, node: NodeProgram) -> None:

@@ -58,10 +58,16 @@ def set_up_logging(level: str) -> None:
 
 
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
+    """An event that SIGTERM and SIGINT set; the second such signal ends the process at once."""
     event = asyncio.Event()
+
+    def stop() -> None:
+        if event.is_set():
+            os._exit(130)
+        event.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, event.set)
+        loop.add_signal_handler(number, stop)
     return event
 
 

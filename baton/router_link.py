@@ -17,7 +17,17 @@ import grpc.aio
 
 from baton import wire
 from baton.errors import ConfigError, InvalidRequestError, NodeUnavailableError
-from baton.link import AbortAll, NodeBeat, NodeEvent, NodeRegistration, Refusal, RouterCommand
+from baton.link import (
+    AbortAll,
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    Refusal,
+    RequestDelta,
+    RequestError,
+    RouterCommand,
+)
+from baton.outputs import RequestOutput
 from baton.rpc import open_channel
 from baton.v1 import node_pb2, node_pb2_grpc
 
@@ -105,25 +115,50 @@ class RouterLink:
         self._joined = True
         await self._on_joined(True)
         logger.info("joined router %s as %s", self._router, self._registration.node_name)
-        writer = asyncio.create_task(self._write(call))
+        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
         try:
-            while isinstance(message := await call.read(), node_pb2.RouterMessage):
-                self._take(message)
+            # Whichever ends, ends the link: a node that only listens or only talks is lost.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        while isinstance(message := await call.read(), node_pb2.RouterMessage):
+            self._take(message)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:
-            await call.write(wire.node_event_to_proto(await self._events.get()))
+            event = await self._events.get()
+            try:
+                message = wire.node_event_to_proto(event)
+            except ValueError as error:  # a value that a peer sent and the wire cannot hold
+                logger.error("dropped an event that cannot be sent: %s", error)
+                continue
+            await call.write(message)
 
     def _take(self, message: node_pb2.RouterMessage) -> None:
         try:
             command = wire.command_from_proto(message)
         except InvalidRequestError as error:  # from the network: data, not a bug
-            logger.warning("dropped a command: %s", error)
+            logger.warning("refused a command: %s", error)
+            self._refuse(message, str(error))
             return
         if isinstance(command, Refusal):
             raise ConfigError(f"the router refused this node: {command.problem}")
         if command is not None:
             self._submit(command)
+
+    def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> None:
+        """Tell the router that a request's command makes no sense, so that nobody waits for it."""
+        kind = message.WhichOneof("message")
+        command = message.prefill if kind == "prefill" else message.decode
+        delta = RequestDelta(
+            RequestOutput(command.request_id, 0, ()),
+            command.epoch,
+            error=RequestError("INVALID_ARGUMENT", problem),
+        )
+        self._events.put_nowait((delta,))

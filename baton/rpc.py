@@ -22,14 +22,23 @@ from baton.errors import STATUS_OF_ERROR, BatonError, ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
+# What a client sends grows on its way to a node: text becomes token ids, and more.
+MAX_CLIENT_MESSAGE_BYTES = 8 * 2**20
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # A machine that vanished closes nothing: ask whether it is there while a call is open.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
 ]
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_CLIENT_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 2000),
+    ("grpc.http2.max_ping_strikes", 0),
     # Without this a second server on the same port would start and take half of the calls.
     ("grpc.so_reuseport", 0),
 ]
@@ -160,9 +169,18 @@ class RpcServer:
 def split_address(option: str, address: str) -> tuple[str, int]:
     """``host:port`` in its parts; raises ConfigError that names the option."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
+    if not separator or not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{option}: must be host:port, got {address!r}")
     return host, int(port)
+
+
+def warn_if_public(address: str) -> None:
+    """Log a warning when others than this machine can call: there is no authentication yet."""
+    host, _ = split_address("listen", address)
+    if host not in ("localhost", "[::1]") and not host.startswith("127."):
+        logger.warning(
+            "%s can be reached from other machines, without authentication or TLS", address
+        )
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

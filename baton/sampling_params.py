@@ -9,6 +9,7 @@ from baton.errors import InvalidRequestError
 
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
+MAX_STOP_TOKEN_IDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,11 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                "stop_token_ids",
+                f"must have at most {MAX_STOP_TOKEN_IDS}, got {len(self.stop_token_ids)}",
+            )
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 

@@ -5,6 +5,7 @@ Torch-free, so that the router, the engine's offline front and the client's test
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ class Tokenizer:
             raise ModelLoadError(f"tokenizer: {path} does not exist")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            # Some checkpoints switch these on for training; a prompt is never cut or filled up.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         except Exception as error:  # the library raises bare Exception
             raise ModelLoadError(f"tokenizer: {path} is broken: {error}") from error
         config = _read_json(folder / "tokenizer_config.json")
@@ -69,7 +73,7 @@ class Tokenizer:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidRequestError("chat", f"the chat template refused it: {error}") from error
         # The template writes the special tokens itself.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -114,7 +118,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"tokenizer: {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"tokenizer: {path} is not a JSON object")
@@ -129,10 +133,13 @@ def _token_text(value: object) -> str:
 def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"tokenizer: {path} cannot be read: {error}") from error
     source = config.get("chat_template")
     if isinstance(source, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in source}
+        named = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}
         source = named.get("default")
     return source if isinstance(source, str) else None
 
@@ -147,6 +154,7 @@ def _compile_template(source: str, folder: Path) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
     environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     environment.filters["tojson"] = lambda value, **options: json.dumps(
         value, ensure_ascii=False, **options
     )

@@ -68,14 +68,14 @@ class DecodeNode:
         self.receiver = receiver
         self.reservations = Reservations(engine, receiver)
         self._emit = emit
-        self._inbox: deque[RouterCommand | AbortAll] = deque()
+        self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
         self._jobs: dict[str, _Job] = {}
         self._deltas: list[RequestDelta] = []
         self._expire_at = 0.0
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
-        self._inbox.append(command)
+        self._inbox.append((time.monotonic(), command))
 
     def step(self) -> bool:
         """One round; returns whether there is more to do now."""
@@ -83,14 +83,17 @@ class DecodeNode:
         for event in self.receiver.poll():
             self._settle(event)
         self.reservations.grant_waiting()
-        self._answer(self.engine.step())
+        scheduled = self.engine.schedule()
+        self._answer(self.engine.execute(scheduled))
         self._expire()
         self.reservations.tick()
+        self.reservations.grant_waiting()  # of blocks that this step freed
         self.receiver.expect(self.reservations.has_open)
         if self._deltas:
             self._emit(tuple(self._deltas))
             self._deltas.clear()
-        return self.engine.has_work or bool(self._inbox)
+        # Not "has work": what waits for blocks is not helped by asking again at once.
+        return bool(scheduled.scheduled or self._inbox)
 
     # ------------------------------------------------------------------ what operators see
 
@@ -118,10 +121,10 @@ class DecodeNode:
 
     def _take_inbox(self) -> None:
         while self._inbox:
-            command = self._inbox.popleft()
+            received_at, command = self._inbox.popleft()
             match command:
                 case DecodeCommand():
-                    self._park(command)
+                    self._park(command, received_at)
                 case CancelCommand():
                     job = self._jobs.get(command.request_id)
                     if job is not None and job.command.epoch == command.epoch:
@@ -137,7 +140,7 @@ class DecodeNode:
                 case _:
                     logger.warning("a decode node takes no %s", type(command).__name__)
 
-    def _park(self, command: DecodeCommand) -> None:
+    def _park(self, command: DecodeCommand, received_at: float) -> None:
         if command.request_id in self._jobs:
             self._end(command.request_id)
         engine = self.engine
@@ -158,7 +161,9 @@ class DecodeNode:
             eos_token_ids=engine.eos_token_ids,
             max_model_len=engine.max_model_len,
         )
-        reservation = self.reservations.park(request, command.epoch, command.prefill_engine_id)
+        reservation = self.reservations.park(
+            request, command.epoch, command.prefill_engine_id, received_at
+        )
         self._jobs[command.request_id] = _Job(command, request, reservation)
 
     def _refuse(self, command: DecodeCommand, problem: str) -> None:
@@ -179,14 +184,18 @@ class DecodeNode:
             self._emit(PeerReport(event.engine_id, True, transport=event.transport))
         elif event.kind is TransferEventKind.PEER_FAILED:
             self._emit(PeerReport(event.engine_id, False, problem=event.reason))
+            for lost in self.reservations.end_all_of(event.engine_id):
+                self._fail(lost, "UNAVAILABLE", "its prefill node cannot be reached")
         else:
             reservation = self.reservations.settle(event)
             if reservation is None or reservation.state is not ReservationState.QUARANTINED:
                 return
-            if event.reason:
+            if event.kind is TransferEventKind.COMMITTED:
+                self._fail(reservation, "UNAVAILABLE", "the commit record does not fit")
+            elif event.reason:
                 self._fail(reservation, "UNAVAILABLE", f"KV did not arrive: {event.reason}")
             else:  # it ended on the prefill node; the router knows
-                del self._jobs[event.request_id]
+                self._jobs.pop(event.request_id, None)
 
     def _answer(self, result: StepResult) -> None:
         """Tell the router of each new token, and of what a finished request cost."""

@@ -45,7 +45,7 @@ class DecodeProgram:
             kv_connector=options.kv_connector,
         )
         transport = make_transport(self._loaded.engine_id, self._loaded.engine.kv_cache)
-        self._receiver = Receiver(transport, on_event=self._wake)
+        self._receiver = Receiver(transport, on_event=self._wake, on_death=on_death)
         self._node = DecodeNode(self._loaded.engine, self._receiver, emit)
         self._loop = EngineLoop(self._node.step, on_death, name="engine")
         self._loop.start()

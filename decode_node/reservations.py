@@ -11,11 +11,11 @@ Knows no RPC and no tensor.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from baton.outputs import PushReceipt
 from engine.engine import Engine
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 # How long a START may come before its DECODE command, and how long an ended request is remembered.
 MEMORY_S = 60.0
+# A Cancel or its Quiet may be lost, or meet a link that is down: ask again while blocks are held.
+RECANCEL_S = 1.0
+TICK_S = 0.1
 
 
 class ReservationState(Enum):
@@ -57,6 +60,8 @@ class Reservation:
     num_received_tokens: int = 0
     committed_at: float = 0.0
     committed_at_step: int = 0
+    cancelled_at: float = 0.0
+    started: bool = False
     receipt: PushReceipt | None = None
 
 
@@ -77,25 +82,28 @@ class Reservations:
         self._open: dict[Key, Reservation] = {}  # PARKED, GRANTED, RECEIVING
         self._quarantine: dict[Key, Reservation] = {}
         self._wants_grant: deque[Key] = deque()
-        self._early_starts: dict[Key, float] = {}
+        self._early_starts: dict[Key, tuple[float, str]] = {}  # (came at, engine_id)
         self._ended: dict[Key, float] = {}  # tombstones
         self._gone_peers: dict[str, PeerInfo] = {}
         self._peers: dict[str, PeerInfo] = {}
+        self._tick_at = 0.0
 
     # ------------------------------------------------------------------ in
 
     def add_peer(self, peer: PeerInfo) -> None:
         self._peers[peer.engine_id] = peer
+        self._gone_peers.pop(peer.engine_id, None)
         self._receiver.connect(peer)
 
-    def park(self, request: Request, epoch: int, engine_id: str) -> Reservation:
+    def park(self, request: Request, epoch: int, engine_id: str, received_at: float) -> Reservation:
         """Take a request whose prompt ``engine_id`` computes."""
         key = (request.request_id, epoch)
-        reservation = Reservation(request, epoch, engine_id, time.monotonic())
+        reservation = Reservation(request, epoch, engine_id, received_at)
         self._engine.park(request)
         self._open[key] = reservation
-        if self._early_starts.pop(key, None) is not None:
-            self._wants_grant.append(key)
+        _, starter = self._early_starts.pop(key, (0.0, ""))
+        if starter == engine_id:
+            self._want_grant(key, reservation)
         return reservation
 
     def settle(self, event: TransferEvent) -> Reservation | None:
@@ -110,15 +118,15 @@ class Reservations:
             return None
         match event.kind:
             case TransferEventKind.STARTED:
-                if reservation.state is ReservationState.PARKED and key not in self._wants_grant:
-                    self._wants_grant.append(key)
+                self._want_grant(key, reservation)
             case TransferEventKind.WATERMARK:
                 if reservation.state is not ReservationState.PARKED:
                     reservation.state = ReservationState.RECEIVING
                     reservation.num_received_tokens = event.num_tokens
             case TransferEventKind.COMMITTED:
-                if self._commit(key, reservation, event):
-                    return reservation
+                if not self._commit(key, reservation, event):
+                    self._end(key, reservation, quiet=True)  # it wrote its last
+                return reservation
             case TransferEventKind.FAILED:
                 self._end(key, reservation, quiet=True)
                 return reservation
@@ -131,7 +139,8 @@ class Reservations:
         while self._wants_grant:
             key = self._wants_grant[0]
             reservation = self._open.get(key)
-            if reservation is None:  # ended meanwhile
+            if reservation is None or reservation.state is not ReservationState.PARKED:
+                # It ended meanwhile.
                 self._wants_grant.popleft()
                 continue
             block_ids = self._engine.grant(key[0])
@@ -159,28 +168,45 @@ class Reservations:
             self._end(key, reservation, quiet=False)
 
     def lose_peer(self, engine_id: str) -> list[Reservation]:
-        """A prefill node is gone: end what it had begun; returns those reservations."""
+        """A prefill node is gone: end what it had begun; returns those reservations.
+
+        Its router has lost it, which does not mean that it is dead: it stays connected until it
+        said that it is quiet, or is known dead.
+        """
         peer = self._peers.pop(engine_id, None)
         if peer is not None:
             self._gone_peers[engine_id] = peer
+        return self.end_all_of(engine_id)
+
+    def end_all_of(self, engine_id: str) -> list[Reservation]:
+        """End what a prefill node had begun, as it cannot be reached; returns those."""
         lost = [r for r in self._open.values() if r.engine_id == engine_id]
         for reservation in lost:
             self._end((reservation.request.request_id, reservation.epoch), reservation, quiet=False)
-        self._receiver.disconnect(engine_id)
         return lost
 
     def tick(self) -> None:
-        """Free what dead peers held, forget what is old; call now and then."""
+        """Free what dead peers held, ask others again, forget what is old; call now and then."""
+        now = time.monotonic()
+        if now < self._tick_at:
+            return
+        self._tick_at = now + TICK_S
         for engine_id, peer in list(self._gone_peers.items()):
-            if _is_dead(peer):
-                for key, reservation in list(self._quarantine.items()):
-                    if reservation.engine_id == engine_id:
-                        self._free_quarantined(key)
-                del self._gone_peers[engine_id]
-        oldest = time.monotonic() - MEMORY_S
-        for memory in (self._early_starts, self._ended):
-            while memory and (key := next(iter(memory))) and memory[key] < oldest:
-                del memory[key]
+            held = [key for key, r in self._quarantine.items() if r.engine_id == engine_id]
+            if held and not _is_dead(peer):
+                continue
+            for key in held:
+                self._free_quarantined(key)
+            del self._gone_peers[engine_id]
+            self._receiver.disconnect(engine_id)
+        for key, reservation in self._quarantine.items():
+            if now - reservation.cancelled_at >= RECANCEL_S:
+                self._cancel_remote(key, reservation)
+        oldest = now - MEMORY_S
+        while self._early_starts and next(iter(self._early_starts.values()))[0] < oldest:
+            del self._early_starts[next(iter(self._early_starts))]
+        while self._ended and next(iter(self._ended.values())) < oldest:
+            del self._ended[next(iter(self._ended))]
 
     # ------------------------------------------------------------------ what operators see
 
@@ -196,6 +222,11 @@ class Reservations:
 
     # ------------------------------------------------------------------ inside
 
+    def _want_grant(self, key: Key, reservation: Reservation) -> None:
+        if not reservation.started:
+            reservation.started = True
+            self._wants_grant.append(key)
+
     def _commit(self, key: Key, reservation: Reservation, event: TransferEvent) -> bool:
         request = reservation.request
         if (
@@ -203,7 +234,7 @@ class Reservations:
             or event.num_tokens != request.num_prompt_tokens
             or not 0 <= event.token_id < self._engine.model_config.vocab_size
         ):
-            logger.warning("dropped a commit that does not fit request %s", request.request_id)
+            logger.warning("refused a commit that does not fit request %s", request.request_id)
             return False
         del self._open[key]
         reservation.state = ReservationState.COMMITTED
@@ -222,19 +253,26 @@ class Reservations:
         if reservation.block_ids and not quiet:
             self._engine.hold(reservation.block_ids)
             self._quarantine[key] = reservation
-            self._receiver.cancel(key[0], key[1], reservation.engine_id)
+        if reservation.started and not quiet:  # else its START finds the tombstone
+            self._cancel_remote(key, reservation)
         self._engine.abort(key[0])
+
+    def _cancel_remote(self, key: Key, reservation: Reservation) -> None:
+        reservation.cancelled_at = time.monotonic()
+        self._receiver.cancel(key[0], key[1], reservation.engine_id)
 
     def _settle_ended(self, key: Key, event: TransferEvent) -> None:
         """An event about a request that ended here, or has not come yet."""
         match event.kind:
             case TransferEventKind.COMMITTED | TransferEventKind.FAILED:
                 self._early_starts.pop(key, None)
-                self._free_quarantined(key)
+                held = self._quarantine.get(key)
+                if held is not None and held.engine_id == event.engine_id:
+                    self._free_quarantined(key)
             case TransferEventKind.STARTED if key in self._ended:
                 self._receiver.cancel(key[0], key[1], event.engine_id)
             case TransferEventKind.STARTED:
-                self._early_starts[key] = time.monotonic()
+                self._early_starts[key] = (time.monotonic(), event.engine_id)
             case _:
                 pass
 
@@ -249,9 +287,10 @@ def _is_dead(peer: PeerInfo) -> bool:
     if not peer.host or peer.host != host_identity() or peer.pid == 0:
         return False
     try:
-        os.kill(peer.pid, 0)
-    except ProcessLookupError:
+        status = Path(f"/proc/{peer.pid}/stat").read_text(encoding="ascii", errors="replace")
+    except FileNotFoundError:
         return True
-    except PermissionError:
+    except OSError:
         return False
-    return False
+    # "pid (name) state ...": a zombie writes nothing any more, it only waits to be noticed.
+    return status.rpartition(")")[2].split()[0] in ("Z", "X")

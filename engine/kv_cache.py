@@ -86,5 +86,9 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
     shape = (num_blocks, *spec.block_shape)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=spec.dtype, device=device)
-    memory = mmap.mmap(-1, num_blocks * spec.block_bytes)
+    num_bytes = num_blocks * spec.block_bytes
+    try:
+        memory = mmap.mmap(-1, num_bytes)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"kv_cache_bytes: {num_bytes} bytes cannot be had: {error}") from error
     return torch.frombuffer(memory, dtype=spec.dtype).view(shape)

@@ -63,8 +63,11 @@ class Scheduler:
         """Give a parked request blocks for its prompt and one decode block.
 
         Returns:
-            The ids of the blocks that hold the prompt, in order, or None when too few are free.
+            The ids of the blocks that hold the prompt, in order, or None when too few are free
+            or others wait for blocks: who was preempted comes before who comes anew.
         """
+        if self._waiting:
+            return None
         request = self.requests[request_id]
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         assert not request.block_ids
@@ -130,8 +133,9 @@ class Scheduler:
             while queue and budget > 0 and len(self._running) < self._max_num_requests:
                 request = queue[0]
                 num_tokens = self._num_tokens_next(request, budget)
-                target = request.num_computed_tokens + num_tokens
-                if self.kv_cache_manager.allocate(request, target) is None:
+                # Room for all known tokens at once, not for the first chunk only: prompts that
+                # begin together would else take the blocks that each of them needs to end.
+                if self.kv_cache_manager.allocate(request, request.num_tokens) is None:
                     break
                 queue.popleft()
                 request.status = RequestStatus.RUNNING

@@ -496,7 +496,7 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.tokens_seen += batch[:, 1:].numel()
-        return loss.item()
+        return float(loss.item())
 
     def report(self) -> None:
         """Print a progress line with the loss on the validation files."""

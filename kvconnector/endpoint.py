@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT_POLL_S = 0.0001
 EXPECTING_POLL_S = 0.0005
 IDLE_POLL_S = 0.025
+MAX_READ_FAILURES = 100  # in a row; then the transport is broken for good
 _WARM_S = 2.0  # polls as if expecting for this long after a peer was learnt
 
 
@@ -34,6 +35,7 @@ class Endpoint:
         on_message: called on the thread for each message that came in.
         progress: called on the thread in each round; returns whether something is in flight.
         on_event: called on the thread after events were added; wakes the node.
+        on_death: called on the thread, once, with what nobody expected; the process must end.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Endpoint:
         on_message: Callable[[Message], None],
         progress: Callable[[], bool],
         on_event: Callable[[], None],
+        on_death: Callable[[Exception], None],
     ) -> None:
         self.transport = transport
         self.peers: dict[str, PeerInfo] = {}
@@ -50,13 +53,18 @@ class Endpoint:
         self._on_message = on_message
         self._progress = progress
         self._on_event = on_event
+        self._on_death = on_death
         self._calls: deque[Callable[[], None]] = deque()
         self._events: deque[TransferEvent] = deque()
         self._wake = threading.Event()
         self._expecting = False
+        self._num_read_failures = 0
         self._warm_until = 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-io", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; from now on the owner's callbacks are called."""
         self._thread.start()
 
     # ------------------------------------------------------------------ from the node's thread
@@ -68,9 +76,10 @@ class Endpoint:
 
     def expect(self, expecting: bool) -> None:
         """Whether messages may come soon."""
-        if expecting and not self._expecting:
-            self._wake.set()
+        wake = expecting and not self._expecting
         self._expecting = expecting
+        if wake:
+            self._wake.set()
 
     def poll(self) -> list[TransferEvent]:
         """Events since the last call."""
@@ -109,14 +118,22 @@ class Endpoint:
         )
 
     def send(self, engine_id: str, message: Message) -> bool:
-        """Send a message; False, and PEER_FAILED, when the peer cannot be reached."""
-        if engine_id not in self.peers:
+        """Send a message; False when the peer cannot be reached, not even by connecting anew."""
+        peer = self.peers.get(engine_id)
+        if peer is None:
             return False
+        payload = messages.encode(message)
         try:
-            self.transport.notify(engine_id, messages.encode(message))
-        except TransferError as error:
-            self.fail_peer(engine_id, str(error))
-            return False
+            self.transport.notify(engine_id, payload)
+        except TransferError:
+            # A connection that failed stays failed; the peer may be well.
+            try:
+                self.transport.disconnect(engine_id)
+                self.paths[engine_id] = self.transport.connect(peer)
+                self.transport.notify(engine_id, payload)
+            except TransferError as error:
+                logger.warning("cannot reach %s: %s", engine_id, error)
+                return False
         return True
 
     def emit(self, event: TransferEvent) -> None:
@@ -124,6 +141,15 @@ class Endpoint:
         self._on_event()
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # the loop's top: without this thread nothing would end
+            logger.critical("the KV I/O thread cannot continue", exc_info=error)
+            self._on_death(error)
+        finally:
+            self.transport.close()
+
+    def _loop(self) -> None:
         while not self._closing:
             self._wake.clear()
             in_flight = self._round()
@@ -136,12 +162,24 @@ class Endpoint:
             else:
                 timeout = IDLE_POLL_S
             self._wake.wait(timeout)
-        self.transport.close()
+
+    def _take_notifications(self) -> list[bytes]:
+        """Messages that came in; raises TransferError when reading fails again and again."""
+        try:
+            payloads = self.transport.take_notifications()
+        except TransferError as error:
+            self._num_read_failures += 1
+            if self._num_read_failures >= MAX_READ_FAILURES:
+                raise
+            logger.warning("cannot read messages: %s", error)
+            return []
+        self._num_read_failures = 0
+        return payloads
 
     def _round(self) -> bool:
         while self._calls:
             self._calls.popleft()()
-        for payload in self.transport.take_notifications():
+        for payload in self._take_notifications():
             try:
                 message = messages.decode(payload)
             except TransferError as error:  # from the network: data, not a bug

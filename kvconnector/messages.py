@@ -9,9 +9,15 @@ P -> D   Quiet     I write no more, for this reason
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from baton.errors import TransferError
+
+# What the wire's own types (and ours) can hold; a peer may send anything.
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+ByteCount = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -22,7 +28,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class _RequestMessage(_Message, frozen=True, kw_only=True):
     request_id: str
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class Hello(_Message, frozen=True, kw_only=True):
@@ -36,28 +42,28 @@ class HelloAck(_Message, frozen=True, kw_only=True):
 class Start(_RequestMessage, frozen=True, kw_only=True):
     """P began to compute a prompt of ``num_tokens`` tokens."""
 
-    num_tokens: int
+    num_tokens: Count
 
 
 class Grant(_RequestMessage, frozen=True, kw_only=True):
     """P may write the prompt's blocks into these blocks of D, in order."""
 
-    block_ids: list[int]
+    block_ids: list[int]  # checked against the peer's blocks where they are used
 
 
 class Watermark(_RequestMessage, frozen=True, kw_only=True):
     """Tokens up to ``num_tokens`` are complete in D's memory."""
 
-    num_tokens: int
+    num_tokens: Count
 
 
 class Commit(_RequestMessage, frozen=True, kw_only=True):
     """The commit record: everything is complete in D's memory."""
 
-    token_id: int
-    num_tokens: int
-    num_bytes: int
-    num_blocks: int
+    token_id: Count
+    num_tokens: Count
+    num_bytes: ByteCount
+    num_blocks: Count
     transport: str
     exposed_transfer_s: float
 
@@ -86,5 +92,5 @@ def decode(payload: bytes) -> Message:
     """Raises TransferError for anything that is not one of our messages."""
     try:
         return _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransferError(f"not a message of this protocol: {error}") from error

@@ -6,6 +6,7 @@ It travels as framed bytes with a checksum: some transports are damaged for good
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import xxhash
@@ -13,6 +14,12 @@ import xxhash
 from baton.errors import TransferError
 
 _DIGEST_BYTES = 8
+_MAX_ADDRESS = 2**63
+
+# A peer may claim anything; what does not fit a machine is refused before it is computed with.
+Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Address = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ADDRESS - 1)]
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,13 +42,13 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     connector: str
     host: str
-    pid: int
+    pid: Number
     agent_metadata: bytes
-    base_address: int
-    block_bytes: int
-    block_size: int
-    num_blocks: int
-    device_id: int
+    base_address: Address
+    block_bytes: Size
+    block_size: Size
+    num_blocks: Size
+    device_id: Number
     layout: str
 
     def encode(self) -> bytes:
@@ -56,9 +63,12 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         if xxhash.xxh3_64_digest(body) != digest:
             raise TransferError("peer info is damaged (checksum)")
         try:
-            return msgspec.msgpack.decode(body, type=cls)
-        except msgspec.MsgspecError as error:
-            raise TransferError(f"peer info is of another version: {error}") from error
+            info = msgspec.msgpack.decode(body, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise TransferError(f"peer info is damaged or of another version: {error}") from error
+        if info.base_address + info.num_blocks * info.block_bytes >= _MAX_ADDRESS:
+            raise TransferError("peer info describes more memory than there can be")
+        return info
 
 
 def host_identity() -> str:

@@ -31,14 +31,25 @@ class Receiver:
     Args:
         transport: how bytes travel; owned from now on.
         on_event: called (on another thread) when `poll` has something.
+        on_death: called (on another thread) when the connector cannot continue.
     """
 
-    def __init__(self, transport: KVTransport, on_event: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        transport: KVTransport,
+        on_event: Callable[[], None],
+        on_death: Callable[[Exception], None],
+    ) -> None:
         self._info = transport.peer_info
         self._greeted: set[str] = set()
         self._endpoint = Endpoint(
-            transport, on_message=self._on_message, progress=lambda: False, on_event=on_event
+            transport,
+            on_message=self._on_message,
+            progress=lambda: False,
+            on_event=on_event,
+            on_death=on_death,
         )
+        self._endpoint.start()
 
     # ------------------------------------------------------------------ the node's thread
 
@@ -47,7 +58,11 @@ class Receiver:
         return self._info
 
     def connect(self, peer: PeerInfo) -> None:
-        self._endpoint.submit(lambda: self._endpoint.add_peer(peer))
+        def call() -> None:
+            self._greeted.discard(peer.engine_id)  # who asks anew wants to hear of it anew
+            self._endpoint.add_peer(peer)
+
+        self._endpoint.submit(call)
 
     def disconnect(self, engine_id: str) -> None:
         self._endpoint.submit(lambda: self._disconnect(engine_id))
@@ -78,7 +93,9 @@ class Receiver:
 
     def _send(self, engine_id: str, message: Message) -> None:
         def call() -> None:
-            self._endpoint.send(engine_id, message)
+            if not self._endpoint.send(engine_id, message) and engine_id in self._greeted:
+                self._greeted.discard(engine_id)
+                self._endpoint.fail_peer(engine_id, "it cannot be reached")
 
         self._endpoint.submit(call)
 
@@ -102,7 +119,8 @@ class Receiver:
                 pass
 
     def _greet(self, engine_id: str) -> None:
-        self._endpoint.send(engine_id, HelloAck(engine_id=self._info.engine_id))
+        if not self._endpoint.send(engine_id, HelloAck(engine_id=self._info.engine_id)):
+            return
         if engine_id in self._greeted:
             return
         self._greeted.add(engine_id)

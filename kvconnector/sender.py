@@ -1,7 +1,7 @@
 """Sender: the prefill node's end of the handoff, over any transport.
 
-    QUEUED -> STARTED -> PUSHING -> COMMITTED
-        `---------`----------`----> FAILED          terminal only when the wire is quiet
+    STARTED -> (granted) PUSHING -> COMMITTED
+        `--------------------`----> FAILED          terminal only when the wire is quiet
 
 The node's thread leaves calls; everything else here runs on the I/O thread, so that a grant or a
 finished write never waits for the node's current step.
@@ -41,7 +41,8 @@ from kvconnector.peer_info import PeerInfo
 logger = logging.getLogger(__name__)
 
 HELLO_INTERVAL_S = 0.05
-HELLO_TIMEOUT_S = 10.0
+HELLO_TIMEOUT_S = 10.0  # then it is reported, and greeted less often
+SLOW_HELLO_INTERVAL_S = 1.0
 # One write is at most this long, so that aborts and other requests never wait for much.
 WRITE_BYTES = 8 * 2**20
 IN_FLIGHT_BYTES_PER_PEER = 32 * 2**20
@@ -73,22 +74,42 @@ class _Transfer:
     failure: str | None = None
 
 
+@dataclass(slots=True)
+class _Greeting:
+    """A peer that has not answered yet: reported at ``report_at``, asked again for ever."""
+
+    report_at: float
+    next_at: float = 0.0
+    late: bool = False
+
+
 class Sender:
     """See `KVSender` for the contract.
 
     Args:
         transport: how bytes travel; owned from now on.
         on_event: called (on another thread) when `poll` has something.
+        on_death: called (on another thread) when the connector cannot continue.
     """
 
-    def __init__(self, transport: KVTransport, on_event: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        transport: KVTransport,
+        on_event: Callable[[], None],
+        on_death: Callable[[Exception], None],
+    ) -> None:
         self._info = transport.peer_info
         self._transfers: dict[tuple[str, int], _Transfer] = {}  # (request_id, epoch)
-        self._greeting: dict[str, float] = {}  # engine_id -> give up at
-        self._hello_at = 0.0
+        self._greeting: dict[str, _Greeting] = {}  # peers that have not answered yet
+        self._leaving: set[str] = set()  # peers to forget when nothing is in flight to them
         self._endpoint = Endpoint(
-            transport, on_message=self._on_message, progress=self._progress, on_event=on_event
+            transport,
+            on_message=self._on_message,
+            progress=self._progress,
+            on_event=on_event,
+            on_death=on_death,
         )
+        self._endpoint.start()
 
     # ------------------------------------------------------------------ the node's thread
 
@@ -121,18 +142,29 @@ class Sender:
     # ------------------------------------------------------------------ calls, on the I/O thread
 
     def _connect(self, peer: PeerInfo) -> None:
+        self._leaving.discard(peer.engine_id)
         self._endpoint.add_peer(peer)
         if peer.engine_id in self._endpoint.peers:
-            self._greeting[peer.engine_id] = time.monotonic() + HELLO_TIMEOUT_S
+            self._greeting[peer.engine_id] = _Greeting(time.monotonic() + HELLO_TIMEOUT_S)
 
     def _disconnect(self, engine_id: str, reason: str) -> None:
+        """Fail what goes to a peer, and forget it as soon as nothing is in flight to it.
+
+        Its router has lost it, which does not mean that it is dead: what was posted may still land
+        there, and only then may it be told that the wire is quiet.
+        """
         self._greeting.pop(engine_id, None)
         for transfer in list(self._transfers.values()):
             if transfer.engine_id == engine_id:
                 self._fail(transfer, reason)
-                transfer.writes.clear()  # the peer's memory is gone; nothing left to wait for
                 self._finish_if_quiet(transfer)
-        self._endpoint.remove_peer(engine_id)
+        self._leaving.add(engine_id)
+
+    def _forget_leaving(self) -> None:
+        busy = {transfer.engine_id for transfer in self._transfers.values()}
+        for engine_id in self._leaving - busy:
+            self._leaving.discard(engine_id)
+            self._endpoint.remove_peer(engine_id)
 
     def _start(self, request_id: str, epoch: int, engine_id: str, num_tokens: int) -> None:
         num_blocks = -(-num_tokens // self._info.block_size)
@@ -144,7 +176,7 @@ class Sender:
             epoch=epoch,
             num_tokens=num_tokens,
         )
-        if not self._endpoint.send(engine_id, message):
+        if engine_id in self._leaving or not self._send(engine_id, message):
             self._fail(transfer, "the decode node cannot be reached")
 
     def _push(self, push: BlockPush, now: float) -> None:
@@ -184,6 +216,8 @@ class Sender:
             if transfer is None:
                 # Already over here: say so again, the peer may hold blocks for it.
                 self._say_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
+            elif transfer.engine_id != message.engine_id:
+                logger.warning("dropped a message about another node's transfer")
             elif isinstance(message, Cancel):
                 self._fail(transfer, "cancelled by the decode node")
             else:
@@ -206,7 +240,6 @@ class Sender:
 
     def _progress(self) -> bool:
         self._greet()
-        in_flight = bool(self._greeting)
         in_flight_bytes: dict[str, int] = {}
         for transfer in list(self._transfers.values()):
             self._settle(transfer)
@@ -215,19 +248,31 @@ class Sender:
             used += self._post(transfer, IN_FLIGHT_BYTES_PER_PEER - used)
             in_flight_bytes[transfer.engine_id] = used
             self._finish_if_quiet(transfer)
-        return in_flight or bool(self._transfers)
+        if self._leaving:
+            self._forget_leaving()
+        new = any(not greeting.late for greeting in self._greeting.values())
+        self._endpoint.expect(new or bool(self._transfers))
+        return any(t.writes or (t.pieces and t.granted) for t in self._transfers.values())
 
     def _greet(self) -> None:
         now = time.monotonic()
-        if not self._greeting or now < self._hello_at:
-            return
-        self._hello_at = now + HELLO_INTERVAL_S
-        for engine_id, give_up_at in list(self._greeting.items()):
-            if now > give_up_at:
-                del self._greeting[engine_id]
+        for engine_id, greeting in self._greeting.items():
+            if now < greeting.next_at:
+                continue
+            greeting.next_at = now + (SLOW_HELLO_INTERVAL_S if greeting.late else HELLO_INTERVAL_S)
+            self._endpoint.send(engine_id, Hello(engine_id=self._info.engine_id))
+            if now > greeting.report_at and not greeting.late:
+                greeting.late = True
                 self._endpoint.fail_peer(engine_id, f"no answer in {HELLO_TIMEOUT_S:.0f} s")
-            elif not self._endpoint.send(engine_id, Hello(engine_id=self._info.engine_id)):
-                self._greeting.pop(engine_id, None)
+
+    def _send(self, engine_id: str, message: Message) -> bool:
+        """Send a message; when the peer cannot be reached, say so once and greet it again."""
+        if self._endpoint.send(engine_id, message):
+            return True
+        if engine_id in self._endpoint.peers and engine_id not in self._greeting:
+            self._greeting[engine_id] = _Greeting(time.monotonic(), late=True)
+            self._endpoint.fail_peer(engine_id, "it cannot be reached")
+        return False
 
     def _post(self, transfer: _Transfer, room_bytes: int) -> int:
         """Post what is computed and granted; returns the bytes posted."""
@@ -245,7 +290,7 @@ class Sender:
                 pending = self._endpoint.transport.write(
                     transfer.engine_id, piece.block_ids, remote
                 )
-            except TransferError as error:
+            except (TransferError, ValueError) as error:
                 self._fail(transfer, str(error))
                 break
             num_bytes = len(piece.block_ids) * self._info.block_bytes
@@ -267,7 +312,7 @@ class Sender:
             transfer.writes.popleft()
             # After the last push the commit record follows and says more.
             if write.watermark is not None and transfer.failure is None and not transfer.last:
-                self._endpoint.send(
+                self._send(
                     transfer.engine_id,
                     Watermark(
                         engine_id=self._info.engine_id,
@@ -303,7 +348,7 @@ class Sender:
             transport=self._endpoint.paths[transfer.engine_id],
             exposed_transfer_s=time.perf_counter() - transfer.last_at,
         )
-        if not self._endpoint.send(transfer.engine_id, commit):
+        if not self._send(transfer.engine_id, commit):
             self._fail(transfer, "the decode node cannot be reached")
             self._finish_if_quiet(transfer)
             return
@@ -321,7 +366,7 @@ class Sender:
         quiet = Quiet(
             engine_id=self._info.engine_id, request_id=request_id, epoch=epoch, reason=reason
         )
-        self._endpoint.send(engine_id, quiet)
+        self._send(engine_id, quiet)
 
     def _emit(self, kind: TransferEventKind, transfer: _Transfer, *, reason: str = "") -> None:
         self._endpoint.emit(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import typer
 
 from baton.cli.node_options import NodeOptions, node_command
+from baton.errors import ConfigError
 from baton.link import NodeEvent
 from baton.model_folder import find_model_folder
 from baton.node_program import NodeProgram, run_node_program
@@ -26,8 +27,12 @@ def run(options: NodeOptions) -> int:
         split_address("router", options.router)
         split_address("listen", options.listen)
         find_model_folder(options.model)
-        from prefill_node.program import PrefillProgram
-
+        try:
+            from prefill_node.program import PrefillProgram
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
+            ) from error
         return PrefillProgram(options, emit, on_death)
 
     return run_program(

@@ -66,14 +66,14 @@ class PrefillNode:
         self.sender = sender
         self.push_tracker = PushTracker(engine, sender)
         self._emit = emit
-        self._inbox: deque[RouterCommand | AbortAll] = deque()
+        self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
         self._jobs: dict[str, _Job] = {}
         self._deltas: list[RequestDelta] = []
         self._expire_at = 0.0
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
-        self._inbox.append(command)
+        self._inbox.append((time.monotonic(), command))
 
     def step(self) -> bool:
         """One round; returns whether there is more to do now."""
@@ -84,13 +84,15 @@ class PrefillNode:
         result = self.engine.execute(scheduled)
         handed_over = self._answer(result)
         self.push_tracker.after_step(scheduled, handed_over)
-        for event in self.sender.poll():
+        events = self.sender.poll()
+        for event in events:
             self._settle(event)
         self._expire()
         if self._deltas:
             self._emit(tuple(self._deltas))
             self._deltas.clear()
-        return self.engine.has_work or bool(self._inbox)
+        # Not "has work": what waits for blocks is not helped by asking again at once.
+        return bool(scheduled.scheduled or events or self._inbox)
 
     # ------------------------------------------------------------------ what operators see
 
@@ -107,23 +109,24 @@ class PrefillNode:
 
     def requests(self) -> list[RequestView]:
         """Open requests; may be read from any thread."""
-        return [
-            view_request(job.request, self.push_tracker.state_of(request_id), job.received_at)
-            for request_id, job in list(self._jobs.items())
-        ]
+        local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
+        views = [view_request(job.request, "", job.received_at) for job in local]
+        return views + self.push_tracker.views()
 
     # ------------------------------------------------------------------ commands
 
     def _take_inbox(self) -> None:
         while self._inbox:
-            command = self._inbox.popleft()
+            received_at, command = self._inbox.popleft()
             match command:
                 case PrefillCommand():
-                    self._add(command)
+                    self._add(command, received_at)
                 case CancelCommand():
                     job = self._jobs.get(command.request_id)
-                    if job is None or job.command.epoch == command.epoch:
+                    if job is not None and job.command.epoch == command.epoch:
                         self._end(command.request_id)
+                    else:  # token 1 is out already
+                        self.push_tracker.drop(command.request_id, "", command.epoch)
                 case PeerUpdate(removed=True):
                     self.sender.disconnect(command.engine_id)
                 case PeerUpdate():
@@ -131,10 +134,12 @@ class PrefillNode:
                 case AbortAll():
                     for request_id in list(self._jobs):
                         self._end(request_id)
+                    # Token 1 of these is out, their KV is not; the decode node may have a router.
+                    self.push_tracker.drop_all("its prefill node lost its router")
                 case _:
                     logger.warning("a prefill node takes no %s", type(command).__name__)
 
-    def _add(self, command: PrefillCommand) -> None:
+    def _add(self, command: PrefillCommand, received_at: float) -> None:
         if command.request_id in self._jobs:
             self._end(command.request_id)
         engine = self.engine
@@ -156,10 +161,12 @@ class PrefillNode:
             max_model_len=engine.max_model_len,
             max_tokens=1,
         )
-        self._jobs[command.request_id] = _Job(command, request, time.monotonic())
+        self._jobs[command.request_id] = _Job(command, request, received_at)
         engine.add(request)
         if command.decode_engine_id:
-            self.push_tracker.add(request, command.epoch, command.decode_engine_id)
+            self.push_tracker.add(
+                request, command.epoch, command.decode_engine_id, command.timeout_s
+            )
 
     def _connect(self, update: PeerUpdate) -> None:
         try:
@@ -207,7 +214,9 @@ class PrefillNode:
                     self._fail(event.request_id, event.epoch, "UNAVAILABLE", event.reason)
 
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
-        error = RequestError(code, f"prefill: {reason}")
+        # A wrong field is named as the client wrote it.
+        message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
+        error = RequestError(code, message)
         self._deltas.append(RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error))
         self._jobs.pop(request_id, None)
         self.engine.abort(request_id)
@@ -223,6 +232,7 @@ class PrefillNode:
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRY_INTERVAL_S
+        self.push_tracker.expire(now)
         for request_id, job in list(self._jobs.items()):
             if now - job.received_at > job.command.timeout_s:
                 self.push_tracker.drop(request_id, "deadline")

@@ -7,13 +7,15 @@ transfer's end event, so that the request itself may finish or be aborted at any
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.link import RequestView
 from baton.outputs import RequestOutput
 from engine.engine import Engine
 from engine.outputs import SchedulerOutput
-from engine.request import Request
+from engine.request import Request, view_request
 from kvconnector.base import BlockPush, KVSender, TransferEvent, TransferEventKind
 
 
@@ -28,11 +30,20 @@ class _Handoff:
     request: Request
     epoch: int
     engine_id: str
+    expires_at: float
+    added_at: float = field(default_factory=time.monotonic)
     started: bool = False
     block_ids: list[int] = field(default_factory=list)
     held_block_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     num_blocks_pushed: int = 0
+
+    @property
+    def state(self) -> str:
+        """Name of the state, for operators."""
+        if not self.started:
+            return "QUEUED"
+        return "PUSHING" if self.num_blocks_pushed else "STARTED"
 
 
 class PushTracker:
@@ -51,9 +62,15 @@ class PushTracker:
         # Ended on our side, not yet quiet on the wire: (request_id, epoch) -> held blocks.
         self._draining: dict[tuple[str, int], list[int]] = {}
 
-    def add(self, request: Request, epoch: int, engine_id: str) -> None:
-        """Hand this request over to a decode node when it is computed."""
-        self._handoffs[request.request_id] = _Handoff(request, epoch, engine_id)
+    def add(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
+        """Hand this request over to a decode node when it is computed.
+
+        An older attempt whose push is still open ends; its blocks stay held until it is quiet.
+        """
+        self.drop(request.request_id, "")
+        self._handoffs[request.request_id] = _Handoff(
+            request, epoch, engine_id, expires_at=time.monotonic() + timeout_s
+        )
 
     def before_step(self, scheduled: SchedulerOutput) -> None:
         """Ask for a grant when a request's first chunk begins; take references."""
@@ -92,20 +109,33 @@ class PushTracker:
             else:
                 self._push(handoff, -(-num_tokens // self._block_size), output.token_ids[0])
 
-    def drop(self, request_id: str, reason: str) -> None:
+    def drop(self, request_id: str, reason: str, epoch: int | None = None) -> None:
         """End a handoff early; harmless when there is none.
 
         Args:
+            epoch: only if it is this attempt's.
             reason: for the decode node's client; empty when nobody waits for it there.
         """
-        handoff = self._handoffs.pop(request_id, None)
-        if handoff is None:
+        handoff = self._handoffs.get(request_id)
+        if handoff is None or epoch not in (None, handoff.epoch):
             return
+        del self._handoffs[request_id]
         if not handoff.started:
             self._engine.release(handoff.held_block_ids)
             return
         self._draining[request_id, handoff.epoch] = handoff.held_block_ids
         self._sender.abort(request_id, handoff.epoch, reason)
+
+    def expire(self, now: float) -> None:
+        """End the handoffs whose time is up: their grant or their writes never came."""
+        for request_id, handoff in list(self._handoffs.items()):
+            if now > handoff.expires_at:
+                self.drop(request_id, "deadline passed")
+
+    def drop_all(self, reason: str) -> None:
+        """End every handoff early."""
+        for request_id in list(self._handoffs):
+            self.drop(request_id, reason)
 
     def settle(self, event: TransferEvent) -> bool:
         """Drop the references of a transfer that ended.
@@ -124,32 +154,33 @@ class PushTracker:
         self._engine.release(handoff.held_block_ids)
         return event.kind is TransferEventKind.FAILED
 
-    def state_of(self, request_id: str) -> str:
-        """Name of the transfer's state, for operators; empty when there is none."""
-        handoff = self._handoffs.get(request_id)
-        if handoff is None:
-            return ""
-        if not handoff.started:
-            return "QUEUED"
-        return "PUSHING" if handoff.num_blocks_pushed else "STARTED"
+    def views(self) -> list[RequestView]:
+        """Open handoffs, also of requests that are computed already; from any thread."""
+        return [
+            view_request(handoff.request, handoff.state, handoff.added_at)
+            for handoff in list(self._handoffs.values())
+        ]
 
     @property
     def num_draining_blocks(self) -> int:
         """Blocks of ended requests that are still on the wire."""
-        return sum(len(block_ids) for block_ids in self._draining.values())
+        return sum(len(block_ids) for block_ids in list(self._draining.values()))
 
     def _push(self, handoff: _Handoff, num_blocks: int, token_id: int | None) -> None:
         first = handoff.num_blocks_pushed
         if num_blocks <= first and token_id is None:
             return
         handoff.num_blocks_pushed = max(num_blocks, first)
+        num_tokens = handoff.request.num_computed_tokens
+        if token_id is None:  # what is in a block that is not full yet stays here
+            num_tokens = num_blocks * self._block_size
         self._sender.push(
             BlockPush(
                 request_id=handoff.request.request_id,
                 epoch=handoff.epoch,
                 first_block=first,
                 block_ids=tuple(handoff.block_ids[first:num_blocks]),
-                num_tokens=handoff.request.num_computed_tokens,
+                num_tokens=num_tokens,
                 token_id=token_id,
             )
         )

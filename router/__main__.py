@@ -12,7 +12,7 @@ import typer
 from baton.client import DEFAULT_ADDRESS
 from baton.model_folder import config_digest, find_model_folder, read_limits
 from baton.process import run_program, stop_event
-from baton.rpc import RpcServer
+from baton.rpc import RpcServer, warn_if_public
 from baton.tokenizer import Tokenizer
 from baton.v1 import (
     admin_pb2,
@@ -71,6 +71,7 @@ async def serve(config: RouterConfig) -> None:
     stopping = stop_event(asyncio.get_running_loop())
     address = await server.start(config.listen)
     await server.set_serving(True)
+    warn_if_public(address)
     logger.info("router of %s listens on %s", config.model, address)
     await stopping.wait()
     logger.info("stopping")

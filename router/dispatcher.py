@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -78,6 +80,9 @@ class Dispatcher:
         self._pool = pool
         self._policy = policy
         self._open: set[str] = set()
+        # Never the same twice, also after a restart: a client may use its request id again while
+        # nodes still clear up after the first time, and only the epoch tells the two apart.
+        self._epochs = itertools.count(secrets.randbits(31))
 
     @property
     def num_open(self) -> int:
@@ -120,19 +125,22 @@ class Dispatcher:
         assert decode is not None
         # Token 1 is sampled by the prefill node: when there is no token 2, nobody else is asked.
         ends_with_token_1 = max_tokens == 1 or num_prompt_tokens + 1 >= self._pool.max_model_len
-        return _Attempt(call, prefill, None if ends_with_token_1 else decode)
+        return _Attempt(
+            call, prefill, None if ends_with_token_1 else decode, epoch=next(self._epochs)
+        )
 
 
 class _Attempt:
     """One try of a call on one pair of nodes."""
 
-    def __init__(self, call: Call, prefill: Node, decode: Node | None, epoch: int = 0) -> None:
+    def __init__(self, call: Call, prefill: Node, decode: Node | None, *, epoch: int) -> None:
         self._call = call
         self._prefill = prefill
         self._decode = decode
         self._epoch = epoch
         self._finished_on: NodeRole | None = None
         self._prefill_receipt: PrefillReceipt | None = None
+        self._kv_arrived = False
         self._ttft_s = 0.0
         self._inbox: asyncio.Queue[LegDelta] = asyncio.Queue()
         self._deadline = asyncio.get_running_loop().call_later(call.timeout_s, self._time_out)
@@ -173,7 +181,12 @@ class _Attempt:
         while True:
             item = await self._inbox.get()
             if item.delta.error is not None:
+                # After token 1, what a prefill node says of its push still matters. That it went
+                # away does not: if the KV had not arrived, the decode node will say so.
+                if item.node_lost and item.role is NodeRole.PREFILL and self._prefill_receipt:
+                    continue
                 raise _error(item.delta.error)
+            self._kv_arrived |= item.role is NodeRole.DECODE
             early.setdefault(item.delta.output.output_index, item)
             while (ready := early.pop(next_index, None)) is not None:
                 delta = ready.delta
@@ -200,7 +213,8 @@ class _Attempt:
         if delta.prefill is not None:
             self._prefill_receipt = delta.prefill
             self._ttft_s = time.perf_counter() - self._call.received_at
-            # What follows comes from the decode node: losing this one no longer matters to us.
+            self._prefill.relieve_leg(self._call.request_id, self._epoch)
+        if self._prefill_receipt is not None and self._kv_arrived:  # it has no more to say
             self._prefill.close_leg(self._call.request_id, self._epoch)
 
     def _receipt(self, delta: RequestDelta, num_output_tokens: int) -> Receipt:
@@ -218,8 +232,9 @@ class _Attempt:
 
     def _time_out(self) -> None:
         error = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
-        delta = RequestDelta(RequestOutput(self._call.request_id, 0, ()), 0, error=error)
-        self._inbox.put_nowait(LegDelta(NodeRole.PREFILL, delta))
+        output = RequestOutput(self._call.request_id, 0, ())
+        delta = RequestDelta(output, self._epoch, error=error)
+        self._inbox.put_nowait(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
 
 
 def _error(error: RequestError) -> BatonError:

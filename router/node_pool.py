@@ -30,10 +30,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LegDelta:
-    """A delta and which leg of the request it came from."""
+    """A delta and which leg of the request it came from.
+
+    Attributes:
+        node_lost: not said by the node: its link broke.
+    """
 
     role: NodeRole
     delta: RequestDelta
+    node_lost: bool = False
 
 
 @dataclass(slots=True)
@@ -81,17 +86,24 @@ class Node:
         self.legs[request_id, epoch] = _Leg(inbox, num_tokens)
         self.num_open_tokens += num_tokens
 
+    def relieve_leg(self, request_id: str, epoch: int) -> None:
+        """Count a leg's tokens as done, while it may still have something to say."""
+        leg = self.legs.get((request_id, epoch))
+        if leg is not None:
+            self.num_open_tokens -= leg.num_tokens
+            leg.num_tokens = 0
+
     def close_leg(self, request_id: str, epoch: int) -> None:
         """Drop what the node still says of a request; harmless when closed already."""
         leg = self.legs.pop((request_id, epoch), None)
         if leg is not None:
             self.num_open_tokens -= leg.num_tokens
 
-    def deliver(self, delta: RequestDelta) -> None:
+    def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
         """Hand a delta to its request; deltas of requests that ended are dropped."""
         leg = self.legs.get((delta.output.request_id, delta.epoch))
         if leg is not None:
-            leg.inbox.put_nowait(LegDelta(self.registration.role, delta))
+            leg.inbox.put_nowait(LegDelta(self.registration.role, delta, node_lost))
 
 
 class NodePool:
@@ -126,15 +138,16 @@ class NodePool:
         """Why a node cannot join; empty when it can."""
         if not registration.node_name or not registration.engine_id:
             return "node_name and engine_id must not be empty"
+        sizes = {"max_model_len": 2, "num_blocks": 1, "block_size": 1}
+        for name, least in sizes.items():
+            if getattr(registration, name) < least:
+                return f"{name}: must be {least} or more, got {getattr(registration, name)}"
         model = registration.compatibility.get("model")
         if model != self._model_digest:
             return (
                 f"model: {registration.node_name} has a model with configuration {model}, "
                 f"this router serves {self._model_digest}"
             )
-        for node in self._nodes.values():
-            if node.engine_id == registration.engine_id:
-                return f"engine_id: {node.engine_id} is connected already"
         return ""
 
     def add(self, node: Node) -> None:
@@ -143,7 +156,8 @@ class NodePool:
         A node of the same name is replaced: it is most likely the same node before its restart.
         """
         for old in self.nodes:
-            if old.name == node.name:
+            # (The same engine id: it noticed before us that its link broke.)
+            if node.name == old.name or node.engine_id == old.engine_id:
                 old.send(Refusal(f"node_name: {node.name} joined again; this one is replaced"))
                 self.remove(old)
         for other in self._peers_of(node):
@@ -160,8 +174,9 @@ class NodePool:
 
     def remove(self, node: Node) -> None:
         """A node's link broke: fail its legs and tell its peers."""
-        if self._nodes.pop(node.engine_id, None) is None:
-            return
+        if self._nodes.get(node.engine_id) is not node:
+            return  # it was removed or replaced before
+        del self._nodes[node.engine_id]
         logger.info("%s node %s left", node.registration.role.value, node.name)
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
@@ -170,7 +185,8 @@ class NodePool:
             "UNAVAILABLE", f"{node.registration.role.value} node {node.name} went away"
         )
         for request_id, epoch in list(node.legs):
-            node.deliver(RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error))
+            delta = RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error)
+            node.deliver(delta, node_lost=True)
 
     def take(self, node: Node, event: NodeEvent) -> None:
         """Take what a node said."""
@@ -229,5 +245,6 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
 
 
 def _connected(prefill: Node, decode: Node) -> bool:
-    report = prefill.reports.get(decode.engine_id)
-    return report is not None and report.connected
+    """Whether the prefill node says yes and the decode node does not say no."""
+    there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
+    return there is not None and there.connected and (back is None or not back.problem)

@@ -14,6 +14,7 @@ from baton.errors import InvalidRequestError
 from baton.outputs import TextDelta
 from baton.prompt import check_prompt, draw_seed
 from baton.rpc import Context
+from baton.sampling_params import MAX_STOP_TOKEN_IDS
 from baton.tokenizer import Detokenizer, Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.dispatcher import Call, Dispatcher
@@ -84,6 +85,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 f"must have at most {MAX_REQUEST_ID_CHARS} characters, "
                 f"got {len(request.request_id)}",
             )
+        if len(request.sampling_params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS}")
         params = wire.sampling_params_from_proto(request.sampling_params)
         if params.seed is None:
             # Drawn here, so that both nodes (and a retry) sample the same.
@@ -104,6 +107,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if kind is None:
             raise InvalidRequestError("prompt", "one of text, token_ids or chat is needed")
         if kind == "token_ids":
+            limit = self._pool.max_model_len - 1
+            if len(request.token_ids.ids) > limit:
+                raise InvalidRequestError(
+                    "prompt",
+                    f"must have at most {limit} tokens, got {len(request.token_ids.ids)}",
+                )
             return list(request.token_ids.ids)
         if self._tokenizer is None:
             raise InvalidRequestError(

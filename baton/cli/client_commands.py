@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, NoReturn
@@ -9,6 +10,7 @@ from typing import Annotated, NoReturn
 import grpc
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from baton.cli.receipt_table import receipt_line
@@ -59,17 +61,18 @@ def chat(
     seed: SeedOption = None,
     system: Annotated[str, typer.Option(help="System message.")] = "",
 ) -> None:
-    """Talk to the model; an empty line or Ctrl-D ends it."""
+    """Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer."""
+    with contextlib.suppress(ImportError):  # makes the arrow keys work in `input`
+        import readline  # noqa: F401
     messages = [{"role": "system", "content": system}] if system else []
     with _errors():
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
         with Client(router) as client:
-            while text := _read_line():
-                messages.append({"role": "user", "content": text})
-                answer, _ = _print_stream(client, messages, params, None)
-                messages.append({"role": "assistant", "content": answer})
+            while (text := _read_line()) is not None:
+                if text:
+                    _answer(client, messages, text, params)
 
 
 def nodes(router: RouterOption = DEFAULT_ADDRESS) -> None:
@@ -80,19 +83,18 @@ def nodes(router: RouterOption = DEFAULT_ADDRESS) -> None:
             response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=5)
         except grpc.RpcError as error:
             _unreachable("router", router, error)
-    table = Table(
-        "node", "role", "requests", "running", "parked", "free blocks", "peers", "address"
-    )
+    table = Table("node", "role", "requests", "running", "parked", "free blocks", "peers")
+    table.add_column("address", no_wrap=True)
     for node in response.nodes:
         table.add_row(
-            node.node_name,
+            escape(node.node_name),
             types_pb2.NodeRole.Name(node.role).removeprefix("NODE_ROLE_").lower(),
             str(node.num_requests),
             str(node.beat.num_running),
             str(node.beat.num_waiting_for_remote_kvs),
             str(node.beat.num_free_blocks),
             "\n".join(
-                f"{peer.node_name}: {peer.transport if peer.connected else peer.problem or '...'}"
+                escape(f"{peer.node_name}: {peer.transport or peer.problem or '...'}")
                 for peer in node.peers
             ),
             node.address,
@@ -113,7 +115,7 @@ def requests(
     table = Table("request", "status", "transfer", "tokens", "computed", "blocks", "age")
     for request in response.requests:
         table.add_row(
-            request.request_id,
+            escape(request.request_id),
             request.status,
             request.transfer_state,
             str(request.num_tokens),
@@ -143,12 +145,28 @@ def _print_stream(
     return "".join(pieces), last
 
 
-def _read_line() -> str:
+def _answer(
+    client: Client, messages: list[dict[str, str]], text: str, params: SamplingParams
+) -> None:
+    """One turn of a chat; a question that failed is forgotten, the conversation goes on."""
+    question = {"role": "user", "content": text}
+    try:
+        answer, _ = _print_stream(client, [*messages, question], params, None)
+    except BatonError as error:
+        print_error(error)
+    except KeyboardInterrupt:
+        typer.echo(" (stopped)")
+    else:
+        messages += [question, {"role": "assistant", "content": answer}]
+
+
+def _read_line() -> str | None:
+    """A line of the user's; None at the end of input."""
     try:
         return input("> ").strip()
     except EOFError:
         typer.echo()
-        return ""
+        return None
 
 
 @contextmanager

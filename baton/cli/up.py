@@ -76,6 +76,8 @@ def wait_ready(deployment: LocalDeployment, console: Console, timeout_s: float) 
     """Wait for all nodes, showing each one's state; raises BatonError."""
     with Live(_table(deployment.children), console=console, transient=False) as live:
         deployment.wait_ready(timeout_s, lambda children: live.update(_table(children)))
+    if not console.is_terminal:
+        console.print()
 
 
 def _table(children: list[Child]) -> Table:

@@ -7,6 +7,7 @@ receiver. So one thread calls all of this, and addresses come from tables made h
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -69,11 +70,17 @@ class NixlAgent:
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
-    def add_peer(self, metadata: bytes, descriptors: npt.NDArray[np.uint64]) -> tuple[str, Any]:
-        """Learn a peer; returns its agent name and its prepared block table."""
+    def add_peer(self, name: str, metadata: bytes, descriptors: npt.NDArray[np.uint64]) -> Any:
+        """Learn a peer; returns its prepared block table.
+
+        Args:
+            name: that its metadata must be of; another peer's would replace that peer's.
+        """
         try:
-            name: str = self._agent.add_remote_agent(metadata).decode()
-            return name, self._prepare(name, descriptors)
+            claimed: str = self._agent.add_remote_agent(metadata).decode(errors="replace")
+            if claimed != name:
+                raise TransferError(f"the metadata of {name} is of {claimed}")
+            return self._prepare(name, descriptors)
         except self._errors as error:
             raise TransferError(f"NIXL cannot add the peer: {error}") from error
 
@@ -104,9 +111,11 @@ class NixlAgent:
         try:
             if self._agent.check_xfer_state(handle) != "DONE":
                 return False
-            handle.release()
         except self._errors as error:
+            with contextlib.suppress(*self._errors):
+                handle.release()
             raise TransferError(f"NIXL write failed: {error}") from error
+        handle.release()
         return True
 
     def notify(self, name: str, payload: bytes) -> None:

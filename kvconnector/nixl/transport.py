@@ -19,7 +19,6 @@ from kvconnector.peer_info import PeerInfo, host_identity
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    agent_name: str
     num_blocks: int
     table: Any
 
@@ -66,6 +65,11 @@ class NixlTransport:
     def connect(self, peer: PeerInfo) -> str:
         if peer.connector != "nixl":
             raise TransferError(f"{peer.engine_id} speaks {peer.connector}, not nixl")
+        if peer.block_bytes != self._layout.block_bytes:
+            raise TransferError(
+                f"{peer.engine_id} has blocks of {peer.block_bytes} bytes, not "
+                f"{self._layout.block_bytes}"
+            )
         if peer.layout != self._layout.fingerprint:
             raise TransferError(
                 f"{peer.engine_id} has blocks of layout {peer.layout}, not "
@@ -81,14 +85,14 @@ class NixlTransport:
             device_id=peer.device_id,
             fingerprint=peer.layout,
         )
-        name, table = self._agent.add_peer(peer.agent_metadata, remote.descriptors())
-        self._peers[peer.engine_id] = _Peer(name, peer.num_blocks, table)
+        table = self._agent.add_peer(peer.engine_id, peer.agent_metadata, remote.descriptors())
+        self._peers[peer.engine_id] = _Peer(peer.num_blocks, table)
         return self._path(peer)
 
     def disconnect(self, engine_id: str) -> None:
         peer = self._peers.pop(engine_id, None)
         if peer is not None:
-            self._agent.remove_peer(peer.agent_name, peer.table)
+            self._agent.remove_peer(engine_id, peer.table)
 
     def write(
         self, engine_id: str, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
@@ -101,7 +105,8 @@ class NixlTransport:
         return _NixlWrite(self._agent, self._agent.post_write(peer.table, local, remote))
 
     def notify(self, engine_id: str, payload: bytes) -> None:
-        self._agent.notify(self._peer(engine_id).agent_name, payload)
+        self._peer(engine_id)
+        self._agent.notify(engine_id, payload)
 
     def take_notifications(self) -> list[bytes]:
         return self._agent.take_notifications()

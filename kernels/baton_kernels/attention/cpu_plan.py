@@ -13,7 +13,7 @@ from torch import Tensor
 from baton_kernels.attention.base import AttentionMetadata
 
 # Decodes with the same number of blocks are gathered into one buffer before one SDPA call. Joining
-# requests of different block counts by padding lost on a 2-core Xeon at every length (up to 1.5x);
+# requests of different block counts by padding lost on a 2-core Xeon at every length (up to 1.4x);
 # 1024 to 8192 tokens per call measured alike, and one call per request up to 1.6x slower.
 MAX_GROUP_TOKENS = 4096
 

@@ -1,0 +1,280 @@
+"""A prefill and a decode node, whole and real, but for time and network: both move by hand.
+
+Everything runs on the caller's thread: the nodes' steps, the rounds of their KV I/O threads, and
+the network between them. Plays the router, too: it places requests and cancels failed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from baton.engine_config import EngineConfig
+from baton.link import (
+    CancelCommand,
+    DecodeCommand,
+    NodeEvent,
+    PeerReport,
+    PeerUpdate,
+    PrefillCommand,
+    RequestDelta,
+)
+from baton.sampling_params import SamplingParams
+from decode_node.node import DecodeNode
+from engine.engine import Engine
+from kvconnector.base import KVTransport, TransferEvent
+from kvconnector.endpoint import Endpoint
+from kvconnector.messages import Message
+from kvconnector.receiver import Receiver
+from kvconnector.sender import Sender
+from prefill_node.node import PrefillNode
+from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
+
+Key = tuple[str, int]  # (request_id, epoch)
+BLOCK_SIZE = 4
+
+
+class ThreadlessEndpoint(Endpoint):
+    """An Endpoint whose rounds are done by whoever calls `round`; it remembers its events."""
+
+    def __init__(
+        self,
+        transport: KVTransport,
+        *,
+        on_message: Callable[[Message], None],
+        progress: Callable[[], bool],
+        on_event: Callable[[], None],
+        on_death: Callable[[Exception], None],
+    ) -> None:
+        self.emitted: list[TransferEvent] = []
+        super().__init__(
+            transport,
+            on_message=on_message,
+            progress=progress,
+            on_event=on_event,
+            on_death=on_death,
+        )
+
+    def emit(self, event: TransferEvent) -> None:
+        self.emitted.append(event)
+        super().emit(event)
+
+    def round(self) -> None:
+        """What the I/O thread would do once."""
+        self._round()
+
+    def _run(self) -> None:
+        """The thread ends at once."""
+
+
+class RecordingSender(Sender):
+    """Remembers which transfers were started."""
+
+    started: list[Key]
+
+    def start(self, request_id: str, epoch: int, engine_id: str, num_tokens: int) -> None:
+        self.started.append((request_id, epoch))
+        super().start(request_id, epoch, engine_id, num_tokens)
+
+
+class CheckedEngine(Engine):
+    """Compares a committed prompt's KV with the right one before the request runs on it."""
+
+    expected_kv: Callable[[list[int]], torch.Tensor]
+    num_commits = 0
+
+    def commit(self, request_id: str, token_id: int) -> None:
+        request = self.requests[request_id]
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        found = kv_of(self.kv_cache, request.block_ids, len(prompt))
+        torch.testing.assert_close(found, self.expected_kv(prompt), rtol=1e-4, atol=1e-4)
+        self.num_commits += 1
+        super().commit(request_id, token_id)
+
+
+def kv_of(kv_cache: torch.Tensor, block_ids: list[int], num_tokens: int) -> torch.Tensor:
+    """``[num_tokens, num_layers, 2, num_kv_heads, head_dim]`` of one request."""
+    blocks = kv_cache[block_ids].permute(0, 4, 1, 2, 3, 5)  # the token's place comes second
+    return blocks.flatten(0, 1)[:num_tokens].clone()
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try of a request, as its router sees it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    tokens: dict[int, int] = field(default_factory=dict)  # by output index
+    num_tokens: int | None = None  # set with the finish reason
+    error: str = ""
+    is_open: bool = True
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_tokens is not None and len(self.tokens) == self.num_tokens
+
+
+class Cluster:
+    """One prefill node "p", one decode node "d", a network, and their router's part.
+
+    Args:
+        folder: of a tiny checkpoint.
+        expected_kv: the KV of a prompt, by an engine that shares nothing with these.
+        num_blocks: of each node; few, so that memory is short.
+    """
+
+    def __init__(
+        self, folder: Path, expected_kv: Callable[[list[int]], torch.Tensor], num_blocks: int
+    ) -> None:
+        self.network = ScriptedNetwork()
+        self.attempts: dict[Key, Attempt] = {}
+        self.reports: list[PeerReport] = []
+        self.dead: set[str] = set()
+        config = EngineConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_num_requests=4,
+            max_num_batched_tokens=12,
+            long_prefill_threshold=5,
+        )
+        p_engine, self.d_engine = Engine(folder, config), CheckedEngine(folder, config)
+        self.d_engine.expected_kv = expected_kv
+        with (
+            mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint),
+            mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint),
+        ):
+            self.sender = RecordingSender(
+                ScriptedTransport("p", p_engine.kv_cache, self.network), lambda: None, _never
+            )
+            self.sender.started = []
+            receiver = Receiver(
+                ScriptedTransport("d", self.d_engine.kv_cache, self.network), lambda: None, _never
+            )
+        self.p = PrefillNode(p_engine, self.sender, self._take)
+        self.d = DecodeNode(self.d_engine, receiver, self._take)
+        self.p_endpoint = endpoint_of(self.sender._endpoint)
+        self.d_endpoint = endpoint_of(receiver._endpoint)
+        self.rejoin()
+        self.settle()
+        assert [report.connected for report in self.reports] == [True, True]
+
+    # ------------------------------------------------------------------ the router's part
+
+    def place(self, request_id: str, epoch: int, prompt: list[int], params: SamplingParams) -> None:
+        """Send both legs of a new attempt."""
+        self.attempts[request_id, epoch] = Attempt(prompt, params)
+        self.d.submit(
+            DecodeCommand(
+                request_id=request_id,
+                epoch=epoch,
+                prompt_token_ids=prompt,
+                sampling_params=params,
+                prefill_engine_id="p",
+                timeout_s=1e6,
+            )
+        )
+        self.p.submit(
+            PrefillCommand(
+                request_id=request_id,
+                epoch=epoch,
+                prompt_token_ids=prompt,
+                sampling_params=params,
+                decode_engine_id="d",
+                timeout_s=1e6,
+            )
+        )
+
+    def cancel(self, key: Key, *, on_p: bool = True, on_d: bool = True) -> None:
+        self.attempts[key].is_open = False
+        if on_p:
+            self.p.submit(CancelCommand(*key))
+        if on_d:
+            self.d.submit(CancelCommand(*key))
+
+    def rejoin(self) -> None:
+        """Introduce both nodes to each other."""
+        self.d.submit(PeerUpdate("p", self.sender.peer_info.encode()))
+        self.p.submit(PeerUpdate("d", self.d.receiver.peer_info.encode()))
+
+    def kill(self, engine_id: str) -> None:
+        """One node's process ends, and the router tells the other."""
+        self.dead.add(engine_id)
+        self.network.kill(engine_id)
+        survivor = self.d if engine_id == "p" else self.p
+        survivor.submit(PeerUpdate(engine_id, removed=True))
+
+    def _take(self, event: NodeEvent) -> None:
+        if isinstance(event, PeerReport):
+            self.reports.append(event)
+        elif isinstance(event, tuple):
+            for delta in event:
+                self._take_delta(delta)
+
+    def _take_delta(self, delta: RequestDelta) -> None:
+        output = delta.output
+        key = (output.request_id, delta.epoch)
+        attempt = self.attempts[key]
+        if not attempt.is_open:
+            return
+        if delta.error is not None:
+            attempt.error = delta.error.message
+            self.cancel(key)
+            return
+        for offset, token_id in enumerate(output.token_ids):
+            assert output.output_index + offset not in attempt.tokens, "an index twice"
+            attempt.tokens[output.output_index + offset] = token_id
+        if output.finish_reason is not None:
+            attempt.num_tokens = output.output_index + len(output.token_ids)
+        if attempt.is_complete:
+            attempt.is_open = False
+            if attempt.num_tokens == 1:  # it ended on the prefill node
+                self.cancel(key)
+
+    # ------------------------------------------------------------------ time
+
+    def step(self, engine_id: str) -> None:
+        """One step of a node's engine thread."""
+        if engine_id in self.dead:
+            return
+        node = self.p if engine_id == "p" else self.d
+        node.step()
+        node.engine.check()
+
+    def round(self, engine_id: str) -> None:
+        """One round of a node's KV I/O thread."""
+        if engine_id not in self.dead:
+            (self.p_endpoint if engine_id == "p" else self.d_endpoint).round()
+
+    def settle(self) -> None:
+        """Let everything happen, without faults, until nothing more happens."""
+        quiet = 0
+        for _ in range(2000):
+            for engine_id in "dp":
+                self.round(engine_id)
+                self.step(engine_id)
+            busy = bool(self.network.messages or self.network.writes)
+            while self.network.messages:
+                self.network.deliver(0)
+            while self.network.writes:
+                self.network.land(0)
+            steps = self.p.engine.num_steps + self.d.engine.num_steps
+            quiet = 0 if busy or steps != self._last_steps else quiet + 1
+            self._last_steps = steps
+            if quiet > 5:
+                return
+        raise AssertionError("it never becomes quiet")
+
+    _last_steps = -1
+
+
+def _never(error: Exception) -> None:
+    raise AssertionError("no thread runs that could die") from error
+
+
+def endpoint_of(endpoint: Endpoint) -> ThreadlessEndpoint:
+    assert isinstance(endpoint, ThreadlessEndpoint)
+    return endpoint

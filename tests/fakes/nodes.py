@@ -1,0 +1,122 @@
+"""Nodes driven by hand, for tests of the router: no process, no link, only what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from baton.link import (
+    NodeRegistration,
+    NodeRole,
+    PeerReport,
+    RequestDelta,
+    RequestError,
+    RouterCommand,
+)
+from baton.outputs import (
+    DecodeReceipt,
+    FinishReason,
+    PrefillReceipt,
+    PushReceipt,
+    RequestOutput,
+)
+from router.node_pool import Node, NodePool
+
+MODEL = "digest"
+Command = TypeVar("Command")
+
+PREFILL_RECEIPT = PrefillReceipt(queue_s=0.1, prefill_s=0.2, num_chunks=1, num_computed_tokens=3)
+DECODE_RECEIPT = DecodeReceipt(
+    parked_s=0.1,
+    first_step_s=0.1,
+    steps_until_first=1,
+    num_prompt_tokens_computed=0,
+    num_forwards=2,
+    num_preemptions=0,
+    push=PushReceipt(num_bytes=1, num_blocks=1, transport="t", exposed_transfer_s=0.1),
+)
+
+
+def make_pool(max_model_len: int = 1000) -> NodePool:
+    return NodePool(model_digest=MODEL, max_model_len=max_model_len)
+
+
+def make_registration(
+    name: str,
+    role: NodeRole,
+    *,
+    incarnation: int = 0,
+    max_model_len: int = 100,
+    differs: Mapping[str, str] | None = None,
+) -> NodeRegistration:
+    """``differs``: entries of the node's compatibility that are not as everybody's."""
+    return NodeRegistration(
+        node_name=name,
+        engine_id=f"{name}-{incarnation}",
+        role=role,
+        version="1",
+        address=f"{name}:1",
+        peer_info=f"info of {name}-{incarnation}".encode(),
+        compatibility={"model": MODEL, "dtype": "float32", "block_size": "16", **(differs or {})},
+        max_model_len=max_model_len,
+        num_blocks=10,
+        block_size=16,
+    )
+
+
+class HandNode:
+    """One joined node: remembers its commands and says what the test tells it to say."""
+
+    def __init__(self, pool: NodePool, registration: NodeRegistration) -> None:
+        self.pool = pool
+        self.commands: list[RouterCommand] = []
+        self.node = Node(registration, self.commands.append)
+        pool.add(self.node)
+
+    @property
+    def engine_id(self) -> str:
+        return self.node.engine_id
+
+    def of(self, kind: type[Command]) -> list[Command]:
+        """Commands of one kind, oldest first."""
+        return [command for command in self.commands if isinstance(command, kind)]
+
+    def reach(self, other: HandNode, *, connected: bool = True, problem: str = "") -> None:
+        """Report whether this node reaches another."""
+        self.pool.take(self.node, PeerReport(other.engine_id, connected, "t", problem))
+
+    def say(self, *deltas: RequestDelta) -> None:
+        """Send the deltas of one step."""
+        self.pool.take(self.node, deltas)
+
+    def leave(self) -> None:
+        self.pool.remove(self.node)
+
+
+def join_pair(pool: NodePool, number: int = 0) -> tuple[HandNode, HandNode]:
+    """A prefill and a decode node that reach each other."""
+    prefill = HandNode(pool, make_registration(f"p{number}", NodeRole.PREFILL))
+    decode = HandNode(pool, make_registration(f"d{number}", NodeRole.DECODE))
+    prefill.reach(decode)
+    return prefill, decode
+
+
+def token_1(
+    request_id: str, token_id: int, *, epoch: int, finish: FinishReason | None = None
+) -> RequestDelta:
+    """What a prefill node says when it has sampled."""
+    output = RequestOutput(request_id, 0, (token_id,), finish)
+    return RequestDelta(output, epoch, prefill=PREFILL_RECEIPT)
+
+
+def token(
+    request_id: str, index: int, token_id: int, *, epoch: int, finish: FinishReason | None = None
+) -> RequestDelta:
+    """What a decode node says in a step; with the last token comes the receipt."""
+    output = RequestOutput(request_id, index, (token_id,), finish)
+    return RequestDelta(output, epoch, decode=DECODE_RECEIPT if finish else None)
+
+
+def failure(request_id: str, code: str, message: str, *, epoch: int) -> RequestDelta:
+    output = RequestOutput(request_id, 0, ())
+    return RequestDelta(output, epoch, error=RequestError(code, message))

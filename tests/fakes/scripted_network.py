@@ -1,0 +1,160 @@
+"""A network in which every message and every write moves by hand, in any order or not at all.
+
+Stands in for NIXL where a test wants each interleaving. As there, a posted write reads its source
+and writes its destination at any time until it is done, and nothing can call it back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from baton.errors import TransferError
+from kvconnector.layout import KVLayout, check_block_ids
+from kvconnector.peer_info import PeerInfo
+
+
+@dataclass(slots=True, eq=False)
+class ScriptedWrite:
+    """One posted write: `land` it or `fail` it."""
+
+    source: ScriptedTransport
+    target: ScriptedTransport
+    local_block_ids: list[int]
+    remote_block_ids: list[int]
+    done: bool = False
+    failed: bool = False
+
+    def is_done(self) -> bool:
+        if self.failed:
+            raise TransferError("the write failed")
+        return self.done
+
+    def land(self) -> None:
+        """The bytes move now, whoever owns the blocks at either end by now."""
+        with torch.inference_mode():
+            moved = self.source.kv_cache[self.local_block_ids]
+            self.target.kv_cache[self.remote_block_ids] = moved
+        self.done = True
+
+
+@dataclass(slots=True, eq=False)
+class ScriptedMessage:
+    """One message on its way."""
+
+    target: str
+    payload: bytes
+
+
+@dataclass(slots=True)
+class ScriptedNetwork:
+    """What is in flight, and between whom."""
+
+    ends: dict[str, ScriptedTransport] = field(default_factory=dict)
+    messages: list[ScriptedMessage] = field(default_factory=list)
+    writes: list[ScriptedWrite] = field(default_factory=list)
+
+    def deliver(self, index: int, *, keep: bool = False) -> None:
+        """Hand over one message; with ``keep`` it will come once more."""
+        message = self.messages[index]
+        if not keep:
+            self.messages.remove(message)
+        if message.target in self.ends:
+            self.ends[message.target].inbox.append(message.payload)
+
+    def drop(self, index: int) -> None:
+        del self.messages[index]
+
+    def land(self, index: int) -> None:
+        self.writes.pop(index).land()
+
+    def fail(self, index: int, *, landed: bool) -> None:
+        """A write ends in an error; its bytes may have arrived all the same."""
+        write = self.writes.pop(index)
+        if landed:
+            write.land()
+        write.failed = True
+
+    def kill(self, engine_id: str) -> None:
+        """A process ends: its posted writes stop, those to it fail, its messages are not read."""
+        self.ends.pop(engine_id)
+        for write in self.writes:
+            write.failed |= write.target.engine_id == engine_id
+        self.writes = [
+            write
+            for write in self.writes
+            if engine_id not in (write.source.engine_id, write.target.engine_id)
+        ]
+
+
+class ScriptedTransport:
+    """See `KVTransport` for the contract.
+
+    Args:
+        engine_id: name of this end.
+        kv_cache: `[num_blocks, ...]`, contiguous.
+        network: moves what this end sends.
+    """
+
+    def __init__(self, engine_id: str, kv_cache: torch.Tensor, network: ScriptedNetwork) -> None:
+        layout = KVLayout.of(kv_cache)
+        self.engine_id = engine_id
+        self.kv_cache = kv_cache
+        self.inbox: deque[bytes] = deque()
+        self._network = network
+        self._peers: set[str] = set()
+        self.peer_info = PeerInfo(
+            engine_id=engine_id,
+            connector="scripted",
+            host="",
+            pid=0,
+            agent_metadata=b"",
+            base_address=layout.base_address,
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            num_blocks=layout.num_blocks,
+            device_id=layout.device_id,
+            layout=layout.fingerprint,
+        )
+        network.ends[engine_id] = self
+
+    def connect(self, peer: PeerInfo) -> str:
+        if peer.engine_id not in self._network.ends:
+            raise TransferError(f"{peer.engine_id} does not answer")
+        self._peers.add(peer.engine_id)
+        return "scripted"
+
+    def disconnect(self, engine_id: str) -> None:
+        self._peers.discard(engine_id)
+
+    def write(
+        self, engine_id: str, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
+    ) -> ScriptedWrite:
+        target = self._target(engine_id)
+        check_block_ids(local_block_ids, len(self.kv_cache))
+        check_block_ids(remote_block_ids, len(target.kv_cache))
+        assert len(local_block_ids) == len(remote_block_ids) > 0
+        write = ScriptedWrite(self, target, list(local_block_ids), list(remote_block_ids))
+        self._network.writes.append(write)
+        return write
+
+    def notify(self, engine_id: str, payload: bytes) -> None:
+        self._target(engine_id)
+        self._network.messages.append(ScriptedMessage(engine_id, payload))
+
+    def take_notifications(self) -> list[bytes]:
+        taken = list(self.inbox)
+        self.inbox.clear()
+        return taken
+
+    def close(self) -> None:
+        self._network.ends.pop(self.engine_id, None)
+
+    def _target(self, engine_id: str) -> ScriptedTransport:
+        target = self._network.ends.get(engine_id)
+        if engine_id not in self._peers or target is None:
+            raise TransferError(f"{engine_id} cannot be reached")
+        return target

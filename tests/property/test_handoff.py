@@ -1,0 +1,230 @@
+"""State machine over the handoff: two real nodes, a network that does everything wrong.
+
+Whatever is reordered, doubled, lost, cancelled, failed or killed: no KV is wrong when a request
+runs on it, every transfer ends once, every block comes back, and without faults everybody finishes
+with the tokens of one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.sampling_params import SamplingParams
+from decode_node import reservations
+from engine import LLM
+from kvconnector.base import TransferEventKind
+from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster, kv_of
+from tests.numerics.tiny_models import make_hugging_face_model, save
+
+MAX_PROMPT_TOKENS = 18
+
+
+@functools.cache
+def reference() -> LLM:
+    """The same checkpoint in one process with memory to spare."""
+    folder = tempfile.TemporaryDirectory(prefix="baton-test-")
+    model = make_hugging_face_model("Qwen3ForCausalLM", max_position_embeddings=28)
+    llm = LLM(str(save(model, Path(folder.name))), block_size=BLOCK_SIZE, num_blocks=64)
+    llm.folder = folder  # type: ignore[attr-defined]  # lives as long as the model does
+    return llm
+
+
+def folder() -> Path:
+    return Path(reference().folder.name)  # type: ignore[attr-defined]  # see above
+
+
+@functools.cache
+def reference_tokens(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+    return reference().generate([list(prompt)], params)[0].token_ids
+
+
+@functools.cache
+def reference_kv(prompt: tuple[int, ...]) -> torch.Tensor:
+    llm = reference()
+    request = llm._make_request(list(prompt), SamplingParams(max_tokens=5, ignore_eos=True))
+    llm.engine.add(request)
+    while request.num_computed_tokens < len(prompt):
+        llm.engine.step()
+    kv = kv_of(llm.engine.kv_cache, request.block_ids, len(prompt))
+    llm.engine.abort(request.request_id)
+    return kv
+
+
+def make_cluster(num_blocks: int) -> Cluster:
+    return Cluster(folder(), lambda prompt: reference_kv(tuple(prompt)), num_blocks)
+
+
+def prompt_of(number: int, num_tokens: int) -> list[int]:
+    return [(number * 7 + 5 * i * i + 3) % 61 for i in range(num_tokens)]
+
+
+def assert_clean(cluster: Cluster) -> None:
+    """After everything is quiet: nothing is held, open or forgotten, on nodes that live."""
+    terminal = (TransferEventKind.COMMITTED, TransferEventKind.FAILED)
+    if "p" not in cluster.dead:
+        ends = Counter(
+            (event.request_id, event.epoch)
+            for event in cluster.p_endpoint.emitted
+            if event.kind in terminal
+        )
+        assert ends == Counter(cluster.sender.started)  # one terminal event per started transfer
+        assert cluster.sender._transfers == {}
+        assert cluster.p.engine._block_pool.num_references() == 0
+        assert cluster.p.requests() == []
+    if "d" not in cluster.dead:
+        assert not cluster.d.reservations.has_open
+        assert cluster.d.engine._block_pool.num_references() == 0
+        assert cluster.d.requests() == []
+
+
+class HandoffMachine(RuleBasedStateMachine):
+    """What the network and the users of one prefill and one decode node may do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster: Cluster
+        self.num_requests = 0
+        self.is_faulty = False  # something happened that may fail a request or need its deadline
+
+    @initialize(num_blocks=st.sampled_from([7, 9, 20]))
+    def make(self, num_blocks: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(reservations, "RECANCEL_S", 0.0)
+        self.patch.setattr(reservations, "TICK_S", 0.0)
+        self.cluster = make_cluster(num_blocks)
+        dead = self.cluster.dead
+        self.patch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
+
+    # ------------------------------------------------------------ users
+
+    @precondition(lambda self: not self.cluster.dead)
+    @rule(
+        num_tokens=st.integers(1, MAX_PROMPT_TOKENS),
+        max_tokens=st.integers(2, 6),
+        seed=st.integers(0, 3),
+        temperature=st.sampled_from([0.0, 3.0]),
+    )
+    def place(self, num_tokens: int, max_tokens: int, seed: int, temperature: float) -> None:
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, temperature=temperature)
+        prompt = prompt_of(self.num_requests, num_tokens)
+        self.cluster.place(f"r{self.num_requests}", 1, prompt, params)
+        self.num_requests += 1
+
+    @precondition(lambda self: self.cluster.attempts)
+    @rule(data=st.data(), on_p=st.booleans(), on_d=st.booleans(), again=st.booleans())
+    def cancel(self, data: st.DataObject, on_p: bool, on_d: bool, again: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.cluster.attempts)))
+        attempt = self.cluster.attempts[key]
+        self.cluster.cancel(key, on_p=on_p, on_d=on_d)
+        self.is_faulty |= not (on_p and on_d)  # one leg lives on until its deadline
+        retry = (key[0], key[1] + 1)
+        if again and not self.cluster.dead and retry not in self.cluster.attempts:
+            self.cluster.place(*retry, attempt.prompt, attempt.params)
+
+    # ------------------------------------------------------------ time
+
+    @rule(engine_id=st.sampled_from("pd"), times=st.integers(1, 3))
+    def step(self, engine_id: str, times: int) -> None:
+        for _ in range(times):
+            self.cluster.step(engine_id)
+
+    @rule(engine_id=st.sampled_from("pd"))
+    def round(self, engine_id: str) -> None:
+        self.cluster.round(engine_id)
+
+    @rule()
+    def go_on(self) -> None:
+        """A little of everything, so that runs come far."""
+        for engine_id in "pd":
+            self.cluster.round(engine_id)
+            self.cluster.step(engine_id)
+
+    # ------------------------------------------------------------ the network
+
+    @precondition(lambda self: self.cluster.network.messages)
+    @rule(data=st.data(), keep=st.booleans())
+    def deliver(self, data: st.DataObject, keep: bool) -> None:
+        network = self.cluster.network
+        index = data.draw(st.integers(0, len(network.messages) - 1))
+        # A doubled and reordered message may fail a request: "unknown" can overtake a commit.
+        self.is_faulty |= keep or index > 0
+        network.deliver(index, keep=keep)
+
+    @precondition(lambda self: self.cluster.network.messages)
+    @rule()
+    def deliver_all(self) -> None:
+        while self.cluster.network.messages:
+            self.cluster.network.deliver(0)
+
+    @precondition(lambda self: self.cluster.network.messages)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        self.is_faulty = True
+        network = self.cluster.network
+        network.drop(data.draw(st.integers(0, len(network.messages) - 1)))
+
+    @precondition(lambda self: self.cluster.network.writes)
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        network = self.cluster.network
+        network.land(data.draw(st.integers(0, len(network.writes) - 1)))
+
+    @precondition(lambda self: self.cluster.network.writes)
+    @rule(data=st.data(), landed=st.booleans())
+    def fail(self, data: st.DataObject, landed: bool) -> None:
+        self.is_faulty = True
+        network = self.cluster.network
+        network.fail(data.draw(st.integers(0, len(network.writes) - 1)), landed=landed)
+
+    @precondition(lambda self: not self.cluster.dead and self.num_requests > 2)
+    @rule(engine_id=st.sampled_from("pd"), chance=st.integers(0, 3))
+    def kill(self, engine_id: str, chance: int) -> None:
+        if chance == 0:
+            self.is_faulty = True
+            self.cluster.kill(engine_id)
+
+    # ------------------------------------------------------------ what must hold
+
+    @invariant()
+    def ledgers_are_right(self) -> None:
+        if hasattr(self, "cluster"):
+            for node in (self.cluster.p, self.cluster.d):
+                node.engine.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cluster"):
+            return
+        try:
+            self.drain()
+        finally:
+            self.patch.undo()
+
+    def drain(self) -> None:
+        cluster = self.cluster
+        cluster.settle()
+        open_keys = [key for key, attempt in cluster.attempts.items() if attempt.is_open]
+        assert self.is_faulty or not open_keys, "requests hang although nothing went wrong"
+        for key in cluster.attempts:  # the deadline: the router cancels what it still knows
+            cluster.cancel(key)
+        cluster.settle()
+        assert_clean(cluster)
+        for attempt in cluster.attempts.values():
+            expected = reference_tokens(tuple(attempt.prompt), attempt.params)
+            found = [attempt.tokens[i] for i in sorted(attempt.tokens)]
+            if attempt.is_complete:
+                assert tuple(found) == expected
+            for index, token_id in attempt.tokens.items():  # what a client may have seen
+                assert token_id == expected[index]
+
+
+TestHandoff = HandoffMachine.TestCase
+TestHandoff.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -1,0 +1,61 @@
+"""Unit tests of the error tree and of the one table from errors to gRPC status codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from baton.errors import (
+    STATUS_OF_ERROR,
+    BatonError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    NodeUnavailableError,
+)
+from baton.rpc import status_of
+
+
+def tree(kind: type[BatonError]) -> Iterator[type[BatonError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from tree(child)
+
+
+# Those that end a program before it serves anything have no status.
+START_UP_ONLY = {BatonError, ConfigError, ModelLoadError}
+
+
+@pytest.mark.parametrize("kind", list(tree(BatonError)))
+def test_every_error_has_a_status_or_is_of_start_up_only(kind: type[BatonError]) -> None:
+    assert (kind in STATUS_OF_ERROR) != (kind in START_UP_ONLY)
+
+
+def test_every_status_in_the_table_is_one_that_grpc_knows() -> None:
+    assert all(grpc.StatusCode[name].name == name for name in STATUS_OF_ERROR.values())
+
+
+def test_no_status_is_used_for_a_success() -> None:
+    assert "OK" not in STATUS_OF_ERROR.values()
+
+
+def test_a_subclass_has_the_status_of_its_nearest_ancestor() -> None:
+    class NodeDrainingError(NodeUnavailableError):
+        pass
+
+    assert status_of(NodeDrainingError("x")) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_what_the_table_does_not_name_is_internal() -> None:
+    assert status_of(BatonError("x")) is grpc.StatusCode.INTERNAL
+    assert status_of(EngineDeadError("x")) is grpc.StatusCode.INTERNAL
+
+
+def test_an_invalid_request_keeps_field_and_problem_apart_and_joins_them_in_its_text() -> None:
+    error = InvalidRequestError("top_p", "must be in (0, 1], got 2")
+    assert (error.field, error.problem) == ("top_p", "must be in (0, 1], got 2")
+    assert str(error) == "top_p: must be in (0, 1], got 2"
+    assert status_of(error) is grpc.StatusCode.INVALID_ARGUMENT

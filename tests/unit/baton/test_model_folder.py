@@ -1,0 +1,147 @@
+"""Unit tests of model folders: bad paths get one clear line; digests tell models apart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import ModelLoadError
+from baton.model_folder import (
+    ModelLimits,
+    config_digest,
+    find_model_folder,
+    read_limits,
+    weights_digest,
+)
+
+CONFIG = {"vocab_size": 10, "max_position_embeddings": 64, "hidden_size": 8, "dtype": "float32"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write(folder, CONFIG)
+    return folder
+
+
+def write(folder: Path, config: object) -> None:
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def test_a_folder_with_a_config_is_found(folder: Path) -> None:
+    assert find_model_folder(str(folder)) == folder
+
+
+def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert find_model_folder("~/model") == folder
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("empty", "has no config.json"),
+        ("file", "is a file; a folder or a hub id is needed"),
+        ("missing/model", "does not exist"),
+    ],
+)
+def test_a_bad_path_is_refused_without_asking_the_hub(
+    tmp_path: Path, name: str, problem: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=problem) as caught:
+        find_model_folder(str(tmp_path / name))
+    assert str(caught.value).startswith("model: ")
+
+
+@pytest.mark.parametrize(
+    "model", ["./gone", "../gone/model", "~/gone", "a/b/c", "owner/", "/gone", ""]
+)
+def test_what_can_only_be_a_path_is_not_looked_up_on_the_hub(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fetch(model: str, *, weights: bool) -> Path:
+        raise AssertionError(f"asked the hub for {model}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("baton.model_folder._fetch_from_hub", fetch)
+    with pytest.raises(ModelLoadError):
+        find_model_folder(model)
+
+
+def test_limits_are_read(folder: Path) -> None:
+    assert read_limits(folder) == ModelLimits(vocab_size=10, max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "max_position_embeddings"])
+@pytest.mark.parametrize("value", [None, 0, -1, "10", 1.5])
+def test_a_wrong_limit_is_refused_by_its_name(folder: Path, field: str, value: Any) -> None:
+    write(folder, CONFIG | {field: value})
+    with pytest.raises(ModelLoadError, match=f"{field} must be a positive number"):
+        read_limits(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "null"])
+def test_a_config_that_is_not_a_json_object_is_refused(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        config_digest(folder)
+
+
+def test_the_config_digest_ignores_order_and_what_does_not_change_the_network(folder: Path) -> None:
+    before = config_digest(folder)
+    write(
+        folder, dict(reversed(CONFIG.items())) | {"transformers_version": "9", "dtype": "bfloat16"}
+    )
+    assert config_digest(folder) == before
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 9}, {"rope_theta": 1.0}, {"vocab_size": 11}])
+def test_the_config_digest_changes_with_the_network(folder: Path, change: dict[str, Any]) -> None:
+    before = config_digest(folder)
+    write(folder, CONFIG | change)
+    assert config_digest(folder) != before
+
+
+def test_the_config_digest_is_the_same_on_every_machine(folder: Path) -> None:
+    # A router and its nodes compare it: it must not depend on a process's hash seed.
+    assert config_digest(folder) == "9951dc5587b6b676"
+
+
+def test_the_weights_digest_sees_content_size_and_file_names(tmp_path: Path) -> None:
+    def make(name: str, content: bytes, file_name: str = "model.safetensors") -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / file_name).write_bytes(content)
+        return weights_digest(folder)
+
+    content = bytes(range(256)) * 64
+    digests = {
+        make("original", content),
+        make("one byte differs", content[:-1] + b"\0"),
+        make("one byte more", content + b"\0"),
+        make("other name", content, "model-1.safetensors"),
+    }
+    assert len(digests) == 4
+    shutil.copytree(tmp_path / "original", tmp_path / "copy")
+    (tmp_path / "copy" / "notes.txt").write_text("not a weight", encoding="utf-8")
+    assert weights_digest(tmp_path / "copy") == weights_digest(tmp_path / "original")
+
+
+def test_the_weights_digest_samples_large_files_everywhere(tmp_path: Path) -> None:
+    size = 64 * 2**17  # twice what is sampled
+    path = tmp_path / "model.safetensors"
+    content = bytearray(size)
+    path.write_bytes(content)
+    before = weights_digest(tmp_path)
+    for start in (0, size // 2, size * 63 // 64):
+        changed = content.copy()
+        changed[start + 100] = 1
+        path.write_bytes(changed)
+        assert weights_digest(tmp_path) != before

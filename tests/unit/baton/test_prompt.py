@@ -1,0 +1,39 @@
+"""Unit tests of the prompt checks that every edge shares."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import InvalidRequestError
+from baton.prompt import check_prompt, draw_seed
+from baton.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize("token_ids", [[0], [9], [0] * 7, list(range(7))])
+def test_a_prompt_inside_all_limits_is_accepted(token_ids: list[int]) -> None:
+    check_prompt(token_ids, vocab_size=10, max_model_len=8)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "problem"),
+    [
+        ([], "must have at least 1 token, got 0"),
+        ([1] * 8, "must have at most 7 tokens, got 8"),
+        ([1] * 9, "must have at most 7 tokens, got 9"),
+        ([1, 10, 11], "token ids must be 0 to 9 (the vocabulary), got 10"),
+        ([1, -1], "token ids must be 0 to 9 (the vocabulary), got -1"),
+    ],
+)
+def test_a_prompt_outside_a_limit_is_refused_and_the_limit_is_named(
+    token_ids: list[int], problem: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_prompt(token_ids, vocab_size=10, max_model_len=8, field="prompt_token_ids")
+    assert (caught.value.field, caught.value.problem) == ("prompt_token_ids", problem)
+
+
+def test_drawn_seeds_are_valid_seeds_and_differ() -> None:
+    seeds = {draw_seed() for _ in range(50)}
+    assert len(seeds) == 50
+    for seed in seeds:
+        SamplingParams(seed=seed)

@@ -1,0 +1,248 @@
+"""Unit tests of Tokenizer and Detokenizer, over the demo model's real tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequestError, ModelLoadError
+from baton.tokenizer import Detokenizer, Tokenizer
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+TOKENIZER = Tokenizer(DEMO)
+SPECIAL = [4093, 4094, 4095]
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """As of Llama 2: a decoded text has no space before its first word, wherever it begins."""
+    model = tokenizers.models.WordLevel({"▁ab": 0, "▁c": 1, "d": 2}, unk_token="d")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(str(Path(folder) / "tokenizer.json"))
+        return Tokenizer(Path(folder))
+
+
+METASPACE = metaspace_tokenizer()
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+token_ids = st.lists(st.integers(0, 4095), max_size=40)
+# Emoji with modifiers and joiners, and scripts of two, three and four bytes a character.
+texts = st.text(
+    st.one_of(
+        st.characters(codec="utf-8"),
+        st.sampled_from("é漢👍🏽👩‍🚀🇨🇭न\n\t "),
+    ),
+    max_size=40,
+)
+
+
+def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    """``ids`` in pieces of the given sizes, in turn; empty ones too."""
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(ids[start : start + size])
+        start += size
+    return [*pieces, ids[start:]]
+
+
+def push_all(pieces: list[list[int]]) -> list[str]:
+    detokenizer = Detokenizer(TOKENIZER)
+    shown = [detokenizer.push(piece) for piece in pieces[:-1]]
+    return [*shown, detokenizer.push(pieces[-1], last=True)]
+
+
+sizes = st.lists(st.integers(0, 4), max_size=30)
+
+# ---------------------------------------------------------------- text and back
+
+
+@given(texts)
+def test_encoding_and_decoding_gives_the_text_back(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert all(0 <= i < 4096 for i in ids)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_decoding_leaves_special_tokens_out() -> None:
+    ids = TOKENIZER.encode("ab")
+    assert TOKENIZER.decode([*SPECIAL, *ids, *SPECIAL]) == "ab"
+
+
+# ---------------------------------------------------------------- piece by piece
+
+
+@given(token_ids, sizes)
+def test_pieces_of_any_tokens_joined_are_the_decoded_output(
+    ids: list[int], sizes: list[int]
+) -> None:
+    assert "".join(push_all(cut(ids, sizes))) == TOKENIZER.decode(ids)
+
+
+@given(texts, sizes)
+def test_pieces_of_a_text_are_whole_characters_in_order(text: str, sizes: list[int]) -> None:
+    shown = push_all(cut(TOKENIZER.encode(text), sizes))
+    assert "".join(shown) == text
+    assert all(REPLACEMENT not in piece for piece in shown if REPLACEMENT not in text)
+
+
+@given(token_ids, sizes)
+def test_no_piece_before_the_last_ends_in_half_a_character(
+    ids: list[int], sizes: list[int]
+) -> None:
+    for piece in push_all(cut(ids, sizes))[:-1]:
+        assert not piece.endswith(REPLACEMENT)
+
+
+def test_an_emoji_is_held_back_until_its_last_byte() -> None:
+    ids = TOKENIZER.encode("👩")
+    assert len(ids) > 1  # the demo vocabulary has no such character: bytes
+    detokenizer = Detokenizer(TOKENIZER)
+    assert [detokenizer.push([i]) for i in ids] == [""] * (len(ids) - 1) + ["👩"]
+
+
+def test_an_output_that_ends_inside_a_character_shows_what_there_is() -> None:
+    ids = TOKENIZER.encode("a👩")[:-1]
+    shown = push_all([[i] for i in ids])
+    assert shown[0] == "a"
+    assert "".join(shown) == TOKENIZER.decode(ids)
+    assert shown[-1].endswith(REPLACEMENT)
+
+
+def test_an_output_of_special_tokens_alone_is_no_text() -> None:
+    assert push_all([[4094], [4093], [4095]]) == ["", "", ""]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=1, max_size=8))
+def test_a_space_that_depends_on_the_token_before_is_not_lost(pieces: list[list[int]]) -> None:
+    ids = [i for piece in pieces for i in piece]
+    detokenizer = Detokenizer(METASPACE)
+    shown = [detokenizer.push(piece) for piece in pieces[:-1]]
+    shown.append(detokenizer.push(pieces[-1], last=True))
+    assert "".join(shown) == METASPACE.decode(ids)
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_the_demo_template_renders_turns_and_ends_where_the_answer_begins() -> None:
+    ids = TOKENIZER.encode_chat(
+        [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}]
+    )
+    turns = [TOKENIZER.decode([i]) for i in ids]
+    assert ids.count(4094) == 3  # three turns begin
+    assert ids.count(4095) == 2  # two have ended
+    assert "".join(turns) == "system\nbe short\nuser\nhi\nassistant\n"
+
+
+def copy_demo(folder: Path, **config: Any) -> Path:
+    """The demo tokenizer with other fields in its tokenizer_config.json; None removes one."""
+    shutil.copy(DEMO / "tokenizer.json", folder)
+    values = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8")) | config
+    kept = {key: value for key, value in values.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept), encoding="utf-8")
+    return folder
+
+
+def render(folder: Path, content: str = "hi") -> str:
+    tokenizer = Tokenizer(folder)
+    return tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": content}]))
+
+
+def test_a_template_in_its_own_file_comes_first(tmp_path: Path) -> None:
+    copy_demo(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("own: {{ messages[0].content }}", "utf-8")
+    assert render(tmp_path) == "own: hi"
+
+
+def test_of_several_named_templates_the_default_is_used(tmp_path: Path) -> None:
+    named = [{"name": "tool", "template": "no"}, {"name": "default", "template": "yes"}]
+    assert render(copy_demo(tmp_path, chat_template=named)) == "yes"
+
+
+def test_special_tokens_are_given_as_text_however_the_file_writes_them(tmp_path: Path) -> None:
+    copy_demo(
+        tmp_path,
+        bos_token={"content": "<b>"},
+        eos_token="<e>",
+        chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+    )
+    assert render(tmp_path) == "<b>hi<e>"
+
+
+def test_tojson_keeps_characters_as_they_are(tmp_path: Path) -> None:
+    copy_demo(tmp_path, chat_template="{{ messages[0] | tojson }}")
+    assert json.loads(render(tmp_path, "é👍")) == {"role": "user", "content": "é👍"}
+    assert "é👍" in render(tmp_path, "é👍")
+
+
+def test_what_a_template_refuses_is_an_invalid_request(tmp_path: Path) -> None:
+    copy_demo(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        render(tmp_path)
+    assert caught.value.field == "chat"
+
+
+@pytest.mark.parametrize(
+    "attack", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages.__init__ }}"]
+)
+def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, attack: str) -> None:
+    copy_demo(tmp_path, chat_template=attack)
+    try:
+        shown = render(tmp_path)
+    except InvalidRequestError:
+        return
+    assert shown == ""  # an unsafe attribute is undefined: it renders as nothing
+
+
+def test_a_checkpoint_without_a_template_refuses_chat_and_serves_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(copy_demo(tmp_path, chat_template=None))
+    assert not tokenizer.has_chat_template
+    assert tokenizer.decode(tokenizer.encode("hi")) == "hi"
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_folder_without_a_tokenizer_is_told_apart_from_a_broken_one(tmp_path: Path) -> None:
+    assert not Tokenizer.exists_in(tmp_path)
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        Tokenizer(tmp_path)
+    assert Tokenizer.exists_in(DEMO)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": 1}'])
+def test_a_broken_tokenizer_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json is broken"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_broken_tokenizer_config_is_refused(tmp_path: Path, text: str) -> None:
+    copy_demo(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json is not"):
+        Tokenizer(tmp_path)
+
+
+def test_a_template_that_does_not_parse_is_refused_when_the_tokenizer_is_loaded(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ModelLoadError, match=r"chat template in .* is broken"):
+        Tokenizer(copy_demo(tmp_path, chat_template="{% for %}"))
+
+
+def test_a_tokenizer_without_a_config_file_is_fine(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    assert Tokenizer(tmp_path).encode("hi") == TOKENIZER.encode("hi")

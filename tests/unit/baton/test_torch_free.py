@@ -1,0 +1,43 @@
+"""The ground, the router and every `--help` work, and stay quick, without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAMS = ["router", "prefill", "decode"]
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_ground_and_all_entry_points_does_not_import_torch() -> None:
+    modules = ["baton", "baton.cli.app", *(f"{p}.__main__" for p in ENTRY_POINTS)]
+    code = (
+        f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'nixl') if m in sys.modules])"
+    )
+    assert run(code).strip() == "[]"
+
+
+ENTRY_POINTS = ["router", "prefill_node", "decode_node"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_is_shown_without_torch(program: str) -> None:
+    code = (
+        "import sys\nfrom baton.cli.app import app\n"
+        f"try: app(['{program}', '--help'], prog_name='baton')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    shown = run(code)
+    assert f"baton {program}" in shown
+    assert "--model" in shown

@@ -1,0 +1,227 @@
+"""Unit tests of wire: every value of ours survives the way to bytes and back."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton import link, wire
+from baton.errors import InvalidRequestError
+from baton.outputs import (
+    DecodeReceipt,
+    FinishReason,
+    PrefillReceipt,
+    PushReceipt,
+    Receipt,
+    RequestOutput,
+    TextDelta,
+)
+from baton.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
+from baton.v1 import node_pb2, types_pb2
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+def over_the_wire(message: AnyMessage) -> AnyMessage:
+    """Really through bytes: what a field cannot hold does not survive."""
+    return type(message).FromString(message.SerializeToString())
+
+
+texts = st.text(max_size=12)
+uint32 = st.integers(0, 2**32 - 1)
+token_ids = st.lists(uint32, max_size=5)
+seconds = st.floats(0, 1e6)
+finish_reasons = st.sampled_from([None, *FinishReason])
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 2**31 - 1),
+    temperature=st.floats(0, 1e9),
+    top_k=st.integers(0, 2**31 - 1),
+    top_p=st.floats(0, 1, exclude_min=True),
+    seed=st.none() | st.integers(-MAX_SEED - 1, MAX_SEED),
+    stop_token_ids=st.lists(st.integers(0, MAX_TOKEN_ID), max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+)
+prefill_receipts = st.builds(
+    PrefillReceipt,
+    queue_s=seconds,
+    prefill_s=seconds,
+    num_chunks=uint32,
+    num_computed_tokens=uint32,
+)
+decode_receipts = st.builds(
+    DecodeReceipt,
+    parked_s=seconds,
+    first_step_s=seconds,
+    steps_until_first=uint32,
+    num_prompt_tokens_computed=uint32,
+    num_forwards=uint32,
+    num_preemptions=uint32,
+    push=st.builds(
+        PushReceipt,
+        num_bytes=st.integers(0, 2**64 - 1),
+        num_blocks=uint32,
+        transport=texts,
+        exposed_transfer_s=seconds,
+    ),
+)
+receipts = st.builds(
+    Receipt,
+    num_prompt_tokens=uint32,
+    num_output_tokens=uint32,
+    ttft_s=seconds,
+    total_s=seconds,
+    prefill_node=texts,
+    decode_node=texts,
+    prefill=prefill_receipts,
+    decode=st.none() | decode_receipts,
+)
+deltas = st.builds(
+    link.RequestDelta,
+    st.builds(RequestOutput, texts, uint32, token_ids.map(tuple), finish_reasons),
+    uint32,
+    prefill=st.none() | prefill_receipts,
+    decode=st.none() | decode_receipts,
+    error=st.none() | st.builds(link.RequestError, texts, texts),
+)
+events: st.SearchStrategy[link.NodeEvent] = st.one_of(
+    st.lists(deltas, max_size=3).map(tuple),
+    st.builds(
+        link.NodeBeat,
+        num_waiting=uint32,
+        num_waiting_for_remote_kvs=uint32,
+        num_running=uint32,
+        num_free_blocks=uint32,
+        num_quarantined_blocks=uint32,
+    ),
+    st.builds(link.PeerReport, texts, st.booleans(), texts, texts),
+)
+registrations = st.builds(
+    link.NodeRegistration,
+    node_name=texts,
+    engine_id=texts,
+    role=st.sampled_from(link.NodeRole),
+    version=texts,
+    address=texts,
+    peer_info=st.binary(max_size=20),
+    compatibility=st.dictionaries(texts, texts, max_size=3),
+    max_model_len=uint32,
+    num_blocks=uint32,
+    block_size=uint32,
+)
+commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
+    st.builds(link.Refusal, st.text(min_size=1, max_size=12)),
+    st.builds(link.PeerUpdate, texts, st.binary(max_size=20), st.booleans()),
+    st.builds(
+        link.PrefillCommand,
+        request_id=texts,
+        epoch=uint32,
+        prompt_token_ids=token_ids,
+        sampling_params=params,
+        decode_engine_id=texts,
+        timeout_s=seconds,
+    ),
+    st.builds(
+        link.DecodeCommand,
+        request_id=texts,
+        epoch=uint32,
+        prompt_token_ids=token_ids,
+        sampling_params=params,
+        prefill_engine_id=texts,
+        timeout_s=seconds,
+    ),
+    st.builds(link.CancelCommand, texts, uint32),
+)
+text_deltas = st.builds(
+    TextDelta,
+    texts,
+    uint32,
+    token_ids.map(tuple),
+    texts,
+    finish_reasons,
+    st.none() | receipts,
+)
+
+
+@given(params)
+def test_sampling_params_survive_the_wire(value: SamplingParams) -> None:
+    message = over_the_wire(wire.sampling_params_to_proto(value))
+    assert wire.sampling_params_from_proto(message) == value
+
+
+@given(receipts)
+def test_receipts_survive_the_wire(value: Receipt) -> None:
+    assert wire.receipt_from_proto(over_the_wire(wire.receipt_to_proto(value))) == value
+
+
+@given(text_deltas)
+def test_streamed_pieces_survive_the_wire(value: TextDelta) -> None:
+    assert wire.text_delta_from_proto(over_the_wire(wire.text_delta_to_proto(value))) == value
+
+
+@given(registrations)
+def test_registrations_survive_the_wire(value: link.NodeRegistration) -> None:
+    message = over_the_wire(wire.registration_to_proto(value))
+    assert message.WhichOneof("message") == "register"
+    assert wire.registration_from_proto(message.register) == value
+
+
+@given(events)
+def test_events_of_nodes_survive_the_wire(value: link.NodeEvent) -> None:
+    assert wire.node_event_from_proto(over_the_wire(wire.node_event_to_proto(value))) == value
+
+
+@given(commands)
+def test_commands_of_the_router_survive_the_wire(value: link.RouterCommand) -> None:
+    assert wire.command_from_proto(over_the_wire(wire.command_to_proto(value))) == value
+
+
+def test_fields_that_a_client_does_not_set_take_our_defaults() -> None:
+    assert wire.sampling_params_from_proto(types_pb2.SamplingParams()) == SamplingParams()
+
+
+def test_a_field_that_is_set_to_zero_is_not_taken_for_unset() -> None:
+    message = types_pb2.SamplingParams(temperature=0, seed=0)
+    found = wire.sampling_params_from_proto(message)
+    assert (found.temperature, found.seed) == (0, 0)
+    with pytest.raises(InvalidRequestError, match="max_tokens"):
+        wire.sampling_params_from_proto(types_pb2.SamplingParams(max_tokens=0))
+
+
+def test_messages_of_kinds_that_we_do_not_know_are_none_and_no_error() -> None:
+    assert wire.node_event_from_proto(node_pb2.NodeMessage()) is None
+    assert wire.command_from_proto(node_pb2.RouterMessage()) is None
+    assert wire.registration_from_proto(node_pb2.Register(node_name="a", role=7)) is None  # type: ignore[arg-type]  # a later version's role
+
+
+def test_being_registered_is_no_command_and_being_refused_is_one() -> None:
+    registered = node_pb2.RouterMessage(registered=node_pb2.Registered(problem=""))
+    assert wire.command_from_proto(registered) is None
+    refused = node_pb2.RouterMessage(registered=node_pb2.Registered(problem="other model"))
+    assert wire.command_from_proto(refused) == link.Refusal("other model")
+
+
+def test_the_dataclasses_and_the_messages_have_the_same_fields() -> None:
+    """A field added on one side only would be lost silently."""
+    pairs: list[tuple[type, type[Message]]] = [
+        (SamplingParams, types_pb2.SamplingParams),
+        (PrefillReceipt, types_pb2.PrefillReceipt),
+        (DecodeReceipt, types_pb2.DecodeReceipt),
+        (PushReceipt, types_pb2.PushReceipt),
+        (Receipt, types_pb2.Receipt),
+        (link.NodeRegistration, node_pb2.Register),
+        (link.NodeBeat, node_pb2.NodeBeat),
+        (link.PeerReport, node_pb2.PeerReport),
+        (link.PeerUpdate, node_pb2.PeerUpdate),
+        (link.PrefillCommand, node_pb2.PrefillCommand),
+        (link.DecodeCommand, node_pb2.DecodeCommand),
+        (link.CancelCommand, node_pb2.CancelCommand),
+        (link.RequestError, node_pb2.RequestError),
+    ]
+    for ours, theirs in pairs:
+        mine = set(ours.__dataclass_fields__)  # type: ignore[attr-defined]  # all are dataclasses
+        assert mine == {field.name for field in theirs.DESCRIPTOR.fields}, ours.__name__

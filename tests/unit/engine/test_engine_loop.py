@@ -1,0 +1,125 @@
+"""Unit tests of EngineLoop: it wakes, it stops, it reports its death once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from engine import engine_loop
+from engine.engine_loop import EngineLoop
+from tests.fakes.waiting import TIMEOUT_S, wait_until
+
+
+class Steps:
+    """A step that counts, works off what it was given, and may be told to fail.
+
+    Args:
+        work: how many steps there are to do at first.
+    """
+
+    def __init__(self, work: int = 0) -> None:
+        self.work = work
+        self.count = 0
+        self.threads: set[int] = set()
+        self.error: Exception | None = None
+
+    def __call__(self) -> bool:
+        self.threads.add(threading.get_ident())
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+        self.work = max(0, self.work - 1)
+        return self.work > 0
+
+
+@pytest.fixture(autouse=True)
+def no_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but a wake can move an idle loop: the tick would hide a lost one."""
+    monkeypatch.setattr(engine_loop, "TICK_S", 1000.0)
+
+
+def never(error: Exception) -> None:
+    raise AssertionError("died") from error
+
+
+def test_it_steps_until_there_is_no_more_to_do_and_then_sleeps() -> None:
+    steps = Steps(work=5)
+    loop = EngineLoop(steps, never, name="t")
+    loop.start()
+    wait_until(lambda: steps.work == 0)
+    loop.stop()
+    assert 5 <= steps.count <= 6  # one more at most, to find out that it stops
+
+
+def test_every_wake_is_followed_by_a_step() -> None:
+    steps = Steps()
+    loop = EngineLoop(steps, never, name="t")
+    loop.start()
+    for _ in range(200):  # a wake that comes while a step runs must not be lost
+        before = steps.count
+        loop.wake()
+        wait_until(lambda before=before: steps.count > before, "a step after the wake")  # type: ignore[misc]  # a default that keeps the value
+    loop.stop()
+
+
+def test_a_wake_during_a_step_causes_another_one() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    count = 0
+
+    def step() -> bool:
+        nonlocal count
+        count += 1
+        inside.set()
+        go_on.wait(TIMEOUT_S)
+        return False
+
+    loop = EngineLoop(step, never, name="t")
+    loop.start()
+    assert inside.wait(TIMEOUT_S)
+    loop.wake()
+    go_on.set()
+    wait_until(lambda: count >= 2)
+    loop.stop()
+
+
+def test_only_its_own_thread_steps_and_none_does_after_stop() -> None:
+    steps = Steps()
+    loop = EngineLoop(steps, never, name="t")
+    loop.start()
+    wait_until(lambda: steps.count)
+    loop.stop()
+    count = steps.count
+    loop.wake()
+    assert steps.count == count
+    assert len(steps.threads) == 1
+    assert threading.get_ident() not in steps.threads
+
+
+def test_a_step_that_raises_ends_the_loop_and_is_reported_exactly_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    steps = Steps()
+    deaths: list[Exception] = []
+    steps.error = RuntimeError("out of luck")
+    loop = EngineLoop(steps, deaths.append, name="t")
+    with caplog.at_level(logging.CRITICAL):
+        loop.start()
+        wait_until(lambda: deaths)
+        loop.wake()
+        loop.stop()
+    assert deaths == [steps.error]
+    assert steps.count == 1
+    assert "cannot continue" in caplog.text
+
+
+def test_stopping_a_dead_loop_returns() -> None:
+    steps = Steps()
+    deaths: list[Exception] = []
+    steps.error = RuntimeError("x")
+    loop = EngineLoop(steps, deaths.append, name="t")
+    loop.start()
+    wait_until(lambda: deaths)
+    loop.stop()
+    loop.stop()

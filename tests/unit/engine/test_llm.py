@@ -1,0 +1,194 @@
+"""Unit tests of LLM: prompts and parameters in every form, and what must not depend on batching."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.errors import ConfigError, InvalidRequestError, ModelLoadError
+from baton.outputs import FinishReason
+from baton.sampling_params import SamplingParams
+from engine import LLM
+from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+PROMPTS = [[3, 4, 5], [7], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
+OPTIONS = {"block_size": 4, "num_blocks": 24, "max_num_batched_tokens": 64}
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+
+
+@pytest.fixture(scope="module")
+def theirs() -> object:
+    return make_hugging_face_model("Qwen3ForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, theirs: object) -> str:
+    return str(save(theirs, tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str) -> LLM:
+    return LLM(folder, **OPTIONS)
+
+
+def test_greedy_tokens_are_those_of_transformers(llm: LLM, theirs: object) -> None:
+    for prompt, completion in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
+        token_ids = list(prompt)
+        for _ in range(6):
+            token_ids.append(int(hugging_face_logits(theirs, token_ids)[-1].argmax()))
+        assert list(completion.token_ids) == token_ids[len(prompt) :]
+
+
+def test_completions_come_in_the_order_of_their_prompts_and_equal_those_alone(llm: LLM) -> None:
+    together = llm.generate(PROMPTS, GREEDY)
+    alone = [llm.generate([prompt], GREEDY)[0] for prompt in PROMPTS]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert len({c.request_id for c in [*together, *alone]}) == 6
+
+
+def test_one_list_of_token_ids_is_one_prompt(llm: LLM) -> None:
+    [completion] = llm.generate(PROMPTS[0], GREEDY)
+    assert completion.token_ids == llm.generate([PROMPTS[0]], GREEDY)[0].token_ids
+
+
+def test_no_prompt_gives_no_completion(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 4, 2)]
+    found = llm.generate(PROMPTS, params)
+    assert [len(c.token_ids) for c in found] == [1, 4, 2]
+    assert {c.finish_reason for c in found} == {FinishReason.LENGTH}
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch_and_none_gives_others(llm: LLM) -> None:
+    seeded = SamplingParams(max_tokens=12, temperature=2, seed=5, ignore_eos=True)
+    free = SamplingParams(max_tokens=12, temperature=2, ignore_eos=True)
+    prompt = PROMPTS[0]
+    first, _, third = llm.generate([prompt, PROMPTS[2], prompt], [seeded, free, seeded])
+    assert first.token_ids == third.token_ids == llm.generate([prompt], seeded)[0].token_ids
+    assert len({llm.generate([prompt], free)[0].token_ids for _ in range(3)}) > 1
+
+
+def test_an_output_ends_with_the_models_end_token_and_with_a_stop_token(llm: LLM) -> None:
+    plain = llm.generate([PROMPTS[2]], GREEDY)[0].token_ids
+    stop = plain[2]
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
+    [stopped] = llm.generate([PROMPTS[2]], params)
+    assert stopped.token_ids == plain[: plain.index(stop) + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+    seeded = SamplingParams(max_tokens=50, temperature=5, seed=3)
+    [ended] = llm.generate([PROMPTS[1]], seeded)
+    assert ended.finish_reason is FinishReason.STOP
+    assert ended.token_ids[-1] in (1, 2)  # the config's eos_token_id
+    assert not {1, 2} & set(ended.token_ids[:-1])
+
+
+def test_too_little_memory_and_small_chunks_change_no_token(llm: LLM, folder: str) -> None:
+    small = LLM(
+        folder,
+        block_size=2,
+        num_blocks=13,
+        max_num_requests=3,
+        max_num_batched_tokens=5,
+        long_prefill_threshold=3,
+    )
+    params = SamplingParams(max_tokens=14, temperature=0.9, seed=1, ignore_eos=True)
+    requests = [
+        small._make_request(prompt, params) for prompt in PROMPTS
+    ]  # to see that they were preempted
+    for request in requests:
+        small.engine.add(request)
+    while small.engine.has_work:
+        small.engine.step()
+        small.engine.check()
+    assert sum(request.num_preemptions for request in requests) > 0
+    expected = llm.generate(PROMPTS, params)
+    assert [tuple(r.output_token_ids) for r in requests] == [c.token_ids for c in expected]
+    assert small.engine.num_free_blocks == 13
+
+
+def test_every_block_is_free_after_generate(llm: LLM) -> None:
+    llm.generate(PROMPTS, GREEDY)
+    assert llm.engine.num_free_blocks == OPTIONS["num_blocks"]
+    assert llm.engine.requests == {}
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([], "at least 1 token"),
+        ([3] * 64, "at most 63 tokens"),
+        ([3, 61], "token ids must be 0 to 60"),
+        ("text", r"no tokenizer\.json: give token ids"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_nothing_was_run(
+    llm: LLM, prompt: list[int] | str, problem: str
+) -> None:
+    steps = llm.engine.num_steps
+    with pytest.raises(InvalidRequestError, match=f"^prompt: .*{problem}"):
+        llm.generate([PROMPTS[0], prompt], GREEDY)
+    assert llm.engine.num_steps == steps
+    assert llm.engine.requests == {}
+
+
+def test_parameters_must_be_one_or_as_many_as_the_prompts(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^sampling_params: must be one or 3 .* got 2$"):
+        llm.generate(PROMPTS, [GREEDY, GREEDY])
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        LLM(str(tmp_path / "no" / "model"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        ("block_size", 0, "block_size: must be 1 or more"),
+        ("dtype", "int8", "dtype: must be one of"),
+        ("max_model_len", 65, "max_model_len"),
+        ("num_blocks", 3, "max_model_len: 16 is more than the KV cache holds"),
+        ("kv_cache_bytes", 1, "kv_cache_bytes: 1 holds 0 blocks"),
+        ("device", "toaster", "device: 'toaster' is not a device"),
+        ("attention_backend", "magic", "magic"),
+        ("max_num_batched_tokens", 63, "max_num_batched_tokens: must be at least"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_refused_by_its_name(
+    folder: str, option: str, value: int | str, problem: str
+) -> None:
+    options: dict[str, int | str] = {"block_size": 4, "max_model_len": 16, option: value}
+    with pytest.raises(ConfigError, match=problem):
+        LLM(folder, **options)
+
+
+def test_a_checkpoint_with_a_tokenizer_takes_and_gives_text(tmp_path: Path, theirs: object) -> None:
+    big = make_hugging_face_model("Qwen3ForCausalLM", vocab_size=4096)
+    save(big, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    llm = LLM(str(tmp_path), **OPTIONS)
+    assert llm.tokenizer is not None
+    [one] = llm.generate("hi", GREEDY)
+    [same] = llm.generate([llm.tokenizer.encode("hi")], GREEDY)
+    assert one.token_ids == same.token_ids
+    assert one.text == llm.tokenizer.decode(one.token_ids)
+
+
+def test_the_cache_is_block_major_and_starts_as_zeros(folder: str) -> None:
+    llm = LLM(folder, **OPTIONS)
+    cache = llm.engine.kv_cache
+    assert tuple(cache.shape) == (24, 2, 2, 2, 4, 8)
+    assert cache.is_contiguous()
+    assert cache.dtype is torch.float32
+    assert not cache.any()

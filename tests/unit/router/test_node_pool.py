@@ -1,0 +1,211 @@
+"""Unit tests of NodePool: who may join, who is paired, and what becomes of legs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.link import NodeBeat, NodeRole, PeerUpdate, Refusal
+from router.node_pool import LegDelta, Node, incompatibility
+from tests.fakes.nodes import (
+    HandNode,
+    failure,
+    join_pair,
+    make_pool,
+    make_registration,
+    token,
+)
+
+P, D = NodeRole.PREFILL, NodeRole.DECODE
+
+# ---------------------------------------------------------------- who may join
+
+
+def test_a_node_of_this_model_may_join() -> None:
+    assert make_pool().refusal(make_registration("p", P)) == ""
+
+
+def test_a_node_of_another_model_is_refused_and_both_models_are_named() -> None:
+    refusal = make_pool().refusal(make_registration("p", P, differs={"model": "other"}))
+    assert refusal.startswith("model: p has a model with configuration other")
+    assert "digest" in refusal
+
+
+def test_a_node_that_does_not_say_its_model_is_refused() -> None:
+    registration = make_registration("p", P)
+    registration.compatibility.clear()
+    assert make_pool().refusal(registration).startswith("model: ")
+
+
+def test_a_node_without_a_name_is_refused() -> None:
+    assert "node_name" in make_pool().refusal(make_registration("", P))
+
+
+def test_a_node_whose_broken_link_we_have_not_noticed_yet_may_join_again() -> None:
+    pool = make_pool()
+    prefill, decode = join_pair(pool)
+    assert pool.refusal(prefill.node.registration) == ""
+    again = HandNode(pool, prefill.node.registration)
+    assert [node.engine_id for node in pool.nodes] == ["d0-0", "p0-0"]
+    assert pool.node("p0-0") is again.node
+    prefill.leave()  # the old link ends at last: the new one must not go with it
+    assert pool.node("p0-0") is again.node
+    again.reach(decode)
+    assert len(pool.pairs()) == 1
+
+
+# ---------------------------------------------------------------- introductions
+
+
+def test_nodes_of_different_roles_are_introduced_to_each_other_and_equals_are_not() -> None:
+    pool = make_pool()
+    p0, p1 = (HandNode(pool, make_registration(name, P)) for name in ("p0", "p1"))
+    assert p0.commands == p1.commands == []
+    d0 = HandNode(pool, make_registration("d0", D))
+    assert p0.commands == p1.commands == [PeerUpdate("d0-0", b"info of d0-0")]
+    assert d0.commands == [PeerUpdate("p0-0", b"info of p0-0"), PeerUpdate("p1-0", b"info of p1-0")]
+
+
+@pytest.mark.parametrize("key", ["dtype", "block_size", "weights"])
+def test_incompatible_nodes_are_not_introduced_and_what_differs_is_named(key: str) -> None:
+    pool = make_pool()
+    prefill = HandNode(pool, make_registration("p", P))
+    decode = HandNode(pool, make_registration("d", D, differs={key: "odd"}))
+    assert prefill.commands == decode.commands == []
+    assert pool.pairs() == []
+    expected = f"{key} differs: d has odd, p has "
+    assert expected in pool.why_no_pair()
+    assert expected in prefill.node.reports["d-0"].problem
+    assert expected in decode.node.reports["p-0"].problem
+
+
+def test_incompatibility_names_the_first_thing_that_differs_and_nothing_when_equal() -> None:
+    one = make_registration("a", P, differs={"b": "1", "c": "1"})
+    assert incompatibility(one, make_registration("b", D, differs={"b": "1", "c": "1"})) == ""
+    problem = incompatibility(one, make_registration("b", D, differs={"b": "2", "c": "2"}))
+    assert problem == "b differs: a has 1, b has 2"
+
+
+def test_a_node_of_the_same_name_replaces_the_old_one_and_its_peers_learn_of_both() -> None:
+    pool = make_pool()
+    prefill, decode = join_pair(pool)
+    again = HandNode(pool, make_registration("d0", D, incarnation=1))
+    [refusal] = decode.of(Refusal)
+    assert "d0 joined again" in refusal.problem
+    assert [node.engine_id for node in pool.nodes] == ["d0-1", "p0-0"]
+    assert prefill.of(PeerUpdate)[1:] == [
+        PeerUpdate("d0-0", removed=True),
+        PeerUpdate("d0-1", b"info of d0-1"),
+    ]
+    assert again.of(PeerUpdate) == [PeerUpdate("p0-0", b"info of p0-0")]
+    assert pool.pairs() == []  # the new one is not connected yet
+
+
+# ---------------------------------------------------------------- pairs
+
+
+def test_there_is_no_pair_before_the_prefill_node_says_that_it_is_connected() -> None:
+    pool = make_pool()
+    assert pool.why_no_pair() == "no prefill node has joined the router"
+    prefill = HandNode(pool, make_registration("p", P))
+    assert pool.why_no_pair() == "no decode node has joined the router"
+    decode = HandNode(pool, make_registration("d", D))
+    assert pool.pairs() == []
+    assert "not connected" in pool.why_no_pair() or "no prefill node is connected" in (
+        pool.why_no_pair()
+    )
+    decode.reach(prefill)
+    assert pool.pairs() == []  # hearing is not yet being able to write
+    prefill.reach(decode)
+    [pair] = pool.pairs()
+    assert (pair.prefill.node_name, pair.decode.node_name) == ("p", "d")
+    prefill.reach(decode, connected=False, problem="no route")
+    assert pool.pairs() == []
+    assert pool.why_no_pair() == "p and d are not paired: no route"
+
+
+def test_a_pair_is_gone_as_soon_as_either_node_left() -> None:
+    for index in (0, 1):
+        pool = make_pool()
+        join_pair(pool)[index].leave()
+        assert pool.pairs() == []
+
+
+def test_the_longest_request_is_what_every_node_can_take() -> None:
+    pool = make_pool(max_model_len=90)
+    assert pool.max_model_len == 90
+    node = HandNode(pool, make_registration("p", P, max_model_len=50))
+    HandNode(pool, make_registration("d", D, max_model_len=70))
+    assert pool.max_model_len == 50
+    node.leave()
+    assert pool.max_model_len == 70
+
+
+def test_a_beat_replaces_the_one_before() -> None:
+    pool = make_pool()
+    prefill, _ = join_pair(pool)
+    pool.take(prefill.node, NodeBeat(num_running=3))
+    assert prefill.node.beat.num_running == 3
+
+
+# ---------------------------------------------------------------- legs
+
+
+def open_leg(node: Node, request_id: str, epoch: int = 1) -> asyncio.Queue[LegDelta]:
+    inbox: asyncio.Queue[LegDelta] = asyncio.Queue()
+    node.open_leg(request_id, epoch, 10, inbox)
+    return inbox
+
+
+def test_a_delta_goes_to_the_leg_of_its_request_and_epoch_and_to_no_other() -> None:
+    _, decode = join_pair(make_pool())
+    old, new = open_leg(decode.node, "a", 1), open_leg(decode.node, "a", 2)
+    other = open_leg(decode.node, "b", 1)
+    delta = token("a", 1, 5, epoch=2)
+    decode.say(delta)
+    assert new.get_nowait() == LegDelta(D, delta)
+    assert old.empty()
+    assert other.empty()
+
+
+def test_deltas_of_closed_and_of_unknown_legs_are_dropped() -> None:
+    _, decode = join_pair(make_pool())
+    inbox = open_leg(decode.node, "a")
+    decode.node.close_leg("a", 1)
+    decode.node.close_leg("a", 1)
+    decode.say(token("a", 1, 5, epoch=1), token("nobody", 1, 5, epoch=1))
+    decode.say(failure("a", "UNAVAILABLE", "late", epoch=1))
+    assert inbox.empty()
+
+
+def test_open_legs_are_counted_with_their_tokens_and_closed_ones_are_not() -> None:
+    pool = make_pool()
+    _, decode = join_pair(pool)
+    open_leg(decode.node, "a")
+    open_leg(decode.node, "b")
+    state = pool.pairs()[0].decode
+    assert (state.num_open_requests, state.num_open_tokens) == (2, 20)
+    decode.node.close_leg("a", 1)
+    decode.node.close_leg("a", 1)
+    state = pool.pairs()[0].decode
+    assert (state.num_open_requests, state.num_open_tokens) == (1, 10)
+
+
+def test_when_a_node_leaves_its_legs_fail_its_peers_hear_it_and_others_go_on() -> None:
+    pool = make_pool()
+    prefill, decode = join_pair(pool)
+    lost, kept = open_leg(decode.node, "a"), open_leg(prefill.node, "a")
+    decode.leave()
+    decode.leave()  # link and reader both say so
+    item = lost.get_nowait()
+    assert item.role is D
+    assert item.delta.error is not None
+    assert (item.delta.error.code, item.delta.error.message) == (
+        "UNAVAILABLE",
+        "decode node d0 went away",
+    )
+    assert lost.empty()
+    assert kept.empty()
+    assert prefill.of(PeerUpdate)[-1] == PeerUpdate("d0-0", removed=True)
+    assert prefill.node.reports == {}

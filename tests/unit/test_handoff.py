@@ -1,0 +1,295 @@
+"""Drills of the handoff between two whole nodes, each a case that a random walk seldom meets."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from baton.link import AbortAll, PeerUpdate
+from baton.sampling_params import SamplingParams
+from decode_node import reservations
+from kvconnector.base import TransferEventKind
+from kvconnector.messages import Grant
+from tests.fakes.handoff_cluster import Cluster
+from tests.fakes.scripted_network import ScriptedTransport
+from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+def place(cluster: Cluster, request_id: str, num_tokens: int, epoch: int = 1) -> None:
+    cluster.place(request_id, epoch, prompt_of(len(cluster.attempts), num_tokens), GREEDY)
+
+
+def assert_right(cluster: Cluster) -> None:
+    """Every attempt that nobody cancelled has the tokens of one process."""
+    for attempt in cluster.attempts.values():
+        if attempt.error or not attempt.is_complete:
+            continue
+        expected = reference_tokens(tuple(attempt.prompt), attempt.params)
+        assert tuple(attempt.tokens[i] for i in sorted(attempt.tokens)) == expected
+
+
+def go_on(cluster: Cluster, times: int = 1) -> None:
+    """Both nodes work; the network stands still."""
+    for _ in range(times):
+        for engine_id in "pd":
+            cluster.round(engine_id)
+            cluster.step(engine_id)
+
+
+def deliver_all(cluster: Cluster) -> None:
+    while cluster.network.messages:
+        cluster.network.deliver(0)
+
+
+def run_until_writing(cluster: Cluster) -> None:
+    """Up to the first write, which stays posted."""
+    for _ in range(20):
+        if cluster.network.writes:
+            return
+        go_on(cluster)
+        deliver_all(cluster)
+    raise AssertionError("nothing is written")
+
+
+def prefill_without_grant(cluster: Cluster) -> None:
+    """Let the prefill node compute all; it holds token 1 and waits for its grants."""
+    for _ in range(30):
+        cluster.step("p")
+        cluster.round("p")
+
+
+def test_a_request_is_handed_over_and_nothing_is_left() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    cluster.settle()
+    assert cluster.attempts["a", 1].is_complete
+    assert cluster.d_engine.num_commits == 1
+    assert_right(cluster)
+    assert_clean(cluster)
+
+
+def test_the_decode_node_computes_no_prompt_token_and_one_forward_less_than_tokens() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    before = cluster.d.engine.num_steps
+    cluster.settle()
+    assert cluster.d.engine.num_steps - before == GREEDY.max_tokens - 1
+
+
+def test_prompts_that_together_do_not_fit_the_prefill_node_are_all_computed() -> None:
+    """Neither may be stuck on blocks that are kept for the other's unfinished push."""
+    cluster = make_cluster(7)
+    for name in ("a", "b", "c"):
+        place(cluster, name, 17)
+    cluster.settle()
+    assert all(attempt.is_complete for attempt in cluster.attempts.values())
+    assert_right(cluster)
+    assert_clean(cluster)
+
+
+def test_prompts_that_together_do_not_fit_are_computed_though_no_grant_comes_meanwhile() -> None:
+    cluster = make_cluster(7)
+    for name in ("a", "b"):
+        place(cluster, name, 17)
+    prefill_without_grant(cluster)
+    assert 0 in cluster.attempts["a", 1].tokens  # the first one at least is through
+    cluster.settle()
+    assert all(attempt.is_complete for attempt in cluster.attempts.values())
+    assert_clean(cluster)
+
+
+def test_an_attempt_that_replaces_one_whose_push_is_open_leaks_nothing() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 10, epoch=1)
+    prefill_without_grant(cluster)
+    assert cluster.attempts["a", 1].tokens.keys() == {0}
+    cluster.attempts["a", 1].is_open = False  # the router gave up on it; its cancel was lost
+    place(cluster, "a", 10, epoch=2)
+    cluster.settle()
+    assert cluster.attempts["a", 2].is_complete
+    assert_right(cluster)
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize("num_messages", range(4))
+def test_a_lost_router_leaves_no_block_behind_whatever_the_handoff_had_reached(
+    num_messages: int,
+) -> None:
+    cluster = make_cluster(7)
+    place(cluster, "a", 10)
+    cluster.step("d")
+    prefill_without_grant(cluster)
+    for _ in range(num_messages):
+        while not cluster.network.messages and cluster.network.writes:
+            cluster.network.land(0)
+        if cluster.network.messages:
+            cluster.network.deliver(0)
+        go_on(cluster, 2)
+    for node in (cluster.p, cluster.d):
+        node.submit(AbortAll("the link to the router broke"))
+    cluster.attempts["a", 1].is_open = False
+    cluster.settle()
+    assert_clean(cluster)
+
+
+def test_a_lost_router_leaves_no_block_behind_while_the_decode_node_has_no_room_to_grant() -> None:
+    cluster = make_cluster(20)
+    full = cluster.d.engine._block_pool.allocate(20)
+    place(cluster, "a", 10)
+    cluster.step("d")
+    prefill_without_grant(cluster)
+    deliver_all(cluster)
+    go_on(cluster, 3)
+    assert cluster.d.requests()[0].transfer_state == "PARKED"
+    for node in (cluster.p, cluster.d):
+        node.submit(AbortAll("the link to the router broke"))
+    cluster.attempts["a", 1].is_open = False
+    cluster.settle()
+    cluster.d.engine.release(full or [])
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize("lost", ["cancel", "quiet"])
+def test_a_lost_word_about_the_end_of_a_transfer_does_not_keep_its_blocks_for_ever(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservations, "RECANCEL_S", 0.0)
+    monkeypatch.setattr(reservations, "TICK_S", 0.0)
+    monkeypatch.setattr(reservations, "TICK_S", 0.0)
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    run_until_writing(cluster)
+    cluster.cancel(("a", 1), on_p=False)
+    cluster.step("d")
+    assert cluster.d.beat().num_quarantined_blocks > 0
+    cluster.round("d")
+    if lost == "quiet":
+        deliver_all(cluster)
+        cluster.round("p")
+        while cluster.network.writes:
+            cluster.network.land(0)
+        cluster.round("p")
+    assert cluster.network.messages
+    cluster.network.messages.clear()
+    cluster.settle()
+    assert cluster.d.beat().num_quarantined_blocks == 0
+    cluster.cancel(("a", 1))
+    cluster.settle()
+    assert_clean(cluster)
+
+
+def test_blocks_of_a_prefill_node_that_is_only_thought_gone_come_back_when_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reservations, "RECANCEL_S", 0.0)
+    monkeypatch.setattr(reservations, "TICK_S", 0.0)
+    monkeypatch.setattr(reservations, "_is_dead", lambda peer: False)
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    run_until_writing(cluster)
+    cluster.d.submit(PeerUpdate("p", removed=True))
+    for _ in range(10):  # everything but the write goes on
+        go_on(cluster)
+        deliver_all(cluster)
+    assert cluster.network.writes  # alive and out of the router's sight: it may land at any time
+    assert cluster.d.beat().num_quarantined_blocks > 0
+    assert "gone" in cluster.attempts["a", 1].error
+    cluster.settle()
+    assert_clean(cluster)
+    cluster.rejoin()
+    cluster.settle()
+    place(cluster, "b", 10)
+    cluster.settle()
+    assert cluster.attempts["b", 1].is_complete
+
+
+def test_a_decode_node_that_is_only_thought_gone_hears_quiet_after_the_last_write() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    run_until_writing(cluster)
+    cluster.p.submit(PeerUpdate("d", removed=True))
+    cluster.attempts["a", 1].is_open = False
+    for _ in range(10):
+        go_on(cluster)
+        deliver_all(cluster)
+    assert cluster.network.writes
+    assert cluster.d.requests() != []  # nobody told it anything while a write may land
+    assert cluster.p.beat().num_quarantined_blocks + len(cluster.p.requests()) > 0
+    cluster.settle()
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize("killed", ["p", "d"])
+def test_when_a_node_dies_in_the_middle_of_a_write_the_other_frees_everything(
+    killed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservations, "TICK_S", 0.0)
+    cluster = make_cluster(20)
+    dead = cluster.dead
+    monkeypatch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
+    place(cluster, "a", 10)
+    run_until_writing(cluster)
+    cluster.kill(killed)
+    cluster.settle()
+    assert_clean(cluster)
+
+
+def test_a_grant_of_another_decode_node_does_not_move_a_block() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    prefill_without_grant(cluster)
+    ScriptedTransport("x", cluster.d.engine.kv_cache, cluster.network)
+    stranger = msgspec.structs.replace(cluster.d.receiver.peer_info, engine_id="x")
+    cluster.sender.connect(stranger)
+    cluster.round("p")
+    cluster.sender._on_message(Grant(engine_id="x", request_id="a", epoch=1, block_ids=[0, 1, 2]))
+    cluster.p_endpoint.round()
+    assert cluster.network.writes == []
+    cluster.settle()
+    assert cluster.attempts["a", 1].is_complete
+    assert_clean(cluster)
+
+
+def test_a_prefill_node_that_starts_for_a_cancelled_request_is_told_without_the_router() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    cluster.step("d")
+    cluster.cancel(("a", 1), on_p=False)
+    cluster.step("d")
+    cluster.settle()
+    assert cluster.sender.started == [("a", 1)]
+    assert_clean(cluster)
+
+
+def test_a_failed_write_fails_the_request_with_a_reason_and_frees_both_sides() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    run_until_writing(cluster)
+    cluster.network.fail(0, landed=True)
+    cluster.settle()
+    assert "the write failed" in cluster.attempts["a", 1].error
+    kinds = [event.kind for event in cluster.p_endpoint.emitted]
+    assert kinds.count(TransferEventKind.FAILED) == 1
+    assert_clean(cluster)
+
+
+def test_blocks_of_a_cancelled_request_are_not_reused_before_the_last_write_has_landed() -> None:
+    cluster = make_cluster(7)
+    place(cluster, "a", 17)
+    run_until_writing(cluster)
+    held = cluster.network.writes[0].remote_block_ids
+    cluster.cancel(("a", 1))
+    place(cluster, "b", 17)
+    for _ in range(20):  # everything but the write goes on
+        go_on(cluster)
+        deliver_all(cluster)
+    quarantined = cluster.d.beat().num_quarantined_blocks
+    assert quarantined >= len(held)
+    # The write may still read its source, too.
+    assert cluster.p.beat().num_quarantined_blocks >= len(held)
+    assert cluster.d.requests()[0].num_blocks == 0  # "b" waits for room
+    cluster.settle()
+    assert cluster.attempts["b", 1].is_complete  # and its KV was right: see CheckedEngine
+    assert_clean(cluster)

@@ -1,0 +1,55 @@
+"""The house stays as its plan says: no package that shadows others, every file says its job."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Packages of these names would shadow PyPI's (`kernels`, `proto`) or each other's.
+NO_PACKAGE = ["kernels", "proto", "tests", "benchmarks", "deploy", "docs", "examples"]
+PACKAGES = [
+    "baton", "router", "prefill_node", "decode_node", "engine", "kvconnector", "models",
+    "kernels/baton_kernels",
+]  # fmt: skip
+
+
+def source_files() -> list[Path]:
+    found = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    return [path for path in found if path.parent != ROOT / "baton" / "v1"]  # generated
+
+
+@pytest.mark.parametrize("name", NO_PACKAGE)
+def test_a_project_folder_is_not_a_package(name: str) -> None:
+    assert not (ROOT / name / "__init__.py").exists()
+
+
+def test_no_test_folder_is_a_package() -> None:
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+def test_transformers_can_be_imported_from_the_root_of_the_repository() -> None:
+    code = "from transformers.models.qwen3 import modeling_qwen3; print(modeling_qwen3.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "transformers.models.qwen3.modeling_qwen3"
+
+
+def test_every_package_has_files() -> None:
+    for package in PACKAGES:
+        assert any(ROOT / package in path.parents for path in source_files()), package
+
+
+def test_every_file_begins_with_one_line_that_says_its_job() -> None:
+    silent = []
+    for path in source_files():
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        if not docstring or len(docstring.splitlines()[0]) < 10:
+            silent.append(str(path.relative_to(ROOT)))
+    assert silent == []

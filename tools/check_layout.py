@@ -1,0 +1,134 @@
+"""The layout's rules that no linter knows; `make check` runs this. One line per finding.
+
+Line limits count code: a function's signature and docstring do not count (the options of a command
+are a table), nor do the functions inside it, which are counted by themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+DISTRIBUTION = "baton-serve"
+# Import name -> folder.
+PACKAGES = {
+    "baton": "baton",
+    "router": "router",
+    "prefill_node": "prefill_node",
+    "decode_node": "decode_node",
+    "engine": "engine",
+    "kvconnector": "kvconnector",
+    "models": "models",
+    "baton_kernels": "kernels/baton_kernels",
+}
+GENERATED = "baton/v1"
+# As packages these would shadow others of that name (Hugging Face `kernels`, `proto-plus`).
+NO_PACKAGE = ("kernels", "proto", "tests", "benchmarks", "deploy", "docs", "examples")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)")
+_CHANGELOG_VERSION = re.compile(r"^## \[?(\d+\.\d+\.\d+[^\]\s]*)", re.MULTILINE)
+_VERSION = re.compile(r'^__version__ = "(.+)"', re.MULTILINE)
+
+
+def main(root: Path) -> int:
+    """Print every finding; returns the exit code."""
+    findings = [
+        *folders_that_are_packages(root),
+        *source_findings(root),
+        *names_owned_by_others(),
+        *broken_links(root),
+        *version_findings(root),
+    ]
+    for finding in findings:
+        print(finding)
+    return 1 if findings else 0
+
+
+def folders_that_are_packages(root: Path) -> Iterator[str]:
+    """Project folders must not be importable."""
+    for name in NO_PACKAGE:
+        path = root / name / "__init__.py"
+        if path.exists():
+            yield f"{path.relative_to(root)}: {name}/ must not be a package"
+
+
+def source_findings(root: Path) -> Iterator[str]:
+    """Length of files and functions, and module docstrings; generated stubs are left out."""
+    for folder in (*PACKAGES.values(), "tests"):
+        for path in sorted((root / folder).rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            if not name.startswith(f"{GENERATED}/"):
+                yield from _file_findings(name, path.read_text(encoding="utf-8"))
+
+
+def _file_findings(name: str, source: str) -> Iterator[str]:
+    num_lines = len(source.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield f"{name}: {num_lines} lines, at most {MAX_FILE_LINES}"
+    tree = ast.parse(source, filename=name)
+    if ast.get_docstring(tree) is None:
+        yield f"{name}: no module docstring; say the file's one job"
+    for node in ast.walk(tree):
+        if isinstance(node, _Function) and (lines := function_lines(node)) > MAX_FUNCTION_LINES:
+            yield (
+                f"{name}:{node.lineno}: {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
+            )
+
+
+def function_lines(function: _Function) -> int:
+    """Lines of a function's own code."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    if not body:
+        return 0
+    inner = [node for node in body if isinstance(node, _Function)]
+    return _num_lines(body[0], body[-1]) - sum(_num_lines(node, node) for node in inner)
+
+
+def _num_lines(first: ast.stmt, last: ast.stmt) -> int:
+    return (last.end_lineno or last.lineno) - first.lineno + 1
+
+
+def names_owned_by_others() -> Iterator[str]:
+    """Another distribution with one of our import names would be imported in our place."""
+    owners = packages_distributions()
+    for name in PACKAGES:
+        for owner in sorted(set(owners.get(name, [])) - {DISTRIBUTION}):
+            yield f"{name}: the installed distribution {owner} has a package of this name too"
+
+
+def broken_links(root: Path) -> Iterator[str]:
+    """Relative links in the documents must lead to something."""
+    for path in (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))):
+        text = _FENCED.sub("", path.read_text(encoding="utf-8"))
+        for target in _LINK.findall(text):
+            relative = target.partition("#")[0]
+            if not relative or ":" in relative:  # an anchor of the same page, or a URL
+                continue
+            if not (path.parent / relative).exists():
+                yield f"{path.relative_to(root)}: the link to {target} leads nowhere"
+
+
+def version_findings(root: Path) -> Iterator[str]:
+    """The changelog's newest version is the one that the code says."""
+    code = _VERSION.search((root / "baton" / "version.py").read_text(encoding="utf-8"))
+    changelog = root / "CHANGELOG.md"
+    newest = (
+        _CHANGELOG_VERSION.search(changelog.read_text(encoding="utf-8"))
+        if changelog.exists()
+        else None
+    )
+    says, is_at = (match[1] if match else "none" for match in (newest, code))
+    if says != is_at:
+        yield f"CHANGELOG.md: newest version is {says}, baton/version.py has {is_at}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parents[1]))
