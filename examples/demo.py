@@ -33,7 +33,7 @@ def prompts() -> list[tuple[str, str, Prompt]]:
     long_prompt = source[:2600].rpartition("\n")[0] + "\n"
     question = "Write the function `read_lines(path)`: Return the lines of a file."
     return [
-        ("a function", "def read_config(path):", "def read_config(path):"),
+        ("a function", "def read_config(path):\n", "def read_config(path):\n"),
         (
             "a class",
             'class Stack:\n    """A simple stack."""\n\n',
