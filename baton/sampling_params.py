@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequestError
@@ -43,6 +44,10 @@ class SamplingParams:
             raise InvalidRequestError("top_p", f"must be in (0, 1], got {self.top_p!r}")
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Iterable):
+            raise InvalidRequestError(
+                "stop_token_ids", f"must be a list of token ids, got {self.stop_token_ids!r}"
+            )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(

@@ -24,12 +24,20 @@ _FINISH_TO_PROTO = {
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
 }
-_FINISH_FROM_PROTO = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
+_FINISH_FROM_PROTO: dict[int, FinishReason | None] = {
+    number: reason for reason, number in _FINISH_TO_PROTO.items()
+}
 _ROLE_TO_PROTO = {
     link.NodeRole.PREFILL: types_pb2.NODE_ROLE_PREFILL,
     link.NodeRole.DECODE: types_pb2.NODE_ROLE_DECODE,
 }
 _ROLE_FROM_PROTO = {number: role for role, number in _ROLE_TO_PROTO.items()}
+
+
+def _finish_from_proto(number: int) -> FinishReason | None:
+    """A reason that a newer peer may know and we do not is an end all the same."""
+    return _FINISH_FROM_PROTO.get(number, FinishReason.ABORT)
+
 
 # ------------------------------------------------------------------ sampling parameters
 
@@ -154,7 +162,7 @@ def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
         output_index=message.output_index,
         token_ids=tuple(message.token_ids),
         text=message.text,
-        finish_reason=_FINISH_FROM_PROTO[message.finish_reason],
+        finish_reason=_finish_from_proto(message.finish_reason),
         receipt=receipt_from_proto(message.receipt) if message.HasField("receipt") else None,
     )
 
@@ -221,7 +229,7 @@ def _delta_from_proto(message: node_pb2.RequestDelta) -> link.RequestDelta:
         message.request_id,
         message.output_index,
         tuple(message.token_ids),
-        _FINISH_FROM_PROTO[message.finish_reason],
+        _finish_from_proto(message.finish_reason),
     )
     has = message.HasField
     return link.RequestDelta(

@@ -89,7 +89,7 @@ class LLM:
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return [int(token_id) for token_id in prompt]
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "prompt", "this checkpoint has no tokenizer.json: give token ids"

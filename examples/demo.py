@@ -12,6 +12,7 @@ import socket
 import sys
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
@@ -71,6 +72,11 @@ def main() -> int:
         return 1
     console.print()
     console.print(_receipt_table(receipts))
+    console.print(
+        "left after prefill: from token 1 sampled on p0 to all blocks complete in d0; "
+        "prompt tokens on d0: those that d0 had to compute",
+        style="dim",
+    )
     console.print("Every process has been stopped. Try [bold].venv/bin/baton --help[/].")
     return 0
 
@@ -90,37 +96,47 @@ def _stream(
 
 
 def _receipt_table(receipts: list[tuple[str, Receipt]]) -> Table:
-    """One line per request; what p0 and d0 did for it."""
-    table = Table(title="receipts", title_justify="left", padding=(0, 1))
-    table.add_column("request")
-    for heading in (
-        "tokens,\nin + out",
-        "TTFT",
-        "per\ntoken",
-        "KV pushed\np0 to d0",
-        "by",
-        "left after\nprefill",
-        "prompt tokens\ncomputed on d0",
-    ):
-        table.add_column(heading, justify="right")
+    """One column per request; what p0 and d0 did for it."""
+    table = Table(title="receipts", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    columns = []
     for title, receipt in receipts:
-        cells = [
-            f"{receipt.num_prompt_tokens} + {receipt.num_output_tokens}",
-            f"{receipt.ttft_s * 1e3:.0f} ms",
-            f"{receipt.time_per_token_s * 1e3:.1f} ms",
-        ]
-        decode = receipt.decode
-        if decode is None:  # the output ended with token 1, on p0
-            cells += ["-"] * 4
-        else:
-            cells += [
-                f"{format_bytes(decode.push.num_bytes)}\n{decode.push.num_blocks} blocks",
-                decode.push.transport.replace(" ", "\n"),
-                f"{decode.push.exposed_transfer_s * 1e3:.2f} ms",
-                str(decode.num_prompt_tokens_computed),
-            ]
-        table.add_row(title, *cells)
+        table.add_column(title, justify="right", no_wrap=True)
+        columns.append(_receipt_cells(receipt))
+    names = (
+        "prompt tokens",
+        "output tokens",
+        "TTFT",
+        "time per token",
+        "KV pushed to d0",
+        "in blocks",
+        "transport",
+        "left after prefill",
+        "prompt tokens on d0",
+    )
+    for name, *cells in zip(names, *columns, strict=True):
+        table.add_row(name, *cells)
     return table
+
+
+def _receipt_cells(receipt: Receipt) -> list[str]:
+    cells = [
+        str(receipt.num_prompt_tokens),
+        str(receipt.num_output_tokens),
+        f"{receipt.ttft_s * 1e3:.0f} ms",
+        f"{receipt.time_per_token_s * 1e3:.1f} ms",
+    ]
+    decode = receipt.decode
+    if decode is None:  # the output ended with token 1, on p0
+        return cells + ["-"] * 5
+    return [
+        *cells,
+        format_bytes(decode.push.num_bytes),
+        str(decode.push.num_blocks),
+        decode.push.transport,
+        f"{decode.push.exposed_transfer_s * 1e3:.2f} ms",
+        str(decode.num_prompt_tokens_computed),
+    ]
 
 
 def _free_address() -> str:
