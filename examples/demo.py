@@ -34,14 +34,14 @@ def prompts() -> list[tuple[str, str, Prompt]]:
     long_prompt = source[:2600].rpartition("\n")[0] + "\n"
     question = "Write the function `read_lines(path)`: Return the lines of a file."
     return [
-        ("a function", "def read_config(path):\n", "def read_config(path):\n"),
+        ("function", "def read_config(path):\n", "def read_config(path):\n"),
         (
-            "a class",
+            "class",
             'class Stack:\n    """A simple stack."""\n\n',
             'class Stack:\n    """A simple stack."""\n\n',
         ),
-        ("a long prompt", "... (the first 2,600 characters of a module)\n", long_prompt),
-        ("a chat", f"{question}\n", [{"role": "user", "content": question}]),
+        ("long prompt", "... (the first 2,600 characters of a module)\n", long_prompt),
+        ("chat", f"{question}\n", [{"role": "user", "content": question}]),
     ]
 
 
@@ -74,7 +74,7 @@ def main() -> int:
     console.print(_receipt_table(receipts))
     console.print(
         "left after prefill: from token 1 sampled on p0 to all blocks complete in d0; "
-        "prompt tokens on d0: those that d0 had to compute",
+        "computed on d0: prompt tokens that d0 had to compute",
         style="dim",
     )
     console.print("Every process has been stopped. Try [bold].venv/bin/baton --help[/].")
@@ -112,7 +112,7 @@ def _receipt_table(receipts: list[tuple[str, Receipt]]) -> Table:
         "in blocks",
         "transport",
         "left after prefill",
-        "prompt tokens on d0",
+        "computed on d0",
     )
     for name, *cells in zip(names, *columns, strict=True):
         table.add_row(name, *cells)
