@@ -97,7 +97,7 @@ def _stream(
 
 def _receipt_table(receipts: list[tuple[str, Receipt]]) -> Table:
     """One column per request; what p0 and d0 did for it."""
-    table = Table(title="receipts", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(title="receipts", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     columns = []
     for title, receipt in receipts:
