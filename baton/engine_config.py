@@ -27,6 +27,9 @@ class EngineConfig:
         max_num_batched_tokens: most tokens that one step computes.
         long_prefill_threshold: most tokens of one prompt in a step, so that a long prompt is cut
             into chunks and leaves room for others.
+        scheduling_policy: ``fcfs`` or ``priority``.
+        prefix_cache: find prompts' prefixes again that were computed before.
+        prefix_hash: ``xxh3_128`` or ``sha256``.
         attention_backend: a name, or ``auto``.
         num_threads: of the process's computations on a CPU; 0 leaves it to torch.
     """
@@ -40,6 +43,9 @@ class EngineConfig:
     max_num_requests: int = 64
     max_num_batched_tokens: int = 1024
     long_prefill_threshold: int = 512
+    scheduling_policy: str = "fcfs"
+    prefix_cache: bool = True
+    prefix_hash: str = "xxh3_128"
     attention_backend: str = "auto"
     num_threads: int = 0
 

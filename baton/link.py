@@ -91,6 +91,28 @@ class RequestView:
     age_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """The prefix cache now holds these contents, one after the other, behind ``parent``."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """The prefix cache no longer holds these contents."""
+
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """The prefix cache holds nothing."""
+
+
+KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
 NodeEvent = tuple[RequestDelta, ...] | NodeBeat | PeerReport
 
 # ------------------------------------------------------------------ router -> node

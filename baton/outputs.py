@@ -39,6 +39,7 @@ class PrefillReceipt:
     prefill_s: float
     num_chunks: int
     num_computed_tokens: int
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

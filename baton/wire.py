@@ -70,6 +70,7 @@ def _prefill_receipt_to_proto(receipt: PrefillReceipt) -> types_pb2.PrefillRecei
         prefill_s=receipt.prefill_s,
         num_chunks=receipt.num_chunks,
         num_computed_tokens=receipt.num_computed_tokens,
+        num_cached_tokens=receipt.num_cached_tokens,
     )
 
 
@@ -79,6 +80,7 @@ def _prefill_receipt_from_proto(message: types_pb2.PrefillReceipt) -> PrefillRec
         prefill_s=message.prefill_s,
         num_chunks=message.num_chunks,
         num_computed_tokens=message.num_computed_tokens,
+        num_cached_tokens=message.num_cached_tokens,
     )
 
 

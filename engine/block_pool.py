@@ -1,23 +1,35 @@
-"""BlockPool: which KV blocks are free and how many holders the others have. Knows no request.
+"""BlockPool: which KV blocks are free, who else holds them, and which prefixes they contain.
 
 A block is free or referenced, never both. Free blocks form a doubly linked list between two
 sentinels, so that any of them can be taken out in O(1):
 
     head <-> oldest <-> ... <-> newest <-> tail        allocate at the head, free at the tail
+
+A free block keeps its content and its hash until it is given out again, so that a later request
+with the same prefix can take it back (`touch`). Knows no request and no tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+from baton.block_hash import BlockHash
+from baton.link import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
 
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """One block. ``previous`` and ``next`` are set exactly while it is free."""
+    """One block.
+
+    Attributes:
+        ref_count: holders; 0 exactly while it is in the free list.
+        block_hash: of its content, once it is full and committed.
+    """
 
     block_id: int
     ref_count: int = 0
+    block_hash: BlockHash | None = None
     previous: KVCacheBlock | None = None
     next: KVCacheBlock | None = None
 
@@ -27,9 +39,10 @@ class BlockPool:
 
     Args:
         num_blocks: ids are ``0 .. num_blocks - 1``.
+        record_events: keep what is stored and removed for `take_events`.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
         self.num_blocks = num_blocks
         self.num_free = 0
         self._blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
@@ -37,11 +50,19 @@ class BlockPool:
         self._tail = KVCacheBlock(-1)
         self._head.next = self._tail
         self._tail.previous = self._head
+        # One block per hash nearly always; a dict only where two blocks hold the same content.
+        self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        self._events: list[KVCacheEvent] | None = [] if record_events else None
         for block in self._blocks:
             self._append_free(block)
 
+    # ------------------------------------------------------------------ references
+
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Give ``num_blocks`` block ids with one reference each, or None if too few are free."""
+        """Give ``num_blocks`` block ids with one reference each, or None if too few are free.
+
+        The blocks that were freed longest ago go first; what they had cached is forgotten.
+        """
         if num_blocks > self.num_free:
             return None
         block_ids = []
@@ -50,6 +71,8 @@ class BlockPool:
             assert block is not None
             assert block is not self._tail
             self._remove_free(block)
+            if block.block_hash is not None:
+                self._forget(block)
             block.ref_count = 1
             block_ids.append(block.block_id)
         return block_ids
@@ -59,6 +82,15 @@ class BlockPool:
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is free"
+            block.ref_count += 1
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Take one more reference on each cached block; a free one is free no longer."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            assert block.block_hash is not None, f"block {block_id} caches nothing"
+            if block.ref_count == 0:
+                self._remove_free(block)
             block.ref_count += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -74,23 +106,113 @@ class BlockPool:
             if block.ref_count == 0:
                 self._append_free(block)
 
+    def num_free_among(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks are in the free list (and would leave it when touched)."""
+        return sum(self._blocks[block_id].ref_count == 0 for block_id in block_ids)
+
+    # ------------------------------------------------------------------ prefix cache
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        """A block with this content, free or not; None if there is none."""
+        found = self._cached.get(block_hash)
+        if found is None:
+            return None
+        block = found if isinstance(found, KVCacheBlock) else next(iter(found.values()))
+        return block.block_id
+
+    def cache(
+        self, block_ids: Iterable[int], hashes: Iterable[BlockHash], parent: BlockHash | None
+    ) -> None:
+        """Name the content of full, committed blocks; they are never written again.
+
+        Args:
+            parent: hash of the block before the first of them.
+        """
+        stored = []
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            block = self._blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} is free"
+            if block.block_hash is not None:
+                assert block.block_hash == block_hash
+                continue
+            block.block_hash = block_hash
+            known = self._cached.get(block_hash)
+            if known is None:
+                self._cached[block_hash] = block
+                stored.append(block_hash)
+            elif isinstance(known, KVCacheBlock):
+                self._cached[block_hash] = {known.block_id: known, block_id: block}
+            else:
+                known[block_id] = block
+        if stored and self._events is not None:
+            self._events.append(BlocksStored(tuple(stored), parent))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content; blocks in use stay in use."""
+        for block in self._blocks:
+            block.block_hash = None
+        self._cached.clear()
+        if self._events is not None:
+            self._events.append(BlocksCleared())
+
+    @property
+    def num_cached(self) -> int:
+        """Different contents that `find` can find."""
+        return len(self._cached)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What was stored and removed since the last call, in order."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    # ------------------------------------------------------------------ checks
+
     def check(self) -> None:
         """Assert the invariants; O(num_blocks), for tests and debug runs."""
-        free_ids = set()
+        free_ids = {block.block_id for block in self._free_blocks()}
+        assert len(free_ids) == self.num_free
+        num_hashed = 0
+        for block in self._blocks:
+            assert (block.ref_count == 0) == (block.block_id in free_ids)
+            if block.block_hash is not None:
+                num_hashed += 1
+                known = self._cached[block.block_hash]
+                in_index = known if isinstance(known, KVCacheBlock) else known[block.block_id]
+                assert isinstance(known, dict) or in_index is block
+        sizes = [1 if isinstance(k, KVCacheBlock) else len(k) for k in self._cached.values()]
+        assert sum(sizes) == num_hashed
+        assert all(sizes)
+
+    def num_references(self) -> int:
+        """Sum of all reference counts; what all holders together must account for."""
+        return sum(block.ref_count for block in self._blocks)
+
+    def _free_blocks(self) -> Iterator[KVCacheBlock]:
         block = self._head.next
         while block is not None and block is not self._tail:
             assert block.ref_count == 0
             assert block.next is not None
             assert block.next.previous is block
-            free_ids.add(block.block_id)
+            yield block
             block = block.next
-        assert len(free_ids) == self.num_free
-        for block in self._blocks:
-            assert (block.ref_count == 0) == (block.block_id in free_ids)
 
-    def num_references(self) -> int:
-        """Sum of all reference counts; what all holders together must account for."""
-        return sum(block.ref_count for block in self._blocks)
+    # ------------------------------------------------------------------ inside
+
+    def _forget(self, block: KVCacheBlock) -> None:
+        """Take a block's content out of the index: it is about to be overwritten."""
+        block_hash = block.block_hash
+        assert block_hash is not None
+        block.block_hash = None
+        known = self._cached[block_hash]
+        if isinstance(known, dict):
+            del known[block.block_id]
+            if known:  # the content is still here, in another block
+                return
+        del self._cached[block_hash]
+        if self._events is not None:
+            self._events.append(BlocksRemoved((block_hash,)))
 
     def _append_free(self, block: KVCacheBlock) -> None:
         last = self._tail.previous

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from baton.block_hash import BlockHasher
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
 from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
@@ -62,19 +63,28 @@ class Engine:
             self.model_config, config.block_size, self.dtype
         )
         self.num_blocks = choose_num_blocks(self.kv_cache_spec, config)
-        self.max_model_len = choose_max_model_len(self.model_config, config, self.num_blocks)
+        num_usable = self.num_blocks - (model.sliding_window is not None)  # its null block
+        self.max_model_len = choose_max_model_len(self.model_config, config, num_usable)
         self.eos_token_ids = self.model_config.eos_token_ids
         self.kv_cache = allocate_kv_cache(self.kv_cache_spec, self.num_blocks, device)
         override = None if config.attention_backend == "auto" else config.attention_backend
         backend_name, reason = choose_attention_backend(device, override)
         logger.info("attention backend %s: %s", backend_name, reason)
-        kv_cache_manager = KVCacheManager(self.num_blocks, config.block_size)
+        kv_cache_manager = KVCacheManager(
+            self.num_blocks,
+            config.block_size,
+            sliding_window=model.sliding_window,
+            hasher=BlockHasher(config.block_size, config.prefix_hash)
+            if config.prefix_cache
+            else None,
+        )
         self._block_pool = kv_cache_manager.block_pool
         self._scheduler = Scheduler(
             kv_cache_manager,
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_threshold=config.long_prefill_threshold,
+            policy=config.scheduling_policy,
         )
         self._runner = ModelRunner(
             model,

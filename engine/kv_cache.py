@@ -58,6 +58,9 @@ def choose_num_blocks(spec: KVCacheSpec, config: EngineConfig) -> int:
 def choose_max_model_len(model: ModelConfig, config: EngineConfig, num_blocks: int) -> int:
     """Most tokens of one request: it must fit the model and, alone, the cache.
 
+    Args:
+        num_blocks: that requests can have.
+
     Raises ConfigError when the configured length fits neither.
     """
     capacity = num_blocks * config.block_size

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.block_hash import BlockHash
 from baton.link import RequestView
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
@@ -54,6 +55,12 @@ class Request:
         seed: of the sampler; a request without one is given one where it enters the system.
         max_num_tokens: ends the output (``LENGTH``) when ``token_ids`` is that long.
         stop_token_ids: end the output (``STOP``).
+        priority: smaller goes first, where the scheduler looks at it.
+        extra_keys: what the KV depends on besides the tokens.
+        rank: who goes first, and who is preempted last: the smaller one. The scheduler's.
+        num_cached_tokens: of the prompt, found in the prefix cache when it was admitted.
+        num_cached_blocks: leading blocks whose content has a name in the prefix cache.
+        block_hashes: of the leading full blocks of ``token_ids``, as far as they were needed.
         num_prompt_tokens_computed: prompt tokens computed by this engine, again and again if
             preempted. Stays 0 where all of the prompt's KV came from a remote node.
         num_forwards: steps that computed a part of this request.
@@ -66,9 +73,15 @@ class Request:
     seed: int
     max_num_tokens: int
     stop_token_ids: frozenset[int]
+    priority: int = 0
+    extra_keys: tuple[str, ...] = ()
+    rank: tuple[int, int] = (0, 0)
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_cached_blocks: int = 0
+    block_hashes: list[BlockHash] = field(default_factory=list)
     num_preemptions: int = 0
     num_prompt_tokens_computed: int = 0
     num_forwards: int = 0
@@ -84,6 +97,8 @@ class Request:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         max_tokens: int | None = None,
+        priority: int = 0,
+        extra_keys: tuple[str, ...] = (),
     ) -> Request:
         """Make a request from what a user gave.
 
@@ -103,6 +118,8 @@ class Request:
             seed=seed,
             max_num_tokens=min(num_prompt_tokens + limit, max_model_len),
             stop_token_ids=stop_token_ids,
+            priority=priority,
+            extra_keys=extra_keys,
         )
 
     @property

@@ -1,10 +1,10 @@
 """Train the small demo checkpoint of ``examples/demo_model`` on a CPU.
 
-The text is the source code of the Python standard library found on the machine, plus chat
-samples made of the same sources: a request for a function (its name, arguments and the first
-line of its docstring), answered with the function's source. The result is an ordinary Hugging
-Face folder: a byte-level BPE tokenizer of 4096 entries and a Qwen3 model of about five million
-parameters, stored in bfloat16.
+The text is the source code of the Python standard library found on the machine, a part of its
+tests, and chat samples made of the library's functions: a request for a function (its name,
+arguments and the first line of its docstring), answered with the function's source. The result
+is an ordinary Hugging Face folder: a byte-level BPE tokenizer of 4096 entries and a Qwen3 model
+of about five million parameters, stored in bfloat16.
 
 The learning-rate schedule follows the wall clock, so a run of any length given by ``--minutes``
 decays fully and ends by itself::
@@ -73,18 +73,18 @@ REQUESTS = (
 )
 
 SAMPLE_PROMPTS = (
+    "def read_config(path):\n",
     "def read_config(path):",
-    "import os\n\ndef ",
-    'class Stack:\n    """A simple stack.',
+    'class Stack:\n    """A simple stack."""\n\n',
 )
-SAMPLE_CHAT = "Write the function `read_lines(path)`: Return the lines of a file as a list."
+SAMPLE_CHAT = "Write the function `read_lines(path)`: Return the lines of a file."
 
 EXCLUDED_PARTS = frozenset(
     {"site-packages", "encodings", "turtledemo", "data", "__pycache__", "__phello__"}
 )
 TEST_PARTS = frozenset({"test", "tests", "idle_test"})
 MAX_TEST_CHARACTERS = 60_000  # of one test file; what follows is dropped
-TEST_FRACTION = 0.5  # of the test files, in every pass before the phase of long sequences
+TEST_FRACTION = 0.4  # of the test files, in every pass before the phase of long sequences
 EXCLUDED_FILES = frozenset({"pydoc_data/topics.py", "html/entities.py", "this.py"})
 DATA_LINE = re.compile(r"""^\s*(?:[brfu]?["']|[-\d([{]).*,\s*(?:#.*)?$""")
 
@@ -105,7 +105,7 @@ def is_mostly_data(text: str) -> bool:
     return sum(DATA_LINE.match(line) is not None for line in lines) > 0.5 * len(lines)
 
 
-def collect_sources(root: Path, tests: bool) -> dict[str, str]:
+def collect_sources(root: Path, *, tests: bool) -> dict[str, str]:
     """Normalised text of the library's own modules, or of their tests, by path below ``root``."""
     sources: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
@@ -113,7 +113,7 @@ def collect_sources(root: Path, tests: bool) -> dict[str, str]:
         name = relative.as_posix()
         if EXCLUDED_PARTS.intersection(relative.parts) or name in EXCLUDED_FILES:
             continue
-        if bool(TEST_PARTS.intersection(relative.parts)) != tests:
+        if TEST_PARTS.isdisjoint(relative.parts) == tests:
             continue
         if relative.name.startswith("_sysconfigdata") or relative.parts[0].startswith("config-"):
             continue

@@ -34,6 +34,11 @@ class CausalLM(Protocol):
         """What the model was built from."""
         ...
 
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens, itself included, that a token looks back at in any layer; None: all of them."""
+        ...
+
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute one step, and write its keys and values into the cache.
 

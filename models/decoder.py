@@ -100,6 +100,9 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
         self.config = config
+        windows = options.sliding_windows or (None,)
+        limited = [window for window in windows if window is not None]
+        self.sliding_window = max(limited) if len(limited) == len(windows) else None
         self.model = Decoder(config, options)
         self.lm_head: nn.Linear | None = None  # None: the embedding is the head (tied)
         if not config.tie_word_embeddings:

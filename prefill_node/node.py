@@ -198,7 +198,8 @@ class PrefillNode:
                 queue_s=job.started_at - job.received_at,
                 prefill_s=now - job.started_at,
                 num_chunks=job.num_chunks,
-                num_computed_tokens=job.request.num_computed_tokens,
+                num_computed_tokens=job.request.num_prompt_tokens_computed,
+                num_cached_tokens=job.request.num_cached_tokens,
             )
             self._deltas.append(RequestDelta(output, job.command.epoch, prefill=receipt))
         return handed_over

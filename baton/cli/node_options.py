@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from baton.block_hash import HASH_ALGORITHMS
 from baton.client import DEFAULT_ADDRESS
 from baton.engine_config import DTYPES, EngineConfig
 from baton.errors import ConfigError
@@ -88,6 +89,15 @@ def node_command(role: str, summary: str, run: Callable[[NodeOptions], int]) -> 
         long_prefill_threshold: Annotated[
             int, typer.Option(help="Most tokens of one prompt in a step (its chunk).")
         ] = _DEFAULTS.long_prefill_threshold,
+        scheduling_policy: Annotated[
+            str, typer.Option(help="fcfs or priority.")
+        ] = _DEFAULTS.scheduling_policy,
+        prefix_cache: Annotated[
+            bool, typer.Option(help="Find prefixes again that were computed before.")
+        ] = _DEFAULTS.prefix_cache,
+        prefix_hash: Annotated[
+            str, typer.Option(help=f"Names of prefixes: {', '.join(HASH_ALGORITHMS)}.")
+        ] = _DEFAULTS.prefix_hash,
         attention_backend: Annotated[
             str, typer.Option(help="A backend's name, or auto.")
         ] = _DEFAULTS.attention_backend,
@@ -111,6 +121,9 @@ def node_command(role: str, summary: str, run: Callable[[NodeOptions], int]) -> 
                     max_num_requests=max_num_requests,
                     max_num_batched_tokens=max_num_batched_tokens,
                     long_prefill_threshold=long_prefill_threshold,
+                    scheduling_policy=scheduling_policy,
+                    prefix_cache=prefix_cache,
+                    prefix_hash=prefix_hash,
                     attention_backend=attention_backend,
                     num_threads=num_threads,
                 ),

@@ -15,6 +15,8 @@ def receipt_line(receipt: Receipt) -> str:
     if receipt.decode is None:
         parts.append(f"ended on {receipt.prefill_node} with its first token")
         return " | ".join(parts)
+    if receipt.prefill.num_cached_tokens:
+        parts.append(f"{receipt.prefill.num_cached_tokens} cached")
     push = receipt.decode.push
     parts += [
         f"{receipt.prefill_node} pushed {format_bytes(push.num_bytes)} "

@@ -52,16 +52,18 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillReceipt(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens")
+    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     num_chunks: int
     num_computed_tokens: int
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ...) -> None: ...
+    num_cached_tokens: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PushReceipt(_message.Message):
     __slots__ = ("num_bytes", "num_blocks", "transport", "exposed_transfer_s")

@@ -25,7 +25,9 @@ from router.node_pool import Node, NodePool
 MODEL = "digest"
 Command = TypeVar("Command")
 
-PREFILL_RECEIPT = PrefillReceipt(queue_s=0.1, prefill_s=0.2, num_chunks=1, num_computed_tokens=3)
+PREFILL_RECEIPT = PrefillReceipt(
+    queue_s=0.1, prefill_s=0.2, num_chunks=1, num_computed_tokens=3, num_cached_tokens=0
+)
 DECODE_RECEIPT = DecodeReceipt(
     parked_s=0.1,
     first_step_s=0.1,

@@ -52,6 +52,7 @@ prefill_receipts = st.builds(
     prefill_s=seconds,
     num_chunks=uint32,
     num_computed_tokens=uint32,
+    num_cached_tokens=uint32,
 )
 decode_receipts = st.builds(
     DecodeReceipt,

@@ -1,0 +1,64 @@
+"""Block hashes: names for full KV blocks that say everything their content depends on.
+
+    hash[i] = H(hash[i - 1], tokens of block i, extra keys)
+
+Chained, so that equal hashes mean equal prefixes. The router computes the same hashes to find the
+node that has a prefix, so this file is torch-free and its result is part of the contract.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from baton.errors import ConfigError
+
+BlockHash = bytes
+
+HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
+    "xxh3_128": xxhash.xxh3_128_digest,
+    "sha256": lambda data: hashlib.sha256(data).digest(),
+}
+_ROOT = b"baton/1"
+
+
+class BlockHasher:
+    """Hashes of the full blocks of token sequences.
+
+    Args:
+        block_size: tokens per block.
+        algorithm: a name in HASH_ALGORITHMS; xxh3_128 is fast, sha256 stands up to an attacker
+            who chooses prompts to collide with another user's.
+    """
+
+    def __init__(self, block_size: int, algorithm: str = "xxh3_128") -> None:
+        if algorithm not in HASH_ALGORITHMS:
+            known = ", ".join(HASH_ALGORITHMS)
+            raise ConfigError(f"prefix_hash: must be one of {known}, got {algorithm!r}")
+        self.block_size = block_size
+        self._digest = HASH_ALGORITHMS[algorithm]
+
+    def extend(
+        self, hashes: list[BlockHash], token_ids: Sequence[int], extra_keys: Sequence[str] = ()
+    ) -> None:
+        """Append the hashes of the full blocks of ``token_ids`` that ``hashes`` lacks.
+
+        Args:
+            hashes: of the first ``len(hashes)`` blocks of the same sequence.
+            extra_keys: what else the KV depends on: adapter id, media hashes, cache salt.
+        """
+        size = self.block_size
+        for start in range(len(hashes) * size, len(token_ids) - size + 1, size):
+            parent = hashes[-1] if hashes else self._root(extra_keys)
+            # 32-bit little-endian on every machine that matters here; the order is part of it.
+            tokens = array("I", token_ids[start : start + size]).tobytes()
+            hashes.append(self._digest(parent + tokens))
+
+    def _root(self, extra_keys: Sequence[str]) -> bytes:
+        # Length-prefixed, so that ("ab", "c") and ("a", "bc") differ.
+        parts = [key.encode() for key in extra_keys]
+        framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+        return self._digest(_ROOT + framed)

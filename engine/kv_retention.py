@@ -1,0 +1,80 @@
+"""KV retention: which of a sequence's blocks an attention pattern still needs.
+
+    full attention     [ b0 b1 b2 b3 b4 b5 ]      all of them, for ever
+    sliding window     [ -- -- -- b3 b4 b5 ]      what slid out is free for others
+
+One instance serves all layers of a model. A model whose layers differ is served as full attention:
+right, if not as small as it could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from baton.block_hash import BlockHash
+
+Find = Callable[[BlockHash], int | None]
+
+
+class KVRetention(Protocol):
+    """What the manager asks of an attention pattern."""
+
+    @property
+    def null_block(self) -> int | None:
+        """Stands in a block table where a block slid out; None if that never happens."""
+
+    def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
+        """Block ids of the longest prefix whose needed blocks are all cached."""
+
+    def num_expired_blocks(self, num_computed_tokens: int) -> int:
+        """Leading blocks that no token computed from now on looks at."""
+
+
+class FullAttention:
+    """Every token looks at all before it."""
+
+    null_block: int | None = None
+
+    def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
+        block_ids: list[int] = []
+        for block_hash in hashes:
+            block_id = find(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def num_expired_blocks(self, num_computed_tokens: int) -> int:
+        return 0
+
+
+class SlidingWindow:
+    """Every token looks at itself and the ``window - 1`` before it.
+
+    Args:
+        window: tokens.
+        block_size: tokens per block.
+        null_block: a block that is never written nor given out.
+    """
+
+    def __init__(self, window: int, block_size: int, null_block: int) -> None:
+        self._window = window
+        self._block_size = block_size
+        self.null_block: int | None = null_block
+
+    def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
+        """From the right: a prefix counts when the blocks in its window are there."""
+        assert self.null_block is not None
+        for end in range(len(hashes), 0, -1):
+            first = self.num_expired_blocks(end * self._block_size)
+            needed = [find(block_hash) for block_hash in hashes[first:end]]
+            found = [block_id for block_id in needed if block_id is not None]
+            if len(found) == len(needed):
+                return [self.null_block] * first + found
+        return []
+
+    def num_expired_blocks(self, num_computed_tokens: int) -> int:
+        # The next token, at position num_computed_tokens, looks back to this position.
+        oldest = num_computed_tokens - self._window + 1
+        return max(oldest, 0) // self._block_size
