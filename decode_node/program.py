@@ -15,6 +15,7 @@ from baton.link import (
     RouterCommand,
 )
 from decode_node.node import DecodeNode
+from engine.crash_dump import dump_crash
 from engine.engine_loop import EngineLoop
 from engine.node_engine import load_engine
 from kvconnector import KV_CONNECTORS
@@ -47,7 +48,12 @@ class DecodeProgram:
         transport = make_transport(self._loaded.engine_id, self._loaded.engine.kv_cache)
         self._receiver = Receiver(transport, on_event=self._wake, on_death=on_death)
         self._node = DecodeNode(self._loaded.engine, self._receiver, emit)
-        self._loop = EngineLoop(self._node.step, on_death, name="engine")
+
+        def on_engine_death(error: Exception) -> None:
+            dump_crash(self._loaded.engine, error)
+            on_death(error)
+
+        self._loop = EngineLoop(self._node.step, on_engine_death, name="engine")
         self._loop.start()
 
     def registration(self, address: str) -> NodeRegistration:

@@ -185,9 +185,13 @@ class BlockPool:
         assert sum(sizes) == num_hashed
         assert all(sizes)
 
+    def ref_counts(self) -> dict[int, int]:
+        """Holders of each block that has any: the ledger."""
+        return {block.block_id: block.ref_count for block in self._blocks if block.ref_count}
+
     def num_references(self) -> int:
         """Sum of all reference counts; what all holders together must account for."""
-        return sum(block.ref_count for block in self._blocks)
+        return sum(self.ref_counts().values())
 
     def _free_blocks(self) -> Iterator[KVCacheBlock]:
         block = self._head.next

@@ -39,6 +39,7 @@ class Engine:
         max_model_len: most tokens of one request.
         eos_token_ids: what ends an output unless a request ignores it.
         num_steps: steps that computed something, since the start.
+        last_scheduled: what the latest of them computed, for whoever asks why it failed.
     """
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
@@ -99,6 +100,7 @@ class Engine:
             ),
         )
         self.num_steps = 0
+        self.last_scheduled: SchedulerOutput | None = None
 
     # ------------------------------------------------------------------ requests
 
@@ -159,7 +161,16 @@ class Engine:
         if not scheduled.scheduled:
             return StepResult()
         self.num_steps += 1
+        self.last_scheduled = scheduled
         return self._scheduler.update(scheduled, self._runner.execute(scheduled))
+
+    def block_ref_counts(self) -> dict[int, int]:
+        """Holders of each block that has any."""
+        return self._block_pool.ref_counts()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; requests in progress keep their blocks."""
+        self._block_pool.reset_prefix_cache()
 
     def check(self) -> None:
         """Assert the engine's invariants; for tests and debug runs."""
