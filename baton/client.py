@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NoReturn, cast
 
@@ -111,7 +111,7 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[TextDelta]:
+    ) -> AsyncGenerator[TextDelta, None]:
         """The completion piece by piece, as it is made; closing the iterator cancels it."""
         call = self._stub.Generate(make_request(prompt, sampling_params), timeout=timeout_s)
         try:

@@ -1,0 +1,107 @@
+"""A storm: cancels, deadlines and a killed prefill node; at the end no block has a holder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from baton import AsyncClient, BatonError, SamplingParams
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.v1 import admin_pb2, admin_pb2_grpc
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
+
+NUM_REQUESTS = 60
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[LocalDeployment]:
+    """Two nodes of each kind with so few blocks that requests wait for each other."""
+    config = LocalDeploymentConfig(
+        model=str(DEMO_MODEL),
+        listen=free_address(),
+        num_prefill=2,
+        num_decode=2,
+        node_args=["--num-blocks", "150", "--max-num-requests", "16"],
+    )
+    with LocalDeployment(config) as running:
+        running.wait_ready(READY_TIMEOUT_S)
+        yield running
+
+
+async def one_request(client: AsyncClient, chance: random.Random) -> str:
+    """A request that runs to its end, is left in the middle, or has too little time."""
+    prompt = [chance.randrange(4000) for _ in range(chance.randrange(1, 700))]
+    params = SamplingParams(max_tokens=chance.choice([1, 2, 30]), temperature=0.0, ignore_eos=True)
+    kind = chance.choice(["whole", "left", "late"])
+    await asyncio.sleep(chance.random() * 3)
+    try:
+        if kind == "left":
+            async with contextlib.aclosing(client.stream(prompt, params)) as deltas:
+                async for _ in deltas:
+                    if chance.random() < 0.5:
+                        break
+            return "left"
+        timeout_s = chance.random() * 0.4 if kind == "late" else None
+        completion = await client.generate(prompt, params, timeout_s=timeout_s)
+    except BatonError as error:
+        return type(error).__name__
+    assert len(completion.token_ids) == params.max_tokens
+    return "whole"
+
+
+async def storm(address: str, seed: int) -> list[str]:
+    chance = random.Random(seed)
+    async with AsyncClient(address) as client:
+        calls = [one_request(client, random.Random(chance.random())) for _ in range(NUM_REQUESTS)]
+        return await asyncio.wait_for(asyncio.gather(*calls), timeout=120)
+
+
+def assert_nothing_is_held(address: str, num_nodes: int) -> None:
+    """Every block of every node is free, within a few seconds."""
+    give_up_at = time.monotonic() + 10
+    while True:
+        with grpc.insecure_channel(address) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            nodes = stub.ListNodes(admin_pb2.ListNodesRequest()).nodes
+        held = {}
+        for node in nodes:
+            with grpc.insecure_channel(node.address) as channel:
+                node_stub = admin_pb2_grpc.NodeAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+                answer = node_stub.ListRequests(admin_pb2.ListRequestsRequest())
+            if answer.requests or answer.num_free_blocks != answer.num_blocks:
+                held[node.node_name] = answer
+        if len(nodes) == num_nodes and not held:
+            return
+        assert time.monotonic() < give_up_at, f"{len(nodes)} nodes, held: {held}"
+        time.sleep(0.1)
+
+
+def test_cancels_and_deadlines_leave_no_block_held(deployment: LocalDeployment) -> None:
+    address = deployment.config.listen
+    ends = asyncio.run(storm(address, seed=1))
+    assert set(ends) == {"whole", "left", "DeadlineExceededError"}
+    assert_nothing_is_held(address, num_nodes=4)
+
+
+def test_a_killed_prefill_node_leaves_no_block_held(deployment: LocalDeployment) -> None:
+    address = deployment.config.listen
+    victim = next(child for child in deployment.children if child.name == "p0")
+
+    async def run() -> list[str]:
+        requests = asyncio.create_task(storm(address, seed=2))
+        await asyncio.sleep(1.5)
+        victim.process.kill()
+        return await requests
+
+    ends = asyncio.run(run())
+    assert set(ends) <= {"whole", "left", "DeadlineExceededError", "NodeUnavailableError"}
+    assert ends.count("whole") > 0
+    assert_nothing_is_held(address, num_nodes=3)
