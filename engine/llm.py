@@ -6,20 +6,27 @@ LLM("examples/demo_model").generate(["def read_config(path):"])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from baton.engine_config import EngineConfig
-from baton.errors import InvalidRequestError
+from baton.errors import EngineDeadError, InvalidRequestError
 from baton.model_folder import find_model_folder
-from baton.outputs import Completion, FinishReason
+from baton.outputs import Completion, FinishReason, TextDelta
 from baton.prompt import check_prompt, draw_seed
 from baton.sampling_params import SamplingParams
-from baton.tokenizer import Tokenizer
+from baton.tokenizer import Detokenizer, Tokenizer
+from engine.crash_dump import dump_crash
 from engine.engine import Engine
+from engine.outputs import StepResult
 from engine.request import Request
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, str]]
 
 
 class LLM:
@@ -39,17 +46,21 @@ class LLM:
         self.engine = Engine(folder, EngineConfig(**options))
         self.tokenizer = Tokenizer(folder) if Tokenizer.exists_in(folder) else None
         self._num_requests = 0
+        self._dead = False
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
     ) -> list[Completion]:
         """Complete each prompt.
 
         Args:
             prompts: texts or lists of token ids; one or many.
             sampling_params: for all prompts, or one per prompt.
+            progress: show a progress bar on standard error.
 
         Returns:
             Completions in prompt order; ``text`` is empty for a checkpoint without a tokenizer.
@@ -63,11 +74,70 @@ class LLM:
             self._make_request(prompt, params)
             for prompt, params in zip(prompt_list, params_list, strict=True)
         ]
+        self._run(requests, progress=progress)
+        return [self._completion(request) for request in requests]
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Answer each conversation, by the checkpoint's chat template; as `generate` otherwise.
+
+        Args:
+            conversations: lists of messages with a ``role`` and a ``content``; one or many.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
+        many = [conversations] if _is_conversation(conversations) else conversations
+        prompts = [self.tokenizer.encode_chat(list(messages)) for messages in many]  # type: ignore[arg-type]  # checked
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[TextDelta]:
+        """Complete one prompt, piece by piece; leaving the loop ends the request.
+
+        Raises InvalidRequestError, when the iteration begins.
+        """
+        request = self._make_request(prompt, sampling_params or SamplingParams())
+        detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
+        self.engine.add(request)
+        try:
+            while not request.status.is_finished:
+                for output in self._step().outputs:
+                    last = output.finish_reason is not None
+                    text = detokenizer.push(output.token_ids, last=last) if detokenizer else ""
+                    yield TextDelta(
+                        request.request_id,
+                        output.output_index,
+                        output.token_ids,
+                        text,
+                        output.finish_reason,
+                    )
+        finally:
+            self.engine.abort(request.request_id)
+
+    def _run(self, requests: Sequence[Request], *, progress: bool) -> None:
+        """Step until all requests have ended."""
         for request in requests:
             self.engine.add(request)
-        while self.engine.has_work:
-            self.engine.step()
-        return [self._completion(request) for request in requests]
+        with _progress_bar(len(requests), shown=progress) as advance:
+            while self.engine.has_work:
+                advance(len(self._step().finished))
+
+    def _step(self) -> StepResult:
+        """A step; what nobody expected is dumped to a file and ends the engine."""
+        if self._dead:
+            raise EngineDeadError("the engine has failed before; make a new LLM")
+        try:
+            return self.engine.step()
+        except Exception as error:  # the loop's top
+            self._dead = True
+            path = dump_crash(self.engine, error)
+            raise EngineDeadError(f"the engine cannot continue: {error}; see {path}") from error
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         token_ids = self._tokenize(prompt)
@@ -104,6 +174,23 @@ class LLM:
             token_ids=tuple(token_ids),
             finish_reason=request.status.finish_reason or FinishReason.ABORT,
         )
+
+
+def _is_conversation(value: object) -> bool:
+    """Whether this is one conversation: a list of messages, not of lists."""
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
+
+
+@contextmanager
+def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, or nothing; gives what advances it."""
+    if not shown:
+        yield lambda num: None
+        return
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda num: bar.advance(task, num)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
