@@ -103,6 +103,20 @@ def test_prompts_went_through_the_decode_node(
         assert receipt.decode.push.transport.startswith("nixl")
 
 
+def test_prompts_that_the_prefill_node_knows_give_the_same_and_travel_whole(
+    split: list[Completion], deployment: LocalDeployment, prompts: list[list[int]]
+) -> None:
+    again = complete_all(deployment.config.listen, prompts, [GREEDY] * len(prompts))
+    assert [c.token_ids for c in again] == [c.token_ids for c in split]
+    for prompt, completion in zip(prompts, again, strict=True):
+        receipt = completion.receipt
+        assert receipt is not None
+        assert receipt.prefill.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+        assert receipt.prefill.num_computed_tokens == len(prompt) - (len(prompt) - 1) // 16 * 16
+        if receipt.decode is not None:
+            assert receipt.decode.push.num_blocks == -(-len(prompt) // 16)
+
+
 def test_split_equals_one_process_with_seeds(
     deployment: LocalDeployment, llm: LLM, prompts: list[list[int]]
 ) -> None:
