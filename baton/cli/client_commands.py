@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 
 import grpc
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -83,7 +84,9 @@ def nodes(router: RouterOption = DEFAULT_ADDRESS) -> None:
             response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=5)
         except grpc.RpcError as error:
             _unreachable("router", router, error)
-    table = Table("node", "role", "requests", "running", "parked", "free blocks", "peers")
+    columns = ("node", "role", "requests", "running", "parked", "free blocks")
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("peers", overflow="fold")
     table.add_column("address", no_wrap=True)
     for node in response.nodes:
         table.add_row(
@@ -112,7 +115,8 @@ def requests(
             response = stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5)
         except grpc.RpcError as error:
             _unreachable("node", address, error)
-    table = Table("request", "status", "transfer", "tokens", "computed", "blocks", "age")
+    columns = ("request", "status", "transfer", "tokens", "computed", "blocks", "age")
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for request in response.requests:
         table.add_row(
             escape(request.request_id),

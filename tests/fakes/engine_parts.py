@@ -5,8 +5,9 @@ Refuses to know: what is asserted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from baton.block_hash import BlockHasher
 from baton.sampling_params import SamplingParams
 from engine.kv_cache_manager import KVCacheManager
 from engine.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
@@ -24,15 +25,20 @@ def make_request(
     max_model_len: int = 10_000,
     seed: int = 0,
     params: SamplingParams | None = None,
+    prompt: Sequence[int] | None = None,
+    priority: int = 0,
+    extra_keys: tuple[str, ...] = (),
 ) -> Request:
-    """A request whose prompt is ones; token ``EOS`` ends its output."""
+    """A request whose prompt is ones unless given; token ``EOS`` ends its output."""
     return Request.create(
         request_id,
-        [1] * num_prompt_tokens,
+        [1] * num_prompt_tokens if prompt is None else list(prompt),
         params or SamplingParams(max_tokens=max_tokens),
         seed=seed,
         eos_token_ids=frozenset({EOS}),
         max_model_len=max_model_len,
+        priority=priority,
+        extra_keys=extra_keys,
     )
 
 
@@ -43,13 +49,23 @@ def make_scheduler(
     max_num_requests: int = 8,
     max_num_batched_tokens: int = 64,
     long_prefill_threshold: int = 64,
+    prefix_cache: bool = False,
+    sliding_window: int | None = None,
+    policy: str = "fcfs",
 ) -> Scheduler:
-    """A scheduler with its own blocks."""
+    """A scheduler with its own blocks, which records what its prefix cache stores."""
     return Scheduler(
-        KVCacheManager(num_blocks, block_size),
+        KVCacheManager(
+            num_blocks,
+            block_size,
+            sliding_window=sliding_window,
+            hasher=BlockHasher(block_size) if prefix_cache else None,
+            record_events=True,
+        ),
         max_num_requests=max_num_requests,
         max_num_batched_tokens=max_num_batched_tokens,
         long_prefill_threshold=long_prefill_threshold,
+        policy=policy,
     )
 
 
@@ -61,17 +77,71 @@ class FakeRunner:
     """
 
     def __init__(self, next_token: Callable[[Request], int] = lambda request: 2) -> None:
-        self._next_token = next_token
+        self.next_token = next_token
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Tokens for those that computed their last known token, as the real runner gives."""
         return ModelRunnerOutput(
             {
-                item.request.request_id: self._next_token(item.request)
+                item.request.request_id: self.next_token(item.request)
                 for item in scheduled.scheduled
                 if item.samples
             }
         )
+
+
+class ContentRunner(FakeRunner):
+    """A FakeRunner that keeps in each slot what its KV would depend on, and checks what it reads.
+
+    Args:
+        next_token: given a request that samples, its next token.
+        sliding_window: tokens that a token looks back to, itself included; None: all of them.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        sliding_window: int | None = None,
+        next_token: Callable[[Request], int] = lambda request: 2,
+    ) -> None:
+        super().__init__(next_token)
+        self._block_size = block_size
+        self._window = sliding_window
+        self._slots: dict[tuple[int, int], object] = {}
+
+    def write(self, request: Request, start: int, end: int) -> None:
+        """What computing (or receiving) the KV of positions ``start .. end - 1`` leaves."""
+        for position in range(start, end):
+            self._slots[self._slot(request, position)] = self._content(request, position)
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """What a peer leaves that writes something else there."""
+        for block_id in block_ids:
+            for offset in range(self._block_size):
+                self._slots[block_id, offset] = "garbage"
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """All write before any reads: who writes into another's block is found out."""
+        spans = [
+            (item.request, start, start + item.num_scheduled_tokens)
+            for item in scheduled.scheduled
+            for start in (item.request.num_computed_tokens,)
+        ]
+        for request, start, end in spans:
+            self.write(request, start, end)
+        for request, start, end in spans:
+            oldest = 0 if self._window is None else max(start - self._window + 1, 0)
+            for position in range(oldest, end):
+                found = self._slots.get(self._slot(request, position))
+                assert found == self._content(request, position), (request.request_id, position)
+        return super().execute(scheduled)
+
+    def _slot(self, request: Request, position: int) -> tuple[int, int]:
+        return request.block_ids[position // self._block_size], position % self._block_size
+
+    @staticmethod
+    def _content(request: Request, position: int) -> object:
+        return request.extra_keys, tuple(request.token_ids[: position + 1])
 
 
 def shares(scheduled: SchedulerOutput) -> dict[str, int]:

@@ -1,0 +1,182 @@
+"""Unit tests of block hashes: names that router and node compute alike, and only for equal KV."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher
+from baton.errors import ConfigError
+
+TOKENS = [5, 70_000, 0, 2**31 - 1, 9, 8, 7, 6, 1, 2, 3, 4]
+
+every_algorithm = pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
+
+
+def hash_all(
+    token_ids: Sequence[int],
+    *,
+    block_size: int = 4,
+    algorithm: str = "xxh3_128",
+    extra_keys: tuple[str, ...] = (),
+) -> list[BlockHash]:
+    hashes: list[BlockHash] = []
+    BlockHasher(block_size, algorithm).extend(hashes, token_ids, extra_keys)
+    return hashes
+
+
+def test_the_two_algorithms_are_those_that_the_options_name() -> None:
+    assert set(HASH_ALGORITHMS) == {"xxh3_128", "sha256"}
+
+
+# Made once by `hash_all` and checked below against its definition: router and nodes of different
+# versions must agree, so a change here is a change of the protocol.
+@pytest.mark.parametrize(
+    ("algorithm", "extra_keys", "expected"),
+    [
+        (
+            "xxh3_128",
+            (),
+            [
+                "224a1778ba938d92e03ecc173a018699",
+                "cb89f61d8fb093485b6e42b217afab72",
+            ],
+        ),
+        (
+            "xxh3_128",
+            ("tenant-1", "lora"),
+            [
+                "ceff3036a4cff77aef37e30bc232591e",
+                "6600c10e5c00cefdf9be833536afa7f9",
+            ],
+        ),
+        (
+            "sha256",
+            (),
+            [
+                "6de6ff613db5521fe919f65778f4edca8bc3e261d90dc4bd368f459b989133e9",
+                "d489d05527d70dd9ae588dabb5a4f29115806ceff43b63654548ac749394e8ae",
+            ],
+        ),
+        (
+            "sha256",
+            ("tenant-1", "lora"),
+            [
+                "e0fd5050d748d0b1db5aa86a150a75fa54c56c209bcc41c463c9dcd78c0ba071",
+                "0ebae442256f86302ca6ecb42fd38b5305f28c979902a004ebe3e8dddb284b29",
+            ],
+        ),
+    ],
+)
+def test_hashes_are_the_ones_that_were_agreed_on(
+    algorithm: str, extra_keys: tuple[str, ...], expected: list[str]
+) -> None:
+    found = hash_all(TOKENS[:8], algorithm=algorithm, extra_keys=extra_keys)
+    assert [block_hash.hex() for block_hash in found] == expected
+
+
+def test_a_hash_is_that_of_its_parent_and_its_tokens_as_32_bit_little_endian() -> None:
+    def frame(key: str) -> bytes:
+        return struct.pack("<I", len(key.encode())) + key.encode()
+
+    root = hashlib.sha256(b"baton/1" + frame("ä") + frame("b")).digest()
+    first = hashlib.sha256(root + struct.pack("<4I", *TOKENS[:4])).digest()
+    second = hashlib.sha256(first + struct.pack("<4I", *TOKENS[4:8])).digest()
+    assert hash_all(TOKENS[:8], algorithm="sha256", extra_keys=("ä", "b")) == [first, second]
+
+
+@every_algorithm
+@pytest.mark.parametrize("num_tokens", range(13))
+def test_only_full_blocks_have_a_hash(algorithm: str, num_tokens: int) -> None:
+    assert len(hash_all(TOKENS[:num_tokens], algorithm=algorithm)) == num_tokens // 4
+
+
+@every_algorithm
+@pytest.mark.parametrize("changed", range(12))
+def test_a_changed_token_changes_its_block_and_all_after_it_and_none_before(
+    algorithm: str, changed: int
+) -> None:
+    tokens = list(TOKENS)
+    tokens[changed] += 1 if tokens[changed] < 100 else -1
+    pairs = zip(
+        hash_all(TOKENS, algorithm=algorithm), hash_all(tokens, algorithm=algorithm), strict=True
+    )
+    assert [one == other for one, other in pairs] == [index < changed // 4 for index in range(3)]
+
+
+@every_algorithm
+def test_equal_blocks_behind_different_prefixes_have_different_hashes(algorithm: str) -> None:
+    hashes = hash_all([1, 2, 3, 4] * 3, algorithm=algorithm)
+    assert len(set(hashes)) == 3
+
+
+@every_algorithm
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 12])
+def test_extending_token_by_token_equals_hashing_at_once(algorithm: str, block_size: int) -> None:
+    hasher = BlockHasher(block_size, algorithm)
+    hashes: list[BlockHash] = []
+    for end in range(len(TOKENS) + 1):
+        hasher.extend(hashes, TOKENS[:end], ("salt",))
+        hasher.extend(hashes, TOKENS[:end], ("salt",))  # nothing new: nothing added
+    at_once = hash_all(TOKENS, block_size=block_size, algorithm=algorithm, extra_keys=("salt",))
+    assert hashes == at_once
+    assert len(hashes) == len(TOKENS) // block_size
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [
+        tuple(TOKENS),
+        array("i", TOKENS),
+        array("q", TOKENS),
+        np.array(TOKENS, dtype=np.int64),
+        np.array(TOKENS, dtype=np.int32),
+        [np.int64(token) for token in TOKENS],
+    ],
+    ids=["tuple", "array i", "array q", "numpy int64", "numpy int32", "list of numpy ints"],
+)
+def test_token_ids_from_anywhere_have_the_same_hashes(token_ids: Sequence[int]) -> None:
+    assert hash_all(token_ids) == hash_all(TOKENS)
+
+
+EXTRA_KEYS: list[tuple[str, ...]] = [
+    (),
+    ("",),
+    ("", ""),
+    ("a",),
+    ("ab", "c"),
+    ("a", "bc"),
+    ("abc",),
+    ("a", "b", "c"),
+    ("b", "a", "c"),
+    ("a\x01\x00\x00\x00b",),  # looks like two keys once framed carelessly
+    ("a", "b"),
+]
+
+
+@every_algorithm
+def test_different_extra_keys_never_share_a_hash(algorithm: str) -> None:
+    every = [hash_all(TOKENS, algorithm=algorithm, extra_keys=keys) for keys in EXTRA_KEYS]
+    assert len({block_hash for hashes in every for block_hash in hashes}) == 3 * len(EXTRA_KEYS)
+
+
+def test_the_block_size_is_part_of_a_hash_by_the_tokens_it_covers() -> None:
+    assert not set(hash_all(TOKENS, block_size=4)) & set(hash_all(TOKENS, block_size=6))
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32])
+def test_a_token_id_that_does_not_fit_is_an_error_and_not_another_token(token_id: int) -> None:
+    with pytest.raises(OverflowError):
+        hash_all([1, 2, 3, token_id])
+
+
+def test_an_unknown_algorithm_is_refused_with_the_names_of_the_known() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^prefix_hash: must be one of xxh3_128, sha256, got 'md5'$"
+    ):
+        BlockHasher(4, "md5")
