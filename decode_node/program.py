@@ -1,78 +1,42 @@
-"""DecodeProgram: a decode node with its threads: the engine's and the KV connector's."""
+"""What a decode node is made of: an engine, a KV receiver, the loop over both, and its thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from baton.cli.node_options import NodeOptions
-from baton.link import (
-    AbortAll,
-    NodeBeat,
-    NodeEvent,
-    NodeRegistration,
-    NodeRole,
-    RequestView,
-    RouterCommand,
-)
+from baton.link import NodeEvent, NodeRole
+from baton.node_program import NodeProgram
 from decode_node.node import DecodeNode
-from engine.crash_dump import dump_crash
-from engine.engine_loop import EngineLoop
 from engine.node_engine import load_engine
+from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
 from kvconnector.receiver import Receiver
 
 
-class DecodeProgram:
-    """See `NodeProgram` for the contract.
+def make_program(
+    options: NodeOptions,
+    emit: Callable[[NodeEvent], None],
+    on_death: Callable[[Exception], None],
+) -> NodeProgram:
+    """Load a decode node and start its threads.
 
     Args:
         options: of the program.
         emit: takes events for the router; safe to call from any thread.
-        on_death: called when the engine cannot continue.
+        on_death: called when the engine or the connector cannot continue.
+
+    Raises:
+        ConfigError: an option does not fit the model or the machine.
     """
+    make_transport = KV_CONNECTORS.load(options.kv_connector)
+    loaded = load_engine(
+        options.model, options.engine, node_name=options.name, kv_connector=options.kv_connector
+    )
 
-    def __init__(
-        self,
-        options: NodeOptions,
-        emit: Callable[[NodeEvent], None],
-        on_death: Callable[[Exception], None],
-    ) -> None:
-        make_transport = KV_CONNECTORS.load(options.kv_connector)
-        self._name = options.name
-        self._loaded = load_engine(
-            options.model,
-            options.engine,
-            node_name=options.name,
-            kv_connector=options.kv_connector,
-        )
-        transport = make_transport(self._loaded.engine_id, self._loaded.engine.kv_cache)
-        self._receiver = Receiver(transport, on_event=self._wake, on_death=on_death)
-        self._node = DecodeNode(self._loaded.engine, self._receiver, emit)
+    def make_node(wake: Callable[[], None]) -> tuple[DecodeNode, Receiver]:
+        transport = make_transport(loaded.engine_id, loaded.engine.kv_cache)
+        receiver = Receiver(transport, on_event=wake, on_death=on_death)
+        return DecodeNode(loaded.engine, receiver, emit), receiver
 
-        def on_engine_death(error: Exception) -> None:
-            dump_crash(self._loaded.engine, error)
-            on_death(error)
-
-        self._loop = EngineLoop(self._node.step, on_engine_death, name="engine")
-        self._loop.start()
-
-    def registration(self, address: str) -> NodeRegistration:
-        peer_info = self._receiver.peer_info.encode()
-        return self._loaded.registration(self._name, NodeRole.DECODE, address, peer_info)
-
-    def submit(self, command: RouterCommand | AbortAll) -> None:
-        self._node.submit(command)
-        self._loop.wake()
-
-    def beat(self) -> NodeBeat:
-        return self._node.beat()
-
-    def requests(self) -> list[RequestView]:
-        return self._node.requests()
-
-    def close(self) -> None:
-        self._loop.stop()
-        self._receiver.close()
-
-    def _wake(self) -> None:
-        self._loop.wake()
+    return NodeThreads(options.name, NodeRole.DECODE, loaded, make_node, on_death)

@@ -80,8 +80,8 @@ class KVSender(Protocol):
     Each started request ends in exactly one COMMITTED or FAILED event.
     """
 
-    @property
-    def peer_info(self) -> PeerInfo: ...
+    def describe(self) -> bytes:
+        """Peer info, encoded, for the nodes of the other role."""
 
     def connect(self, peer: PeerInfo) -> None:
         """Meet a decode node; ends in PEER_CONNECTED or PEER_FAILED."""
@@ -107,8 +107,8 @@ class KVSender(Protocol):
 class KVReceiver(Protocol):
     """The decode node's end. No method blocks; all may be called from one thread of the node."""
 
-    @property
-    def peer_info(self) -> PeerInfo: ...
+    def describe(self) -> bytes:
+        """Peer info, encoded, for the nodes of the other role."""
 
     def connect(self, peer: PeerInfo) -> None:
         """Meet a prefill node; ends in PEER_CONNECTED or PEER_FAILED."""

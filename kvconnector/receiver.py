@@ -57,6 +57,9 @@ class Receiver:
     def peer_info(self) -> PeerInfo:
         return self._info
 
+    def describe(self) -> bytes:
+        return self._info.encode()
+
     def connect(self, peer: PeerInfo) -> None:
         def call() -> None:
             self._greeted.discard(peer.engine_id)  # who asks anew wants to hear of it anew

@@ -117,6 +117,9 @@ class Sender:
     def peer_info(self) -> PeerInfo:
         return self._info
 
+    def describe(self) -> bytes:
+        return self._info.encode()
+
     def connect(self, peer: PeerInfo) -> None:
         self._endpoint.submit(lambda: self._connect(peer))
 

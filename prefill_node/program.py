@@ -1,78 +1,42 @@
-"""PrefillProgram: a prefill node with its threads: the engine's and the KV connector's."""
+"""What a prefill node is made of: an engine, a KV sender, the loop over both, and its thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from baton.cli.node_options import NodeOptions
-from baton.link import (
-    AbortAll,
-    NodeBeat,
-    NodeEvent,
-    NodeRegistration,
-    NodeRole,
-    RequestView,
-    RouterCommand,
-)
-from engine.crash_dump import dump_crash
-from engine.engine_loop import EngineLoop
+from baton.link import NodeEvent, NodeRole
+from baton.node_program import NodeProgram
 from engine.node_engine import load_engine
+from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
 
 
-class PrefillProgram:
-    """See `NodeProgram` for the contract.
+def make_program(
+    options: NodeOptions,
+    emit: Callable[[NodeEvent], None],
+    on_death: Callable[[Exception], None],
+) -> NodeProgram:
+    """Load a prefill node and start its threads.
 
     Args:
         options: of the program.
         emit: takes events for the router; safe to call from any thread.
-        on_death: called when the engine cannot continue.
+        on_death: called when the engine or the connector cannot continue.
+
+    Raises:
+        ConfigError: an option does not fit the model or the machine.
     """
+    make_transport = KV_CONNECTORS.load(options.kv_connector)
+    loaded = load_engine(
+        options.model, options.engine, node_name=options.name, kv_connector=options.kv_connector
+    )
 
-    def __init__(
-        self,
-        options: NodeOptions,
-        emit: Callable[[NodeEvent], None],
-        on_death: Callable[[Exception], None],
-    ) -> None:
-        make_transport = KV_CONNECTORS.load(options.kv_connector)
-        self._name = options.name
-        self._loaded = load_engine(
-            options.model,
-            options.engine,
-            node_name=options.name,
-            kv_connector=options.kv_connector,
-        )
-        transport = make_transport(self._loaded.engine_id, self._loaded.engine.kv_cache)
-        self._sender = Sender(transport, on_event=self._wake, on_death=on_death)
-        self._node = PrefillNode(self._loaded.engine, self._sender, emit)
+    def make_node(wake: Callable[[], None]) -> tuple[PrefillNode, Sender]:
+        transport = make_transport(loaded.engine_id, loaded.engine.kv_cache)
+        sender = Sender(transport, on_event=wake, on_death=on_death)
+        return PrefillNode(loaded.engine, sender, emit), sender
 
-        def on_engine_death(error: Exception) -> None:
-            dump_crash(self._loaded.engine, error)
-            on_death(error)
-
-        self._loop = EngineLoop(self._node.step, on_engine_death, name="engine")
-        self._loop.start()
-
-    def registration(self, address: str) -> NodeRegistration:
-        peer_info = self._sender.peer_info.encode()
-        return self._loaded.registration(self._name, NodeRole.PREFILL, address, peer_info)
-
-    def submit(self, command: RouterCommand | AbortAll) -> None:
-        self._node.submit(command)
-        self._loop.wake()
-
-    def beat(self) -> NodeBeat:
-        return self._node.beat()
-
-    def requests(self) -> list[RequestView]:
-        return self._node.requests()
-
-    def close(self) -> None:
-        self._loop.stop()
-        self._sender.close()
-
-    def _wake(self) -> None:
-        self._loop.wake()
+    return NodeThreads(options.name, NodeRole.PREFILL, loaded, make_node, on_death)

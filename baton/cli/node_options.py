@@ -43,13 +43,13 @@ def parse_bytes(option: str, text: str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def node_command(role: str, summary: str, run: Callable[[NodeOptions], int]) -> Callable[..., None]:
+def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
     """The command of a node program.
 
     Args:
         role: for the default name.
         summary: what `--help` says first.
-        run: runs the node to its end; returns the exit code.
+        program: ``"package.module:function"`` that makes the node.
     """
 
     def command(
@@ -132,7 +132,10 @@ def node_command(role: str, summary: str, run: Callable[[NodeOptions], int]) -> 
         except ConfigError as error:
             print_error(error)
             raise typer.Exit(1) from None
-        raise typer.Exit(run(options))
+        # Imported here: it brings gRPC, which --help need not wait for.
+        from baton.cli.run_node import run_node
+
+        raise typer.Exit(run_node(options, program))
 
     command.__doc__ = summary
     return command

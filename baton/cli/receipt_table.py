@@ -12,6 +12,9 @@ def receipt_line(receipt: Receipt) -> str:
         f"TTFT {receipt.ttft_s * 1e3:.0f} ms",
         f"{receipt.time_per_token_s * 1e3:.1f} ms/token",
     ]
+    if receipt.decode is None and receipt.decode_node:
+        parts.append(f"ended on {receipt.decode_node} by a stop string")
+        return " | ".join(parts)
     if receipt.decode is None:
         parts.append(f"ended on {receipt.prefill_node} with its first token")
         return " | ".join(parts)

@@ -1,0 +1,52 @@
+"""Run a node program from its options to its exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.cli.node_options import NodeOptions
+from baton.errors import ConfigError
+from baton.link import NodeEvent
+from baton.model_folder import find_model_folder
+from baton.node_program import NodeProgram, run_node_program
+from baton.process import run_program
+from baton.registry import Registry
+from baton.rpc import split_address
+
+MakeProgram = Callable[
+    [NodeOptions, Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram
+]
+
+
+def run_node(options: NodeOptions, program: str) -> int:
+    """Run a node until it is told to stop; returns the exit code.
+
+    Args:
+        program: ``"package.module:function"`` that makes it; imported late, as it needs torch.
+    """
+
+    def make_node(
+        emit: Callable[[NodeEvent], None], on_death: Callable[[Exception], None]
+    ) -> NodeProgram:
+        # Before torch is imported: what the user got wrong is said at once.
+        split_address("router", options.router)
+        split_address("listen", options.listen)
+        find_model_folder(options.model)
+        programs: Registry[MakeProgram] = Registry("node program", {"node": program})
+        try:
+            make_program = programs.load("node")
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
+            ) from error
+        return make_program(options, emit, on_death)
+
+    return run_program(
+        lambda: run_node_program(
+            make_node,
+            router=options.router,
+            listen=options.listen,
+            join_timeout_s=options.join_timeout_s,
+        ),
+        log_level=options.log_level,
+    )

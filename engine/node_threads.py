@@ -1,0 +1,93 @@
+"""NodeThreads: a node with its engine's thread, as the asyncio side of a program sees it.
+
+Both kinds of node are this; what differs is the loop inside (`node.py`) and the end of the KV
+connector, which `make_node` brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.link import (
+    AbortAll,
+    NodeBeat,
+    NodeRegistration,
+    NodeRole,
+    RequestView,
+    RouterCommand,
+)
+from engine.crash_dump import dump_crash
+from engine.engine_loop import EngineLoop
+from engine.node_engine import LoadedEngine
+
+
+class Node(Protocol):
+    """A node's loop; see `prefill_node/node.py` and `decode_node/node.py`."""
+
+    def submit(self, command: RouterCommand | AbortAll) -> None: ...
+
+    def step(self) -> bool: ...
+
+    def beat(self) -> NodeBeat: ...
+
+    def requests(self) -> list[RequestView]: ...
+
+
+class ConnectorEnd(Protocol):
+    """What is needed here of a KV sender or receiver."""
+
+    def describe(self) -> bytes:
+        """Peer info for the nodes of the other role."""
+
+    def close(self) -> None: ...
+
+
+class NodeThreads:
+    """See `baton.node_program.NodeProgram` for the contract.
+
+    Args:
+        name: of the node.
+        role: of the node.
+        loaded: the engine that the node steps.
+        make_node: makes the node and its end of the KV connector, given what wakes the engine's
+            thread.
+        on_death: called when the engine cannot continue.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: NodeRole,
+        loaded: LoadedEngine,
+        make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnd]],
+        on_death: Callable[[Exception], None],
+    ) -> None:
+        def on_engine_death(error: Exception) -> None:
+            dump_crash(loaded.engine, error)
+            on_death(error)
+
+        self._name = name
+        self._role = role
+        self._loaded = loaded
+        self._loop = EngineLoop(lambda: self._node.step(), on_engine_death, name="engine")
+        self._node, self._end = make_node(self._loop.wake)
+        self._loop.start()
+
+    def registration(self, address: str) -> NodeRegistration:
+        peer_info = self._end.describe()
+        return self._loaded.registration(self._name, self._role, address, peer_info)
+
+    def submit(self, command: RouterCommand | AbortAll) -> None:
+        self._node.submit(command)
+        self._loop.wake()
+
+    def beat(self) -> NodeBeat:
+        return self._node.beat()
+
+    def requests(self) -> list[RequestView]:
+        return self._node.requests()
+
+    def close(self) -> None:
+        self._loop.stop()
+        self._end.close()
