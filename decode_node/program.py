@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.cli.node_options import NodeOptions
+from baton.cli.run_node import NodeOptions
 from baton.link import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
 from decode_node.node import DecodeNode

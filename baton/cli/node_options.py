@@ -6,12 +6,12 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from baton.block_hash import HASH_ALGORITHMS
+from baton.cli.run_node import NodeOptions, run_node
 from baton.client import DEFAULT_ADDRESS
 from baton.engine_config import DTYPES, EngineConfig
 from baton.errors import ConfigError
@@ -19,20 +19,6 @@ from baton.process import print_error
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULTS = EngineConfig()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
-    """Options of a prefill or decode node."""
-
-    model: str
-    name: str
-    router: str
-    listen: str
-    join_timeout_s: float
-    kv_connector: str
-    engine: EngineConfig
-    log_level: str
 
 
 def parse_bytes(option: str, text: str) -> int:
@@ -132,9 +118,6 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
         except ConfigError as error:
             print_error(error)
             raise typer.Exit(1) from None
-        # Imported here: it brings gRPC, which --help need not wait for.
-        from baton.cli.run_node import run_node
-
         raise typer.Exit(run_node(options, program))
 
     command.__doc__ = summary

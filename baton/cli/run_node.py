@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from baton.cli.node_options import NodeOptions
+from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
 from baton.link import NodeEvent
 from baton.model_folder import find_model_folder
@@ -12,6 +13,21 @@ from baton.node_program import NodeProgram, run_node_program
 from baton.process import run_program
 from baton.registry import Registry
 from baton.rpc import split_address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """Options of a prefill or decode node."""
+
+    model: str
+    name: str
+    router: str
+    listen: str
+    join_timeout_s: float
+    kv_connector: str
+    engine: EngineConfig
+    log_level: str
+
 
 MakeProgram = Callable[
     [NodeOptions, Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram
