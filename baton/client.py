@@ -9,7 +9,7 @@ from typing import NoReturn, cast
 import grpc
 import grpc.aio
 
-from baton import rpc, wire
+from baton import rpc, wire, wire_types
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -141,7 +141,7 @@ def make_request(
     prompt: Prompt, sampling_params: SamplingParams | None, request_id: str = ""
 ) -> inference_pb2.GenerateRequest:
     """The request message of a prompt; raises InvalidRequestError."""
-    params = wire.sampling_params_to_proto(sampling_params or SamplingParams())
+    params = wire_types.sampling_params_to_proto(sampling_params or SamplingParams())
     request = inference_pb2.GenerateRequest(request_id=request_id, sampling_params=params)
     if isinstance(prompt, str):
         request.text = _checked_text("prompt", prompt)
@@ -182,6 +182,7 @@ def _join(deltas: Sequence[TextDelta]) -> Completion:
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         finish_reason=last.finish_reason or FinishReason.ABORT,
         receipt=last.receipt,
+        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
     )
 
 

@@ -18,17 +18,35 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable the model held an output token, and its best ones, to be.
+
+    Natural logarithms, of the model's own distribution: before penalties, biases, bans,
+    temperature and filters.
+
+    Attributes:
+        top: the most probable tokens, best first, as (token id, logprob); as many as were asked
+            for. The output token need not be among them.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """New tokens of one request.
 
     Attributes:
         output_index: position in the output of ``token_ids[0]``; makes duplicates harmless.
+        logprobs: one per token, or none when the request does not ask for them.
     """
 
     request_id: str
     output_index: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +85,14 @@ class DecodeReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """The latency receipt of a finished request; ``decode`` is None when it ended with token 1."""
+    """The latency receipt of a finished request.
+
+    Attributes:
+        num_output_tokens: that the client got; a node may have computed more.
+        decode_node: empty when the request ended with token 1.
+        decode: None when the request ended with token 1, or when a stop string ended it at the
+            router: the decode node, still at work, was told to stop and gave no account.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -95,14 +120,20 @@ class TextDelta:
     text: str
     finish_reason: FinishReason | None = None
     receipt: Receipt | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished output. ``text`` is empty when there is no tokenizer."""
+    """A finished output. ``text`` is empty when there is no tokenizer.
+
+    Attributes:
+        logprobs: one per token, or none when they were not asked for.
+    """
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     receipt: Receipt | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()

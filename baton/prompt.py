@@ -1,4 +1,4 @@
-"""Checks of a tokenized prompt, the same at every edge: the router's and the offline engine's."""
+"""Checks that need the model, the same at every edge: the router's, a node's, offline."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from baton.errors import InvalidRequestError
+from baton.sampling_params import SamplingParams
 
 
 def check_prompt(
@@ -23,7 +24,23 @@ def check_prompt(
         raise InvalidRequestError(
             field, f"must have at most {max_model_len - 1} tokens, got {len(token_ids)}"
         )
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+    _check_token_ids(field, token_ids, vocab_size)
+
+
+def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
+    """Raise InvalidRequestError if a parameter names a token that the model does not have."""
+    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _check_token_ids("banned_token_ids", params.banned_token_ids, vocab_size)
+    _check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)
+    if len(set(params.banned_token_ids)) == vocab_size:
+        raise InvalidRequestError(
+            "banned_token_ids", f"must leave at least 1 token, got all {vocab_size}"
+        )
+
+
+def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequestError(
             field, f"token ids must be 0 to {vocab_size - 1} (the vocabulary), got {wrong}"

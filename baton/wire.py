@@ -1,148 +1,34 @@
 """The only place where protobuf meets our own values: one function per direction and type.
 
-Raises InvalidRequestError for values that a peer or a client should not have sent.
+What all services share is in `baton/wire_types.py`. Raises InvalidRequestError for values that a
+peer or a client should not have sent.
 """
 
 from __future__ import annotations
 
 from baton import link
-from baton.outputs import (
-    DecodeReceipt,
-    FinishReason,
-    PrefillReceipt,
-    PushReceipt,
-    Receipt,
-    RequestOutput,
-    TextDelta,
-)
-from baton.sampling_params import SamplingParams
+from baton.outputs import RequestOutput, TextDelta
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
+from baton.wire_types import (
+    decode_receipt_from_proto,
+    decode_receipt_to_proto,
+    finish_from_proto,
+    finish_to_proto,
+    logprobs_from_proto,
+    logprobs_to_proto,
+    prefill_receipt_from_proto,
+    prefill_receipt_to_proto,
+    receipt_from_proto,
+    receipt_to_proto,
+    sampling_params_from_proto,
+    sampling_params_to_proto,
+)
 
-_FINISH_TO_PROTO = {
-    None: types_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
-}
-_FINISH_FROM_PROTO: dict[int, FinishReason | None] = {
-    number: reason for reason, number in _FINISH_TO_PROTO.items()
-}
 _ROLE_TO_PROTO = {
     link.NodeRole.PREFILL: types_pb2.NODE_ROLE_PREFILL,
     link.NodeRole.DECODE: types_pb2.NODE_ROLE_DECODE,
 }
 _ROLE_FROM_PROTO = {number: role for role, number in _ROLE_TO_PROTO.items()}
-
-
-def _finish_from_proto(number: int) -> FinishReason | None:
-    """A reason that a newer peer may know and we do not is an end all the same."""
-    return _FINISH_FROM_PROTO.get(number, FinishReason.ABORT)
-
-
-# ------------------------------------------------------------------ sampling parameters
-
-
-def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    return types_pb2.SamplingParams(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        seed=params.seed,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-    )
-
-
-def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Fields that are not set take our defaults; raises InvalidRequestError."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
-    given = {name: getattr(message, name) for name in names if message.HasField(name)}
-    return SamplingParams(**given, stop_token_ids=tuple(message.stop_token_ids))
-
-
-# ------------------------------------------------------------------ receipts
-
-
-def _prefill_receipt_to_proto(receipt: PrefillReceipt) -> types_pb2.PrefillReceipt:
-    return types_pb2.PrefillReceipt(
-        queue_s=receipt.queue_s,
-        prefill_s=receipt.prefill_s,
-        num_chunks=receipt.num_chunks,
-        num_computed_tokens=receipt.num_computed_tokens,
-        num_cached_tokens=receipt.num_cached_tokens,
-    )
-
-
-def _prefill_receipt_from_proto(message: types_pb2.PrefillReceipt) -> PrefillReceipt:
-    return PrefillReceipt(
-        queue_s=message.queue_s,
-        prefill_s=message.prefill_s,
-        num_chunks=message.num_chunks,
-        num_computed_tokens=message.num_computed_tokens,
-        num_cached_tokens=message.num_cached_tokens,
-    )
-
-
-def _decode_receipt_to_proto(receipt: DecodeReceipt) -> types_pb2.DecodeReceipt:
-    return types_pb2.DecodeReceipt(
-        parked_s=receipt.parked_s,
-        first_step_s=receipt.first_step_s,
-        steps_until_first=receipt.steps_until_first,
-        num_prompt_tokens_computed=receipt.num_prompt_tokens_computed,
-        num_forwards=receipt.num_forwards,
-        num_preemptions=receipt.num_preemptions,
-        push=types_pb2.PushReceipt(
-            num_bytes=receipt.push.num_bytes,
-            num_blocks=receipt.push.num_blocks,
-            transport=receipt.push.transport,
-            exposed_transfer_s=receipt.push.exposed_transfer_s,
-        ),
-    )
-
-
-def _decode_receipt_from_proto(message: types_pb2.DecodeReceipt) -> DecodeReceipt:
-    return DecodeReceipt(
-        parked_s=message.parked_s,
-        first_step_s=message.first_step_s,
-        steps_until_first=message.steps_until_first,
-        num_prompt_tokens_computed=message.num_prompt_tokens_computed,
-        num_forwards=message.num_forwards,
-        num_preemptions=message.num_preemptions,
-        push=PushReceipt(
-            num_bytes=message.push.num_bytes,
-            num_blocks=message.push.num_blocks,
-            transport=message.push.transport,
-            exposed_transfer_s=message.push.exposed_transfer_s,
-        ),
-    )
-
-
-def receipt_to_proto(receipt: Receipt) -> types_pb2.Receipt:
-    return types_pb2.Receipt(
-        num_prompt_tokens=receipt.num_prompt_tokens,
-        num_output_tokens=receipt.num_output_tokens,
-        ttft_s=receipt.ttft_s,
-        total_s=receipt.total_s,
-        prefill_node=receipt.prefill_node,
-        decode_node=receipt.decode_node,
-        prefill=_prefill_receipt_to_proto(receipt.prefill),
-        decode=_decode_receipt_to_proto(receipt.decode) if receipt.decode else None,
-    )
-
-
-def receipt_from_proto(message: types_pb2.Receipt) -> Receipt:
-    return Receipt(
-        num_prompt_tokens=message.num_prompt_tokens,
-        num_output_tokens=message.num_output_tokens,
-        ttft_s=message.ttft_s,
-        total_s=message.total_s,
-        prefill_node=message.prefill_node,
-        decode_node=message.decode_node,
-        prefill=_prefill_receipt_from_proto(message.prefill),
-        decode=_decode_receipt_from_proto(message.decode) if message.HasField("decode") else None,
-    )
-
 
 # ------------------------------------------------------------------ the public stream
 
@@ -153,8 +39,9 @@ def text_delta_to_proto(delta: TextDelta) -> inference_pb2.GenerateResponse:
         output_index=delta.output_index,
         token_ids=delta.token_ids,
         text=delta.text,
-        finish_reason=_FINISH_TO_PROTO[delta.finish_reason],
+        finish_reason=finish_to_proto(delta.finish_reason),
         receipt=receipt_to_proto(delta.receipt) if delta.receipt else None,
+        logprobs=map(logprobs_to_proto, delta.logprobs),
     )
 
 
@@ -164,8 +51,9 @@ def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
         output_index=message.output_index,
         token_ids=tuple(message.token_ids),
         text=message.text,
-        finish_reason=_finish_from_proto(message.finish_reason),
+        finish_reason=finish_from_proto(message.finish_reason),
         receipt=receipt_from_proto(message.receipt) if message.HasField("receipt") else None,
+        logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
     )
 
 
@@ -219,10 +107,11 @@ def _delta_to_proto(delta: link.RequestDelta) -> node_pb2.RequestDelta:
         epoch=delta.epoch,
         output_index=delta.output.output_index,
         token_ids=delta.output.token_ids,
-        finish_reason=_FINISH_TO_PROTO[delta.output.finish_reason],
-        prefill=_prefill_receipt_to_proto(delta.prefill) if delta.prefill else None,
-        decode=_decode_receipt_to_proto(delta.decode) if delta.decode else None,
+        finish_reason=finish_to_proto(delta.output.finish_reason),
+        prefill=prefill_receipt_to_proto(delta.prefill) if delta.prefill else None,
+        decode=decode_receipt_to_proto(delta.decode) if delta.decode else None,
         error=node_pb2.RequestError(code=error.code, message=error.message) if error else None,
+        logprobs=map(logprobs_to_proto, delta.output.logprobs),
     )
 
 
@@ -231,14 +120,15 @@ def _delta_from_proto(message: node_pb2.RequestDelta) -> link.RequestDelta:
         message.request_id,
         message.output_index,
         tuple(message.token_ids),
-        _finish_from_proto(message.finish_reason),
+        finish_from_proto(message.finish_reason),
+        tuple(map(logprobs_from_proto, message.logprobs)),
     )
     has = message.HasField
     return link.RequestDelta(
         output,
         message.epoch,
-        prefill=_prefill_receipt_from_proto(message.prefill) if has("prefill") else None,
-        decode=_decode_receipt_from_proto(message.decode) if has("decode") else None,
+        prefill=prefill_receipt_from_proto(message.prefill) if has("prefill") else None,
+        decode=decode_receipt_from_proto(message.decode) if has("decode") else None,
         error=link.RequestError(message.error.code, message.error.message)
         if has("error")
         else None,

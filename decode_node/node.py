@@ -28,7 +28,7 @@ from baton.link import (
     RouterCommand,
 )
 from baton.outputs import DecodeReceipt, RequestOutput
-from baton.prompt import check_prompt
+from baton.prompt import check_prompt, check_sampling_params
 from decode_node.reservations import Reservation, Reservations, ReservationState
 from engine.engine import Engine
 from engine.outputs import StepResult
@@ -149,6 +149,9 @@ class DecodeNode:
                 command.prompt_token_ids,
                 vocab_size=engine.model_config.vocab_size,
                 max_model_len=engine.max_model_len,
+            )
+            check_sampling_params(
+                command.sampling_params, vocab_size=engine.model_config.vocab_size
             )
         except InvalidRequestError as error:
             self._refuse(command, str(error))

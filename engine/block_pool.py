@@ -128,24 +128,14 @@ class BlockPool:
         Args:
             parent: hash of the block before the first of them.
         """
-        stored = []
+        stored: list[BlockHash] = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            block = self._blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} is free"
-            if block.block_hash is not None:
-                assert block.block_hash == block_hash
-                continue
-            block.block_hash = block_hash
-            known = self._cached.get(block_hash)
-            if known is None:
-                self._cached[block_hash] = block
+            if self._name(block_id, block_hash):
                 stored.append(block_hash)
-            elif isinstance(known, KVCacheBlock):
-                self._cached[block_hash] = {known.block_id: known, block_id: block}
-            else:
-                known[block_id] = block
-        if stored and self._events is not None:
-            self._events.append(BlocksStored(tuple(stored), parent))
+            else:  # known already: what comes next is stored behind it
+                self._note_stored(stored, parent)
+                stored, parent = [], block_hash
+        self._note_stored(stored, parent)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content; blocks in use stay in use."""
@@ -203,6 +193,27 @@ class BlockPool:
             block = block.next
 
     # ------------------------------------------------------------------ inside
+
+    def _name(self, block_id: int, block_hash: BlockHash) -> bool:
+        """Put a block's content into the index; whether that content is new there."""
+        block = self._blocks[block_id]
+        assert block.ref_count > 0, f"block {block_id} is free"
+        if block.block_hash is not None:
+            assert block.block_hash == block_hash
+            return False
+        block.block_hash = block_hash
+        known = self._cached.get(block_hash)
+        if known is None:
+            self._cached[block_hash] = block
+        elif isinstance(known, KVCacheBlock):
+            self._cached[block_hash] = {known.block_id: known, block_id: block}
+        else:
+            known[block_id] = block
+        return known is None
+
+    def _note_stored(self, hashes: list[BlockHash], parent: BlockHash | None) -> None:
+        if hashes and self._events is not None:
+            self._events.append(BlocksStored(tuple(hashes), parent))
 
     def _forget(self, block: KVCacheBlock) -> None:
         """Take a block's content out of the index: it is about to be overwritten."""

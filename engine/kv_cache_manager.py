@@ -115,9 +115,10 @@ class KVCacheManager:
         return new_block_ids
 
     def free_slid_out(self, request: Request) -> None:
-        """Drop the blocks that no layer looks at any more."""
+        """Drop the blocks that no layer looks at any more; those without a name stay without."""
         null_block = self._retention.null_block
         num_expired = self._retention.num_expired_blocks(request.num_computed_tokens)
+        request.num_cached_blocks = max(request.num_cached_blocks, num_expired)
         index = num_expired - 1
         while index >= 0 and request.block_ids[index] != null_block:
             self.block_pool.release([request.block_ids[index]])

@@ -66,12 +66,18 @@ class SlidingWindow:
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
         """From the right: a prefix counts when the blocks in its window are there."""
         assert self.null_block is not None
-        for end in range(len(hashes), 0, -1):
-            first = self.num_expired_blocks(end * self._block_size)
-            needed = [find(block_hash) for block_hash in hashes[first:end]]
-            found = [block_id for block_id in needed if block_id is not None]
-            if len(found) == len(needed):
-                return [self.null_block] * first + found
+        end = len(hashes)
+        if self.num_expired_blocks(end * self._block_size) >= end:  # it looks at itself only
+            return [self.null_block] * end
+        run: list[int] = []  # cached blocks up to `end`, the last one first
+        for index in range(len(hashes) - 1, -1, -1):
+            block_id = find(hashes[index])
+            if block_id is None:
+                run, end = [], index
+                continue
+            run.append(block_id)
+            if index <= self.num_expired_blocks(end * self._block_size):
+                return [self.null_block] * index + run[::-1]
         return []
 
     def num_expired_blocks(self, num_computed_tokens: int) -> int:

@@ -16,13 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from baton.engine_config import EngineConfig
 from baton.errors import EngineDeadError, InvalidRequestError
 from baton.model_folder import find_model_folder
-from baton.outputs import Completion, FinishReason, TextDelta
-from baton.prompt import check_prompt, draw_seed
+from baton.outputs import Completion, TextDelta
+from baton.prompt import check_prompt, check_sampling_params, draw_seed
 from baton.sampling_params import SamplingParams
-from baton.tokenizer import Detokenizer, Tokenizer
+from baton.tokenizer import Tokenizer
+from engine.answer import Answer
 from engine.crash_dump import dump_crash
 from engine.engine import Engine
-from engine.outputs import StepResult
 from engine.request import Request
 
 Prompt = str | Sequence[int]
@@ -45,6 +45,7 @@ class LLM:
         folder = find_model_folder(str(model))
         self.engine = Engine(folder, EngineConfig(**options))
         self.tokenizer = Tokenizer(folder) if Tokenizer.exists_in(folder) else None
+        self._answers: dict[str, Answer] = {}  # of requests in progress
         self._num_requests = 0
         self._dead = False
 
@@ -74,8 +75,11 @@ class LLM:
             self._make_request(prompt, params)
             for prompt, params in zip(prompt_list, params_list, strict=True)
         ]
-        self._run(requests, progress=progress)
-        return [self._completion(request) for request in requests]
+        answers = [self._begin(request) for request in requests]
+        with _progress_bar(len(answers), shown=progress) as advance:
+            while self.engine.has_work:
+                advance(self._step())
+        return [answer.completion() for answer in answers]
 
     def chat(
         self,
@@ -103,41 +107,49 @@ class LLM:
         Raises InvalidRequestError, when the iteration begins.
         """
         request = self._make_request(prompt, sampling_params or SamplingParams())
-        detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
-        self.engine.add(request)
+        answer = self._begin(request, streams=True)
         try:
-            while not request.status.is_finished:
-                for output in self._step().outputs:
-                    last = output.finish_reason is not None
-                    text = detokenizer.push(output.token_ids, last=last) if detokenizer else ""
-                    yield TextDelta(
-                        request.request_id,
-                        output.output_index,
-                        output.token_ids,
-                        text,
-                        output.finish_reason,
-                    )
+            while not answer.ended:
+                self._step()
+                yield from answer.take_unread()
+            yield from answer.take_unread()  # what came while somebody else made the last steps
         finally:
-            self.engine.abort(request.request_id)
+            self._end(request.request_id)
 
-    def _run(self, requests: Sequence[Request], *, progress: bool) -> None:
-        """Step until all requests have ended."""
-        for request in requests:
-            self.engine.add(request)
-        with _progress_bar(len(requests), shown=progress) as advance:
-            while self.engine.has_work:
-                advance(len(self._step().finished))
+    def _begin(self, request: Request, *, streams: bool = False) -> Answer:
+        answer = Answer(request, self.tokenizer, streams=streams)
+        self._answers[request.request_id] = answer
+        self.engine.add(request)
+        return answer
 
-    def _step(self) -> StepResult:
-        """A step; what nobody expected is dumped to a file and ends the engine."""
+    def _end(self, request_id: str) -> None:
+        """Forget a request, and end it where a stop string or its reader did so first."""
+        self._answers.pop(request_id, None)
+        self.engine.abort(request_id)
+
+    def _step(self) -> int:
+        """A step, and its outputs to their answers; returns how many requests ended.
+
+        What nobody expected is dumped to a file and ends the engine.
+        """
         if self._dead:
             raise EngineDeadError("the engine has failed before; make a new LLM")
         try:
-            return self.engine.step()
+            result = self.engine.step()
         except Exception as error:  # the loop's top
             self._dead = True
             path = dump_crash(self.engine, error)
             raise EngineDeadError(f"the engine cannot continue: {error}; see {path}") from error
+        num_ended = 0
+        for output in result.outputs:
+            answer = self._answers.get(output.request_id)
+            if answer is None:  # somebody gave it to the engine directly
+                continue
+            answer.take(output)
+            if answer.ended:
+                self._end(output.request_id)
+                num_ended += 1
+        return num_ended
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         token_ids = self._tokenize(prompt)
@@ -147,6 +159,9 @@ class LLM:
             vocab_size=engine.model_config.vocab_size,
             max_model_len=engine.max_model_len,
         )
+        check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
         self._num_requests += 1
         return Request.create(
             f"offline-{self._num_requests}",
@@ -165,15 +180,6 @@ class LLM:
                 "prompt", "this checkpoint has no tokenizer.json: give token ids"
             )
         return self.tokenizer.encode(prompt)
-
-    def _completion(self, request: Request) -> Completion:
-        token_ids = request.output_token_ids
-        return Completion(
-            request_id=request.request_id,
-            text=self.tokenizer.decode(token_ids) if self.tokenizer else "",
-            token_ids=tuple(token_ids),
-            finish_reason=request.status.finish_reason or FinishReason.ABORT,
-        )
 
 
 def _is_conversation(value: object) -> bool:

@@ -6,6 +6,7 @@ import torch
 
 from baton_kernels.attention.base import AttentionBackend
 from engine.input_batch import InputBatch
+from engine.logprobs import compute_logprobs
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.sampler import sample
 from models.base import CausalLM, ForwardContext
@@ -53,4 +54,4 @@ class ModelRunner:
         logits = self._model.compute_logits(hidden_states[inputs.last_token_rows])
         token_ids = sample(logits, requests)
         sampled = {r.request_id: t for r, t in zip(requests, token_ids, strict=True)}
-        return ModelRunnerOutput(sampled)
+        return ModelRunnerOutput(sampled, compute_logprobs(logits, requests, token_ids))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from baton.outputs import RequestOutput
+from baton.outputs import RequestOutput, TokenLogprobs
 from engine.request import Request
 
 
@@ -32,9 +32,15 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The sampled tokens, for the scheduled requests that sample, in their order."""
+    """What was sampled, by request id.
+
+    Attributes:
+        sampled_token_ids: of the scheduled requests that sample, in their order.
+        logprobs: of those tokens, where a request asks for them.
+    """
 
     sampled_token_ids: dict[str, int]
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

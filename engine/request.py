@@ -20,30 +20,31 @@ from baton.sampling_params import SamplingParams
 
 
 class RequestStatus(Enum):
-    """Where a request is."""
+    """Where a request is.
+
+    Attributes:
+        finish_reason: of a request that has ended; None while it has not.
+        is_finished: whether it has ended. Both are looked at several times per token, so they are
+            plain attributes.
+    """
+
+    finish_reason: FinishReason | None
+    is_finished: bool
+
+    def __new__(cls, value: str, finish_reason: FinishReason | None = None) -> RequestStatus:
+        status = object.__new__(cls)
+        status._value_ = value
+        status.finish_reason = finish_reason
+        status.is_finished = finish_reason is not None
+        return status
 
     WAITING = "WAITING"
     WAITING_FOR_REMOTE_KVS = "WAITING_FOR_REMOTE_KVS"
     RUNNING = "RUNNING"
     PREEMPTED = "PREEMPTED"
-    FINISHED_STOPPED = "FINISHED_STOPPED"
-    FINISHED_LENGTH = "FINISHED_LENGTH"
-    FINISHED_ABORTED = "FINISHED_ABORTED"
-
-    @property
-    def is_finished(self) -> bool:
-        return self in _FINISH_REASONS
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return _FINISH_REASONS.get(self)
-
-
-_FINISH_REASONS = {
-    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
-    RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
-    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
-}
+    FINISHED_STOPPED = "FINISHED_STOPPED", FinishReason.STOP
+    FINISHED_LENGTH = "FINISHED_LENGTH", FinishReason.LENGTH
+    FINISHED_ABORTED = "FINISHED_ABORTED", FinishReason.ABORT
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -55,6 +56,7 @@ class Request:
         seed: of the sampler; a request without one is given one where it enters the system.
         max_num_tokens: ends the output (``LENGTH``) when ``token_ids`` is that long.
         stop_token_ids: end the output (``STOP``).
+        changes_logits: whether the choice of a token depends on more than the model's logits.
         priority: smaller goes first, where the scheduler looks at it.
         extra_keys: what the KV depends on besides the tokens.
         rank: who goes first, and who is preempted last: the smaller one. The scheduler's.
@@ -73,6 +75,7 @@ class Request:
     seed: int
     max_num_tokens: int
     stop_token_ids: frozenset[int]
+    changes_logits: bool = False
     priority: int = 0
     extra_keys: tuple[str, ...] = ()
     rank: tuple[int, int] = (0, 0)
@@ -118,6 +121,7 @@ class Request:
             seed=seed,
             max_num_tokens=min(num_prompt_tokens + limit, max_model_len),
             stop_token_ids=stop_token_ids,
+            changes_logits=sampling_params.changes_logits,
             priority=priority,
             extra_keys=extra_keys,
         )

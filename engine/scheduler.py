@@ -106,6 +106,8 @@ class Scheduler:
         request.token_ids.append(token_id)
         request.num_computed_tokens = request.num_prompt_tokens
         request.status = RequestStatus.WAITING
+        # What slid out need not have come: a sender that starts from a prefix hit has none of it.
+        self.kv_cache_manager.free_slid_out(request)
         self.kv_cache_manager.cache_blocks(request)
         self._arrived.append(request)
         self._num_arrived += 1
@@ -166,8 +168,15 @@ class Scheduler:
             if status.is_finished:
                 self._finish(request, status)
                 finished.append(request)
+            logprobs = output.logprobs.get(request.request_id)
             outputs.append(
-                RequestOutput(request.request_id, output_index, (token_id,), status.finish_reason)
+                RequestOutput(
+                    request.request_id,
+                    output_index,
+                    (token_id,),
+                    status.finish_reason,
+                    () if logprobs is None else (logprobs,),
+                )
             )
         if finished:
             self._running = [r for r in self._running if not r.status.is_finished]
@@ -234,7 +243,8 @@ class Scheduler:
             self._waiting.pop()
             self._num_waiting -= 1
             request.num_computed_tokens = num_cached
-            request.num_cached_tokens = max(request.num_cached_tokens, num_cached)
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = num_cached
             budget -= self._run(request, self._num_tokens_next(request, budget), scheduled)
         return budget
 

@@ -7,6 +7,7 @@ One thread calls `step`; commands come in, and events go out, through queues.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -28,7 +29,7 @@ from baton.link import (
     RouterCommand,
 )
 from baton.outputs import FinishReason, PrefillReceipt, RequestOutput
-from baton.prompt import check_prompt
+from baton.prompt import check_prompt, check_sampling_params
 from engine.engine import Engine
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request, view_request
@@ -149,6 +150,9 @@ class PrefillNode:
                 vocab_size=engine.model_config.vocab_size,
                 max_model_len=engine.max_model_len,
             )
+            check_sampling_params(
+                command.sampling_params, vocab_size=engine.model_config.vocab_size
+            )
         except InvalidRequestError as error:
             self._fail(command.request_id, command.epoch, "INVALID_ARGUMENT", str(error))
             return
@@ -189,7 +193,7 @@ class PrefillNode:
             job = self._jobs.pop(output.request_id)
             # The engine stops after one token: unless that is the end indeed, D goes on.
             if job.command.decode_engine_id and output.finish_reason is not FinishReason.STOP:
-                output = RequestOutput(output.request_id, output.output_index, output.token_ids)
+                output = dataclasses.replace(output, finish_reason=None)
                 handed_over[output.request_id] = output
             else:
                 self.push_tracker.drop(output.request_id, "")

@@ -27,7 +27,7 @@ from baton.link import (
     RequestDelta,
     RequestError,
 )
-from baton.outputs import PrefillReceipt, Receipt, RequestOutput
+from baton.outputs import DecodeReceipt, PrefillReceipt, Receipt, RequestOutput
 from baton.sampling_params import SamplingParams
 from router.node_pool import LegDelta, Node, NodePool
 from router.policies.base import RouteQuery, RoutingPolicy
@@ -79,7 +79,7 @@ class Dispatcher:
     def __init__(self, pool: NodePool, policy: RoutingPolicy) -> None:
         self._pool = pool
         self._policy = policy
-        self._open: set[str] = set()
+        self._open: dict[str, _Attempt] = {}
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
         self._epochs = itertools.count(secrets.randbits(31))
@@ -98,17 +98,18 @@ class Dispatcher:
         """
         if call.request_id in self._open:
             raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
-        self._open.add(call.request_id)
+        attempt = self._open[call.request_id] = self._begin(call)
         try:
-            attempt = self._begin(call)
-            try:
-                async with contextlib.aclosing(attempt.outputs()) as outputs:
-                    async for output in outputs:
-                        yield output
-            finally:
-                attempt.close()
+            async with contextlib.aclosing(attempt.outputs()) as outputs:
+                async for output in outputs:
+                    yield output
         finally:
-            self._open.discard(call.request_id)
+            attempt.close()
+            del self._open[call.request_id]
+
+    def receipt(self, request_id: str) -> Receipt:
+        """The receipt of an open call as of now, for who is about to end it; after token 1."""
+        return self._open[request_id].receipt(None)
 
     def _begin(self, call: Call) -> _Attempt:
         pairs = self._pool.pairs()
@@ -141,6 +142,8 @@ class _Attempt:
         self._finished_on: NodeRole | None = None
         self._prefill_receipt: PrefillReceipt | None = None
         self._kv_arrived = False
+        self._num_output_tokens = 0
+        self._decoded = False  # tokens of the decode node were forwarded
         self._ttft_s = 0.0
         self._inbox: asyncio.Queue[LegDelta] = asyncio.Queue()
         self._deadline = asyncio.get_running_loop().call_later(call.timeout_s, self._time_out)
@@ -177,7 +180,6 @@ class _Attempt:
     async def outputs(self) -> AsyncGenerator[CallOutput, None]:
         """Deltas of both legs, strictly by output index."""
         early: dict[int, LegDelta] = {}  # token 2 may overtake token 1: they take other ways
-        next_index = 0
         while True:
             item = await self._inbox.get()
             if item.delta.error is not None:
@@ -188,15 +190,30 @@ class _Attempt:
                 raise _error(item.delta.error)
             self._kv_arrived |= item.role is NodeRole.DECODE
             early.setdefault(item.delta.output.output_index, item)
-            while (ready := early.pop(next_index, None)) is not None:
+            while (ready := early.pop(self._num_output_tokens, None)) is not None:
                 delta = ready.delta
-                next_index += len(delta.output.token_ids)
+                self._num_output_tokens += len(delta.output.token_ids)
+                self._decoded |= ready.role is NodeRole.DECODE
                 self._note(delta)
                 if delta.output.finish_reason is not None:
                     self._finished_on = ready.role
-                    yield CallOutput(delta.output, self._receipt(delta, next_index))
+                    yield CallOutput(delta.output, self.receipt(delta.decode))
                     return
                 yield CallOutput(delta.output)
+
+    def receipt(self, decode: DecodeReceipt | None) -> Receipt:
+        """What the call cost up to now; ``decode``: the decode node's part, with its last token."""
+        assert self._prefill_receipt is not None
+        return Receipt(
+            num_prompt_tokens=len(self._call.prompt_token_ids),
+            num_output_tokens=self._num_output_tokens,
+            ttft_s=self._ttft_s,
+            total_s=time.perf_counter() - self._call.received_at,
+            prefill_node=self._prefill.name,
+            decode_node=self._decode.name if self._decode and self._decoded else "",
+            prefill=self._prefill_receipt,
+            decode=decode,
+        )
 
     def close(self) -> None:
         """Forget both legs; on nodes that may still work on the call, cancel it."""
@@ -216,19 +233,6 @@ class _Attempt:
             self._prefill.relieve_leg(self._call.request_id, self._epoch)
         if self._prefill_receipt is not None and self._kv_arrived:  # it has no more to say
             self._prefill.close_leg(self._call.request_id, self._epoch)
-
-    def _receipt(self, delta: RequestDelta, num_output_tokens: int) -> Receipt:
-        assert self._prefill_receipt is not None
-        return Receipt(
-            num_prompt_tokens=len(self._call.prompt_token_ids),
-            num_output_tokens=num_output_tokens,
-            ttft_s=self._ttft_s,
-            total_s=time.perf_counter() - self._call.received_at,
-            prefill_node=self._prefill.name,
-            decode_node=self._decode.name if self._decode and delta.decode else "",
-            prefill=self._prefill_receipt,
-            decode=delta.decode,
-        )
 
     def _time_out(self) -> None:
         error = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")

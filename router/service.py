@@ -9,15 +9,16 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 
-from baton import wire
+from baton import wire, wire_types
 from baton.errors import InvalidRequestError
-from baton.outputs import TextDelta
-from baton.prompt import check_prompt, draw_seed
+from baton.outputs import FinishReason, TextDelta
+from baton.prompt import check_prompt, check_sampling_params, draw_seed
 from baton.rpc import Context
 from baton.sampling_params import MAX_STOP_TOKEN_IDS
-from baton.tokenizer import Detokenizer, Tokenizer
+from baton.stop_strings import OutputText
+from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.dispatcher import Call, Dispatcher
+from router.dispatcher import Call, CallOutput, Dispatcher
 from router.node_pool import NodePool
 
 MAX_REQUEST_ID_CHARS = 128
@@ -55,22 +56,36 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Stream the completion of one prompt."""
         received_at = time.perf_counter()
         call = await self._make_call(request, context, received_at)
-        detokenizer = Detokenizer(self._tokenizer) if self._tokenizer else None
+        text = OutputText(self._tokenizer, call.sampling_params) if self._tokenizer else None
         async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
             async for item in outputs:
-                output = item.output
-                last = output.finish_reason is not None
-                text = detokenizer.push(output.token_ids, last=last) if detokenizer else ""
-                yield wire.text_delta_to_proto(
-                    TextDelta(
-                        call.request_id,
-                        output.output_index,
-                        output.token_ids,
-                        text,
-                        output.finish_reason,
-                        item.receipt,
-                    )
-                )
+                delta = self._text_delta(item, text)
+                yield wire.text_delta_to_proto(delta)
+                if delta.finish_reason is not None:  # not always the nodes': they know no text
+                    return
+
+    def _text_delta(self, item: CallOutput, text: OutputText | None) -> TextDelta:
+        """New tokens with what they add to the text; ends the output where a stop string does."""
+        output = item.output
+        finish_reason, receipt = output.finish_reason, item.receipt
+        token_ids = output.token_ids
+        piece = text.push(token_ids, last=finish_reason is not None) if text else ""
+        if text is not None and text.stopped:
+            finish_reason = FinishReason.STOP
+            token_ids = token_ids[: text.num_tokens - output.output_index]
+            receipt = dataclasses.replace(
+                receipt or self._dispatcher.receipt(output.request_id),
+                num_output_tokens=text.num_tokens,
+            )
+        return TextDelta(
+            output.request_id,
+            output.output_index,
+            token_ids,
+            piece,
+            finish_reason,
+            receipt,
+            output.logprobs[: len(token_ids)],
+        )
 
     async def _make_call(
         self,
@@ -87,7 +102,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             )
         if len(request.sampling_params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS}")
-        params = wire.sampling_params_from_proto(request.sampling_params)
+        params = wire_types.sampling_params_from_proto(request.sampling_params)
+        check_sampling_params(params, vocab_size=self._vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
         if params.seed is None:
             # Drawn here, so that both nodes (and a retry) sample the same.
             params = dataclasses.replace(params, seed=draw_seed())

@@ -28,6 +28,15 @@ MaxTokensOption = Annotated[int, typer.Option(help="Most output tokens.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopKOption = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0: off.")]
 TopPOption = Annotated[float, typer.Option(help="Keep this much probability.")]
+MinPOption = Annotated[
+    float, typer.Option(help="Drop tokens less than this times as probable as the best; 0: off.")
+]
+RepetitionPenaltyOption = Annotated[
+    float, typer.Option(help="Above 1: say less often what was said before; 1: off.")
+]
+StopOption = Annotated[
+    list[str] | None, typer.Option(help="End before this text; may be given several times.")
+]
 SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
 
 
@@ -38,6 +47,9 @@ def generate(
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    stop: StopOption = None,
     seed: SeedOption = None,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
@@ -45,7 +57,14 @@ def generate(
     """Complete a text; prints it as it is made."""
     with _errors():
         params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            stop=tuple(stop or ()),
+            seed=seed,
         )
         with Client(router) as client:
             _, last = _print_stream(client, prompt, params, timeout_s)

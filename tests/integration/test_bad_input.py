@@ -189,7 +189,15 @@ def test_bad_parameter_from_any_client(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--max-tokens", "0"], ["--temperature", "-1"], ["--top-p", "2"], ["--top-k", "-1"]],
+    [
+        ["--max-tokens", "0"],
+        ["--temperature", "-1"],
+        ["--top-p", "2"],
+        ["--top-k", "-1"],
+        ["--min-p", "2"],
+        ["--repetition-penalty", "0"],
+        ["--stop", ""],
+    ],
 )
 def test_bad_parameter_on_the_command_line(
     arguments: list[str], deployment: LocalDeployment

@@ -137,6 +137,60 @@ def test_split_equals_one_process_with_seeds(
     assert len({c.token_ids for c in alone}) > len(alone) // 2
 
 
+def test_split_equals_one_process_with_penalties_and_logprobs(
+    deployment: LocalDeployment, llm: LLM, prompts: list[list[int]]
+) -> None:
+    chosen = prompts[1::4]
+    params = [
+        SamplingParams(
+            max_tokens=20,
+            min_tokens=index % 4,
+            temperature=0.8 * (index % 3),
+            min_p=0.05,
+            seed=index,
+            repetition_penalty=1.2,
+            presence_penalty=0.4,
+            frequency_penalty=0.3,
+            logit_bias=((prompt[0], -3.0), (prompt[-1], 1.5)),
+            banned_token_ids=(prompt[0] + 1,),
+            logprobs=index % 4,
+        )
+        for index, prompt in enumerate(chosen)
+    ]
+    split = complete_all(deployment.config.listen, chosen, params)
+    alone = llm.generate(chosen, params)
+    assert [c.token_ids for c in split] == [c.token_ids for c in alone]
+    plain = llm.generate(chosen, SamplingParams(max_tokens=20, temperature=0))
+    assert all(a.token_ids != b.token_ids for a, b in zip(alone, plain, strict=True))
+    for one, other, param in zip(split, alone, params, strict=True):
+        assert len(one.logprobs) == len(other.logprobs) == len(one.token_ids)
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [token_id for token_id, _ in mine.top] == [t for t, _ in theirs.top]
+            assert [p for _, p in mine.top] == pytest.approx([p for _, p in theirs.top], abs=1e-4)
+            assert len(mine.top) == param.logprobs
+
+
+def test_a_stop_string_ends_the_output_at_the_same_token(
+    deployment: LocalDeployment, llm: LLM, prompts: list[list[int]]
+) -> None:
+    chosen = prompts[::8]
+    whole = llm.generate(chosen, GREEDY)
+    params = [
+        SamplingParams(max_tokens=20, temperature=0, stop=(c.text[len(c.text) // 2 :][:3] or "x",))
+        for c in whole
+    ]
+    split = complete_all(deployment.config.listen, chosen, params)
+    alone = llm.generate(chosen, params)
+    for one, other, param in zip(split, alone, params, strict=True):
+        assert (one.text, one.token_ids) == (other.text, other.token_ids)
+        assert one.finish_reason is other.finish_reason
+        assert param.stop[0] not in one.text
+        assert one.receipt is not None
+        assert one.receipt.num_output_tokens == len(one.token_ids)
+    assert any(len(c.token_ids) < 20 for c in split)
+
+
 def test_text_and_token_ids_give_the_same(deployment: LocalDeployment, llm: LLM) -> None:
     assert llm.tokenizer is not None
     text = "def read_config(path):"

@@ -10,6 +10,7 @@ from baton.sampling_params import SamplingParams
 from decode_node import reservations
 from kvconnector.base import TransferEventKind
 from kvconnector.messages import Grant
+from kvconnector.peer_info import PeerInfo
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
@@ -241,7 +242,9 @@ def test_a_grant_of_another_decode_node_does_not_move_a_block() -> None:
     place(cluster, "a", 10)
     prefill_without_grant(cluster)
     ScriptedTransport("x", cluster.d.engine.kv_cache, cluster.network)
-    stranger = msgspec.structs.replace(cluster.d.receiver.peer_info, engine_id="x")
+    stranger = msgspec.structs.replace(
+        PeerInfo.decode(cluster.d.receiver.describe()), engine_id="x"
+    )
     cluster.sender.connect(stranger)
     cluster.round("p")
     cluster.sender._on_message(Grant(engine_id="x", request_id="a", epoch=1, block_ids=[0, 1, 2]))
@@ -292,4 +295,17 @@ def test_blocks_of_a_cancelled_request_are_not_reused_before_the_last_write_has_
     assert cluster.d.requests()[0].num_blocks == 0  # "b" waits for room
     cluster.settle()
     assert cluster.attempts["b", 1].is_complete  # and its KV was right: see CheckedEngine
+    assert_clean(cluster)
+
+
+def test_both_nodes_refuse_a_token_id_outside_the_vocabulary_and_go_on() -> None:
+    cluster = make_cluster(20)
+    wrong = SamplingParams(max_tokens=4, banned_token_ids=(10**6,))
+    cluster.place("a", 1, prompt_of(0, 10), wrong)
+    cluster.settle()
+    assert cluster.attempts["a", 1].error.startswith("banned_token_ids: token ids must be 0 to ")
+    place(cluster, "b", 10)
+    cluster.settle()
+    assert cluster.attempts["b", 1].is_complete
+    assert_right(cluster)
     assert_clean(cluster)

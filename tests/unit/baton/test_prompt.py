@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.errors import InvalidRequestError
-from baton.prompt import check_prompt, draw_seed
+from baton.prompt import check_prompt, check_sampling_params, draw_seed
 from baton.sampling_params import SamplingParams
 
 
@@ -37,3 +39,28 @@ def test_drawn_seeds_are_valid_seeds_and_differ() -> None:
     assert len(seeds) == 50
     for seed in seeds:
         SamplingParams(seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_token_ids", (10,)),
+        ("allowed_token_ids", (3, 10)),
+        ("banned_token_ids", (10,)),
+        ("logit_bias", ((3, 1.0), (10, 1.0))),
+    ],
+)
+def test_a_parameter_that_names_a_token_outside_the_vocabulary_is_refused(
+    field: str, value: Any
+) -> None:
+    params = SamplingParams(**{field: value})
+    check_sampling_params(params, vocab_size=11)
+    with pytest.raises(InvalidRequestError, match=f"^{field}: .* 0 to 9 .* got 10$"):
+        check_sampling_params(params, vocab_size=10)
+
+
+def test_banning_the_whole_vocabulary_is_refused() -> None:
+    params = SamplingParams(banned_token_ids=(0, 1, 2, 2))
+    check_sampling_params(params, vocab_size=4)
+    with pytest.raises(InvalidRequestError, match=r"^banned_token_ids: must leave .* got all 3$"):
+        check_sampling_params(params, vocab_size=3)

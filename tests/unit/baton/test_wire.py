@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import link, wire
+from baton import link, wire, wire_types
 from baton.errors import InvalidRequestError
 from baton.outputs import (
     DecodeReceipt,
@@ -19,6 +19,7 @@ from baton.outputs import (
     Receipt,
     RequestOutput,
     TextDelta,
+    TokenLogprobs,
 )
 from baton.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
 from baton.v1 import node_pb2, types_pb2
@@ -36,15 +37,26 @@ uint32 = st.integers(0, 2**32 - 1)
 token_ids = st.lists(uint32, max_size=5)
 seconds = st.floats(0, 1e6)
 finish_reasons = st.sampled_from([None, *FinishReason])
+known_ids = st.integers(0, MAX_TOKEN_ID)
 params = st.builds(
     SamplingParams,
-    max_tokens=st.integers(1, 2**31 - 1),
+    max_tokens=st.integers(10, 2**31 - 1),
     temperature=st.floats(0, 1e9),
     top_k=st.integers(0, 2**31 - 1),
     top_p=st.floats(0, 1, exclude_min=True),
     seed=st.none() | st.integers(-MAX_SEED - 1, MAX_SEED),
-    stop_token_ids=st.lists(st.integers(0, MAX_TOKEN_ID), max_size=3).map(tuple),
+    stop_token_ids=st.lists(known_ids, max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0, 1e9, exclude_min=True),
+    logit_bias=st.dictionaries(known_ids, st.floats(-100, 100), max_size=4),
+    allowed_token_ids=st.none() | st.lists(known_ids, min_size=4, max_size=5, unique=True),
+    banned_token_ids=st.lists(known_ids, max_size=3).map(tuple),
+    min_tokens=st.integers(0, 10),
+    stop=st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
 )
 prefill_receipts = st.builds(
     PrefillReceipt,
@@ -81,9 +93,12 @@ receipts = st.builds(
     prefill=prefill_receipts,
     decode=st.none() | decode_receipts,
 )
+float32 = st.floats(max_value=0, width=32)
+logprobs = st.builds(TokenLogprobs, float32, st.lists(st.tuples(uint32, float32)).map(tuple))
+some_logprobs = st.lists(logprobs, max_size=3).map(tuple)
 deltas = st.builds(
     link.RequestDelta,
-    st.builds(RequestOutput, texts, uint32, token_ids.map(tuple), finish_reasons),
+    st.builds(RequestOutput, texts, uint32, token_ids.map(tuple), finish_reasons, some_logprobs),
     uint32,
     prefill=st.none() | prefill_receipts,
     decode=st.none() | decode_receipts,
@@ -145,18 +160,19 @@ text_deltas = st.builds(
     texts,
     finish_reasons,
     st.none() | receipts,
+    some_logprobs,
 )
 
 
 @given(params)
 def test_sampling_params_survive_the_wire(value: SamplingParams) -> None:
-    message = over_the_wire(wire.sampling_params_to_proto(value))
-    assert wire.sampling_params_from_proto(message) == value
+    message = over_the_wire(wire_types.sampling_params_to_proto(value))
+    assert wire_types.sampling_params_from_proto(message) == value
 
 
 @given(receipts)
 def test_receipts_survive_the_wire(value: Receipt) -> None:
-    assert wire.receipt_from_proto(over_the_wire(wire.receipt_to_proto(value))) == value
+    assert wire_types.receipt_from_proto(over_the_wire(wire_types.receipt_to_proto(value))) == value
 
 
 @given(text_deltas)
@@ -182,15 +198,15 @@ def test_commands_of_the_router_survive_the_wire(value: link.RouterCommand) -> N
 
 
 def test_fields_that_a_client_does_not_set_take_our_defaults() -> None:
-    assert wire.sampling_params_from_proto(types_pb2.SamplingParams()) == SamplingParams()
+    assert wire_types.sampling_params_from_proto(types_pb2.SamplingParams()) == SamplingParams()
 
 
 def test_a_field_that_is_set_to_zero_is_not_taken_for_unset() -> None:
     message = types_pb2.SamplingParams(temperature=0, seed=0)
-    found = wire.sampling_params_from_proto(message)
+    found = wire_types.sampling_params_from_proto(message)
     assert (found.temperature, found.seed) == (0, 0)
     with pytest.raises(InvalidRequestError, match="max_tokens"):
-        wire.sampling_params_from_proto(types_pb2.SamplingParams(max_tokens=0))
+        wire_types.sampling_params_from_proto(types_pb2.SamplingParams(max_tokens=0))
 
 
 def test_messages_of_kinds_that_we_do_not_know_are_none_and_no_error() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.sampling_params import SamplingParams
 from engine.request import Request
-from engine.sampler import counter_uniform, sample
+from engine.sampler import TOP_VALUES, counter_uniform, sample
 from tests.fakes.engine_parts import make_request
 
 VOCAB_SIZE = 40
@@ -164,13 +164,23 @@ def test_the_smallest_filters_leave_exactly_the_most_probable_token(
     assert sample(logits, requests) == logits.argmax(-1).tolist()
 
 
-def test_of_equal_probabilities_top_k_keeps_exactly_k() -> None:
-    drawn = {
-        token
-        for seed in range(200)
-        for token in sample(torch.zeros(1, 8), [request(seed, top_k=3)])
-    }
+@pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.5}])
+def test_equally_probable_tokens_stay_or_go_together(params: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.4, 0.25, 0.25, 0.1]]).log()
+    drawn = {token for seed in range(300) for token in sample(logits, [request(seed, **params)])}
     assert drawn == {0, 1, 2}
+
+
+def test_top_p_looks_at_the_whole_vocabulary_where_the_top_does_not_hold_enough() -> None:
+    num_tokens = 3 * TOP_VALUES
+    logits = torch.linspace(0.0, 0.5, num_tokens).unsqueeze(0)  # flat: no token matters much
+    probabilities = logits.double().softmax(-1).flip(-1).cumsum(-1)[0]
+    num_kept = int((probabilities < 0.9).sum()) + 1
+    assert num_kept > TOP_VALUES
+    requests = [request(seed, top_p=0.9) for seed in range(3000)]
+    drawn = sample(logits.expand(len(requests), -1), requests)
+    assert min(drawn) >= num_tokens - num_kept
+    assert min(drawn) < num_tokens - num_kept + num_tokens // 50  # the edge is reached, too
 
 
 def test_top_p_keeps_the_token_that_crosses_the_threshold_and_none_after_it() -> None:
