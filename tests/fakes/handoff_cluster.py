@@ -197,8 +197,8 @@ class Cluster:
 
     def rejoin(self) -> None:
         """Introduce both nodes to each other."""
-        self.d.submit(PeerUpdate("p", self.sender.peer_info.encode()))
-        self.p.submit(PeerUpdate("d", self.d.receiver.peer_info.encode()))
+        self.d.submit(PeerUpdate("p", self.sender.describe()))
+        self.p.submit(PeerUpdate("d", self.d.receiver.describe()))
 
     def kill(self, engine_id: str) -> None:
         """One node's process ends, and the router tells the other."""

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from baton.link import BlocksRemoved, BlocksStored
+from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler
-from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler
+from tests.fakes.engine_parts import EOS, ContentRunner, make_request, make_scheduler
 
 NUM_BLOCKS = 8
 BLOCK_SIZE = 2
-MAX_MODEL_LEN = NUM_BLOCKS * BLOCK_SIZE
+MAX_MODEL_LEN = NUM_BLOCKS * BLOCK_SIZE  # less one block where there is a sliding window
+LONGEST = 15
+
+# Short ones run side by side and preempt each other; long ones fill the pool alone.
+shared_lengths = st.integers(1, 5) | st.integers(1, 5) | st.integers(1, LONGEST)
+own_lengths = st.integers(0, 2) | st.integers(0, 2) | st.integers(0, LONGEST)
+priorities = st.integers(-1, 1)
+salts = st.sampled_from([(), ("salt",)])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, remote KV, aborts and steps; then everything must drain."""
+    """Random arrivals, remote KV, aborts and steps; then everything must drain.
+
+    The runner knows what each KV slot holds: reading another prefix's content fails there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,30 +42,53 @@ class SchedulerMachine(RuleBasedStateMachine):
         ] = {}  # token ids by index, the remote node's first one too
         self.ended: dict[str, str] = {}  # request_id -> how; set exactly once
         self.just_committed: set[str] = set()
-        self.tokens = iter(())
 
     @initialize(
         max_num_requests=st.integers(1, 4),
         max_num_batched_tokens=st.integers(4, 20),
         long_prefill_threshold=st.integers(1, 20),
+        prefix_cache=st.booleans(),
+        sliding_window=st.sampled_from([None, 1, 2, 3, 5, 8]),
+        policy=st.sampled_from(["fcfs", "priority"]),
     )
     def make(
-        self, max_num_requests: int, max_num_batched_tokens: int, long_prefill_threshold: int
+        self,
+        max_num_requests: int,
+        max_num_batched_tokens: int,
+        long_prefill_threshold: int,
+        prefix_cache: bool,
+        sliding_window: int | None,
+        policy: str,
     ) -> None:
         self.max_num_requests = max_num_requests
         self.budget = max_num_batched_tokens
         self.threshold = long_prefill_threshold
+        self.window = sliding_window
+        self.by_priority = policy == "priority"
+        self.num_null_blocks = int(sliding_window is not None)
+        self.max_model_len = MAX_MODEL_LEN - self.num_null_blocks * BLOCK_SIZE
+        self.runner = ContentRunner(BLOCK_SIZE, sliding_window)
         self.scheduler = make_scheduler(
             NUM_BLOCKS,
             BLOCK_SIZE,
             max_num_requests=max_num_requests,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_threshold=long_prefill_threshold,
+            prefix_cache=prefix_cache,
+            sliding_window=sliding_window,
+            policy=policy,
         )
 
-    def new_request(self, num_prompt_tokens: int, max_tokens: int) -> Request:
+    def new_request(
+        self, prompt: list[int], max_tokens: int, priority: int, extra_keys: tuple[str, ...]
+    ) -> Request:
         request = make_request(
-            f"r{len(self.requests)}", num_prompt_tokens, max_tokens, max_model_len=MAX_MODEL_LEN
+            f"r{len(self.requests)}",
+            max_tokens=max_tokens,
+            max_model_len=self.max_model_len,
+            prompt=prompt,
+            priority=priority,
+            extra_keys=extra_keys,
         )
         self.requests[request.request_id] = request
         self.outputs[request.request_id] = []
@@ -61,13 +99,42 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what may happen
 
-    @rule(num_prompt_tokens=st.integers(1, MAX_MODEL_LEN - 1), max_tokens=st.integers(1, 12))
-    def add(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        self.scheduler.add(self.new_request(num_prompt_tokens, max_tokens))
+    @rule(
+        num_shared=shared_lengths,
+        num_own=own_lengths,
+        max_tokens=st.integers(1, 12),
+        priority=priorities,
+        salt=salts,
+    )
+    def add(
+        self, num_shared: int, num_own: int, max_tokens: int, priority: int, salt: tuple[str, ...]
+    ) -> None:
+        prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 1]
+        self.scheduler.add(self.new_request(prompt, max_tokens, priority, salt))
 
-    @rule(num_prompt_tokens=st.integers(1, MAX_MODEL_LEN - 2), max_tokens=st.integers(2, 12))
-    def park(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        self.scheduler.park(self.new_request(num_prompt_tokens, max_tokens))
+    @rule(data=st.data(), num_more=st.integers(0, 4), max_tokens=st.integers(1, 6))
+    def add_the_next_turn(self, data: st.DataObject, num_more: int, max_tokens: int) -> None:
+        if self.ended:
+            before = self.requests[data.draw(st.sampled_from(sorted(self.ended)))]
+            prompt = [*before.token_ids, *[4] * num_more][: self.max_model_len - 1]
+            self.scheduler.add(self.new_request(prompt, max_tokens, 0, before.extra_keys))
+
+    @rule(
+        num_shared=shared_lengths,
+        num_own=own_lengths,
+        max_tokens=st.integers(2, 12),
+        priority=priorities,
+        salt=salts,
+    )
+    def park(
+        self, num_shared: int, num_own: int, max_tokens: int, priority: int, salt: tuple[str, ...]
+    ) -> None:
+        prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 2]
+        self.scheduler.park(self.new_request(prompt, max_tokens, priority, salt))
+
+    @rule()
+    def forget_all_prefixes(self) -> None:
+        self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     @rule(data=st.data())
     def grant(self, data: st.DataObject) -> None:
@@ -97,6 +164,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.commit_one(data.draw(st.sampled_from(granted)))
 
     def commit_one(self, request_id: str) -> None:
+        request = self.requests[request_id]
+        # A sender with a prefix hit has only what the window of the next token needs.
+        num_tokens = request.num_prompt_tokens
+        oldest = 0 if self.window is None else max(num_tokens - self.window + 1, 0)
+        self.runner.clear(request.block_ids)
+        self.runner.write(request, oldest // BLOCK_SIZE * BLOCK_SIZE, num_tokens)
         self.scheduler.commit(request_id, 5)
         self.outputs[request_id].append(5)
         self.just_committed.add(request_id)
@@ -108,16 +181,34 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.abort(request_id) is self.requests[request_id]
             self.end(request_id, "aborted")
 
-    @rule(seed=st.integers(0, 2**32), abort_during=st.booleans())
-    def step(self, seed: int, abort_during: bool) -> None:
+    @rule(
+        seed=st.integers(0, 2**32),
+        num_steps=st.integers(1, 6),
+        abort_during=st.integers(0, 6),
+    )
+    def steps(self, seed: int, num_steps: int, abort_during: int) -> None:
         # Any token, the end token now and then.
-        self.one_step(lambda request: (seed + 7 * request.num_tokens) % (EOS + 1), abort_during)
+        for index in range(1, num_steps + 1):
+            self.one_step(
+                lambda request: (seed + 7 * request.num_tokens) % (EOS + 1), index == abort_during
+            )
+            self.scheduler.check()
 
-    def one_step(self, next_token: object, abort_during: bool = False) -> None:
-        assert callable(next_token)
+    def one_step(self, next_token: Callable[[Request], int], abort_during: bool = False) -> None:
         running = self.having(RequestStatus.RUNNING)
         scheduled = self.scheduler.schedule()
         self.scheduler.check()
+        self.check_scheduled(scheduled, running)
+        self.runner.next_token = next_token
+        output = self.runner.execute(scheduled)
+        if abort_during and scheduled.scheduled:
+            request_id = scheduled.scheduled[0].request.request_id
+            self.scheduler.abort(request_id)
+            self.end(request_id, "aborted")
+        self.take(self.scheduler.update(scheduled, output))
+
+    def check_scheduled(self, scheduled: SchedulerOutput, running: list[str]) -> None:
+        """``running``: who ran before this step."""
         ids = [item.request.request_id for item in scheduled.scheduled]
         assert len(set(ids)) == len(ids) <= self.max_num_requests
         sizes = [item.num_scheduled_tokens for item in scheduled.scheduled]
@@ -133,14 +224,37 @@ class SchedulerMachine(RuleBasedStateMachine):
             waiting = self.just_committed - set(ids) - set(self.ended)
             # With room in the batch, what was committed runs at once: it has its blocks already.
             assert preempted or not waiting or len(ids) == self.max_num_requests
+        if self.by_priority:
+            self.check_admission_order(ids, running)
         self.just_committed -= set(ids)
-        blocks = [block for item in scheduled.scheduled for block in item.request.block_ids]
-        assert len(set(blocks)) == len(blocks)  # nobody computes into another's block
-        output = FakeRunner(next_token).execute(scheduled)
-        if abort_during and ids:
-            self.scheduler.abort(ids[0])
-            self.end(ids[0], "aborted")
-        result = self.scheduler.update(scheduled, output)
+        written = [
+            item.request.block_ids[block]
+            for item in scheduled.scheduled
+            for block in {
+                (item.request.num_computed_tokens + index) // BLOCK_SIZE
+                for index in range(item.num_scheduled_tokens)
+            }
+        ]
+        ref_counts = self.scheduler.kv_cache_manager.block_pool.ref_counts()
+        assert all(ref_counts[block_id] == 1 for block_id in written)
+        assert len(set(written)) == len(written)  # nobody computes into another's block
+
+    def check_admission_order(self, ids: list[str], running: list[str]) -> None:
+        """Nobody came from the waiting queue before one with a better rank; arrived ones may."""
+        left = [
+            request.rank
+            for request in self.scheduler.requests.values()
+            if not request.block_ids and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
+        ]
+        came = [
+            self.requests[request_id].rank
+            for request_id in ids
+            if request_id not in running and request_id not in self.just_committed
+        ]
+        assert not left or not came or max(came) < min(left)
+
+    def take(self, result: StepResult) -> None:
+        """Outputs come without gap or repeat and say whose end they are."""
         for new in result.outputs:
             assert new.request_id not in self.ended
             assert new.output_index == len(self.outputs[new.request_id])
@@ -162,8 +276,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         scheduler.check()
-        held = sum(len(request.block_ids) for request in scheduler.requests.values())
-        assert scheduler.kv_cache_manager.block_pool.num_references() == held
+        null_blocks = range(self.num_null_blocks)  # the first that was ever given out
+        held = Counter(
+            block_id
+            for request in scheduler.requests.values()
+            for block_id in request.block_ids
+            if block_id not in null_blocks
+        )
+        held.update(null_blocks)
+        assert scheduler.kv_cache_manager.block_pool.ref_counts() == dict(held)
         assert set(scheduler.requests) == set(self.requests) - set(self.ended)
 
     def teardown(self) -> None:
@@ -186,8 +307,24 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.outputs[request_id][-1] == EOS
                 assert EOS not in self.outputs[request_id][:-1]
         pool = self.scheduler.kv_cache_manager.block_pool
-        assert (pool.num_free, pool.num_references()) == (NUM_BLOCKS, 0)
+        assert pool.num_free == NUM_BLOCKS - self.num_null_blocks
+        assert pool.num_references() == self.num_null_blocks
+        self.check_events()
+
+    def check_events(self) -> None:
+        """Replayed, they give as many contents as there are."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        known: set[bytes] = set()
+        for event in pool.take_events():
+            if isinstance(event, BlocksStored):
+                known.update(event.hashes)
+            elif isinstance(event, BlocksRemoved):
+                known.difference_update(event.hashes)
+            else:
+                known.clear()
+        assert len(known) == pool.num_cached
+        assert all(pool.find(block_hash) is not None for block_hash in known)
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -1,0 +1,271 @@
+"""engine.LLM equals transformers' greedy generate, token for token, however it gets there.
+
+Chunks, block sizes, prefix hits, preemption, priorities and batches are ways to the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from baton.sampling_params import SamplingParams
+from engine import LLM
+from engine.request import Request
+from tests.numerics.tiny_models import make_hugging_face_model, save
+
+VOCAB_SIZE = 61
+MAX_MODEL_LEN = 200
+WINDOW = 12
+NUM_OUTPUTS = 8
+# Float noise between two ways to sum is about 1e-5 of a logit; a token is certain beyond this.
+CLEAR_CUT = 1e-3
+
+PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(70)]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A random model on disk, and the same model in transformers."""
+
+    folder: str
+    theirs: Any
+    known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def expected(self, prompt: Sequence[int], num_tokens: int = NUM_OUTPUTS) -> list[int]:
+        """Greedy tokens by transformers; the prompt must not be a toss-up."""
+        key = (num_tokens, *prompt)
+        if key not in self.known:
+            self.known[key] = self._generate(prompt, num_tokens)
+        return self.known[key]
+
+    def _generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        result = self.theirs.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        best = torch.stack(result.logits).squeeze(1).topk(2).values  # [num_tokens, 2]
+        assert float((best[:, 0] - best[:, 1]).min()) > CLEAR_CUT
+        tokens: list[int] = result.sequences[0, len(prompt) :].tolist()
+        return tokens
+
+
+CHECKPOINTS = {
+    "qwen3": ("Qwen3ForCausalLM", None),
+    "llama": ("LlamaForCausalLM", None),
+    "mistral": ("MistralForCausalLM", None),
+    "mistral, window": ("MistralForCausalLM", WINDOW),
+}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    architecture, sliding_window = CHECKPOINTS[request.param]
+    theirs = make_hugging_face_model(
+        architecture,
+        sliding_window=sliding_window,
+        max_position_embeddings=MAX_MODEL_LEN,
+        initializer_range=0.5,
+        vocab_size=VOCAB_SIZE,
+    )
+    return Checkpoint(str(save(theirs, tmp_path_factory.mktemp("model"))), theirs)
+
+
+def make_llm(checkpoint: Checkpoint, **options: Any) -> LLM:
+    block_size = options.get("block_size", 16)
+    defaults = {"dtype": "float32", "num_blocks": -(-1600 // block_size), "max_num_requests": 16}
+    return LLM(checkpoint.folder, **(defaults | options))
+
+
+def greedy(num_tokens: int = NUM_OUTPUTS) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+
+
+def make_requests(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int = NUM_OUTPUTS,
+    priorities: Sequence[int] | None = None,
+) -> list[Request]:
+    """Requests for `run`, for tests that look at what became of them."""
+    return [
+        Request.create(
+            f"r{index}",
+            list(prompt),
+            greedy(num_tokens),
+            seed=0,
+            eos_token_ids=frozenset(),
+            max_model_len=llm.engine.max_model_len,
+            priority=priorities[index] if priorities else 0,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def run(llm: LLM, requests: Sequence[Request]) -> list[list[int]]:
+    """Output tokens in the order of the requests; the engine's invariants hold after each step."""
+    for request in requests:
+        llm.engine.add(request)
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine.check()
+    return [request.output_token_ids for request in requests]
+
+
+def family(num_prompts: int, length: int, num_shared: int) -> list[list[int]]:
+    """Prompts that share their first ``num_shared`` tokens, with ends of their own."""
+    return [
+        PROMPT[:num_shared]
+        + [(11 * i * i + 5 * k * i + 13 * k + 1) % VOCAB_SIZE for i in range(length - num_shared)]
+        for k in range(num_prompts)
+    ]
+
+
+# ---------------------------------------------------------------- chunks and blocks
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 64])
+@pytest.mark.parametrize("threshold", [1, 7, 64, 1024])
+def test_any_chunk_and_block_size_gives_the_tokens_of_transformers(
+    checkpoint: Checkpoint, threshold: int, block_size: int
+) -> None:
+    llm = make_llm(checkpoint, block_size=block_size, long_prefill_threshold=threshold)
+    [request] = make_requests(llm, [PROMPT])
+    assert run(llm, [request]) == [checkpoint.expected(PROMPT)]
+    assert request.num_forwards == -(-len(PROMPT) // threshold) + NUM_OUTPUTS - 1
+
+
+@pytest.mark.parametrize("length", [1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 16, 17])
+def test_prompts_of_any_length_through_generate(checkpoint: Checkpoint, length: int) -> None:
+    llm = make_llm(checkpoint)
+    [completion] = llm.generate([PROMPT[:length]], greedy())
+    assert list(completion.token_ids) == checkpoint.expected(PROMPT[:length])
+
+
+# ---------------------------------------------------------------- prefix cache
+
+
+def test_prefix_hits_of_every_length_change_no_token(checkpoint: Checkpoint) -> None:
+    block_size = 8
+    llm = make_llm(checkpoint, block_size=block_size, num_blocks=400)
+    run(llm, make_requests(llm, [PROMPT[:32]]))
+    for num_shared in range(33):
+        prompt = PROMPT[:num_shared] + [(3 * num_shared + 1) % VOCAB_SIZE] * (33 - num_shared)
+        [request] = make_requests(llm, [prompt])
+        [tokens] = run(llm, [request])
+        assert tokens == checkpoint.expected(prompt)
+        # Prompts before this one may have more in common with it than the first one has.
+        assert request.num_cached_tokens >= num_shared // block_size * block_size
+    assert request.num_cached_tokens == 32
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+def test_talks_of_many_turns_build_on_what_was_generated(
+    checkpoint: Checkpoint, block_size: int
+) -> None:
+    llm = make_llm(checkpoint, block_size=block_size, prefix_hash="sha256")
+    talk = PROMPT[:9]
+    for turn in range(5):
+        [request] = make_requests(llm, [talk])
+        [tokens] = run(llm, [request])
+        assert tokens == checkpoint.expected(talk)
+        if turn:
+            known = len(talk) - 4  # without the last answer's last token, and what was added
+            assert request.num_cached_tokens == known // block_size * block_size
+        talk = [*talk, *tokens, 7 + turn, 40, 3]
+
+
+def test_evicted_prefixes_are_computed_again_and_a_reset_forgets_them(
+    checkpoint: Checkpoint,
+) -> None:
+    llm = make_llm(checkpoint, block_size=4, num_blocks=20)
+    prompts = family(5, 30, 14)
+    expected = [checkpoint.expected(prompt) for prompt in prompts]
+    num_cached = []
+    for index in (0, 1, 2, 0, 3, 4, 1, 0):
+        if index == 4:
+            llm.engine.reset_prefix_cache()
+        [request] = make_requests(llm, [prompts[index]])
+        assert run(llm, [request]) == [expected[index]]
+        num_cached.append(request.num_cached_tokens)
+    assert (num_cached[0], num_cached[5]) == (0, 0)  # nothing computed yet, all forgotten
+    assert all(num_cached[index] for index in (1, 4, 6))
+    assert num_cached[3] < 28  # it was computed before, but not all of it is still there
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_cache_saves_forwards_or_not_but_never_changes_a_token(
+    checkpoint: Checkpoint, prefix_cache: bool
+) -> None:
+    llm = make_llm(checkpoint, block_size=8, prefix_cache=prefix_cache)
+    prompts = family(4, 40, 24)
+    for prompt in prompts:
+        [request] = make_requests(llm, [prompt])
+        assert run(llm, [request]) == [checkpoint.expected(prompt)]
+    assert request.num_cached_tokens == (24 if prefix_cache else 0)
+
+
+# ---------------------------------------------------------------- batches and memory
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_any_order_in_a_batch_gives_each_its_own_tokens(
+    checkpoint: Checkpoint, order: list[int], prefix_cache: bool
+) -> None:
+    llm = make_llm(
+        checkpoint,
+        block_size=8,
+        prefix_cache=prefix_cache,
+        max_num_requests=3,
+        max_num_batched_tokens=25,
+        long_prefill_threshold=11,
+    )
+    family_prompts = family(5, 36, 20)
+    prompts = [family_prompts[index][: 20 + 4 * index] for index in order]
+    found = run(llm, make_requests(llm, prompts))
+    assert found == [checkpoint.expected(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preempted_requests_lose_and_change_no_token(
+    checkpoint: Checkpoint, policy: str, prefix_cache: bool
+) -> None:
+    llm = make_llm(
+        checkpoint,
+        block_size=2,
+        num_blocks=25,
+        max_num_batched_tokens=30,
+        long_prefill_threshold=7,
+        scheduling_policy=policy,
+        prefix_cache=prefix_cache,
+    )
+    prompts = [prompt[: 7 + index] for index, prompt in enumerate(family(5, 20, 6))]
+    requests = make_requests(llm, prompts, 30, priorities=[2, -1, 0, 1, -1])
+    found = run(llm, requests)
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert found == [checkpoint.expected(prompt, 30) for prompt in prompts]
+
+
+def test_priorities_change_who_ends_first_and_no_token(checkpoint: Checkpoint) -> None:
+    llm = make_llm(checkpoint, max_num_requests=1, scheduling_policy="priority")
+    prompts = family(4, 24, 16)
+    requests = make_requests(llm, prompts, priorities=[3, 1, 2, 0])
+    ended: list[str] = []
+    for request in requests:
+        llm.engine.add(request)
+    while llm.engine.has_work:
+        ended += [request.request_id for request in llm.engine.step().finished]
+    assert ended == ["r3", "r1", "r2", "r0"]
+    found = [request.output_token_ids for request in requests]
+    assert found == [checkpoint.expected(prompt) for prompt in prompts]
