@@ -6,7 +6,7 @@ PROTOC_TOOLS := grpcio-tools==1.73.1
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt proto train-demo-model clean
+.PHONY: help setup demo test bench check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -28,11 +28,16 @@ demo: setup ## start router, prefill and decode node; send prompts; show the rec
 test: setup ## run the tests
 	$(BIN)/python -m pytest
 
+bench: setup ## measure scheduler, engine and hand-off (two minutes); JSON in benchmarks/results
+	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/engine_overhead.py
+	$(BIN)/python benchmarks/handoff.py
+
 check: setup .venv-proto/.ready ## lint, types, import rules, stub freshness
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy tests examples/demo.py
+	$(BIN)/mypy tests benchmarks examples/demo.py
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_layout.py
 	tools/generate_stubs.sh .venv-proto/bin/python --check

@@ -1,0 +1,199 @@
+"""Share of a decode step that is not the model: schedule, input batch, plan, sampling, update.
+
+One thread, the demo model, the CPU backend; all parts are timed inside the same steps. Still, a
+busy machine flatters: who shares its caches and cores slows the long forward most. So the shares
+are given twice, of all steps and of the fastest tenth, which is nearest to a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import engine.model_runner
+from baton.engine_config import EngineConfig
+from baton.sampling_params import SamplingParams
+from engine.engine import Engine
+from engine.request import Request
+from environment import record_environment, summary, write_results
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
+BATCH_SIZES = (1, 8, 32)
+PROMPT_TOKENS = 128
+WARM_UP_STEPS = 5
+TARGET_SHARE = 0.10  # at the largest batch
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
+    "random": SamplingParams(temperature=0.8, ignore_eos=True),
+    "top-k, top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.95, ignore_eos=True),
+}
+MODEL_PARTS = ("forward", "logits")
+OTHER_PARTS = ("schedule", "fill", "plan", "sample", "update")
+
+Steps = list[dict[str, float]]  # seconds of each part, and "total", of every step
+
+
+class Stopwatch:
+    """Adds up the seconds spent in wrapped functions."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def wrap(self, owner: object, function: str, part: str) -> None:
+        """Time ``owner.function`` from now on, as ``part``."""
+        inner: Callable[..., object] = getattr(owner, function)
+
+        def timed(*args: object, **kwargs: object) -> object:
+            start = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._seconds[part] += time.perf_counter() - start
+
+        setattr(owner, function, timed)
+
+    def take(self) -> dict[str, float]:
+        """What was added up since the last call."""
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        return taken
+
+
+class DecodeBench:
+    """An engine whose parts are timed."""
+
+    def __init__(self) -> None:
+        config = EngineConfig(
+            device="cpu", num_threads=1, kv_cache_bytes=2**28, max_num_batched_tokens=8192,
+            long_prefill_threshold=8192,
+        )  # fmt: skip
+        self.engine = Engine(MODEL, config)
+        self.stopwatch = Stopwatch()
+        runner = self.engine._runner
+        for owner, function, part in (
+            (self.engine._scheduler, "schedule", "schedule"),
+            (self.engine._scheduler, "update", "update"),
+            (runner._input_batch, "fill", "fill"),
+            (runner._backend, "plan", "plan"),
+            (runner._model, "forward", "forward"),
+            (runner._model, "compute_logits", "logits"),
+            (engine.model_runner, "sample", "sample"),
+        ):
+            self.stopwatch.wrap(owner, function, part)
+        self._draw = random.Random(0)
+        self._num_requests = 0
+
+    def decode(self, batch_size: int, sampling: str, num_steps: int) -> Steps:
+        """Decode a fresh batch; the prefill and the first steps are left out."""
+        for _ in range(batch_size):
+            self._num_requests += 1
+            request = Request.create(
+                str(self._num_requests),
+                self._draw.choices(range(4000), k=PROMPT_TOKENS),
+                SAMPLING[sampling],
+                seed=self._num_requests,
+                eos_token_ids=frozenset(),
+                max_model_len=self.engine.max_model_len,
+                max_tokens=1 + WARM_UP_STEPS + num_steps,
+            )
+            self.engine.add(request)
+        steps: Steps = []
+        while self.engine.has_work:
+            self.stopwatch.take()
+            start = time.perf_counter()
+            result = self.engine.step()
+            total = time.perf_counter() - start
+            assert len(result.outputs) == batch_size
+            steps.append({**self.stopwatch.take(), "total": total})
+        return steps[1 + WARM_UP_STEPS :]
+
+
+def outside(step: dict[str, float]) -> float:
+    """Share of a step that the model did not take."""
+    return 1 - sum(step[part] for part in MODEL_PARTS) / step["total"]
+
+
+def fastest_tenth(steps: Steps) -> Steps:
+    """The steps that others disturbed least."""
+    return sorted(steps, key=lambda step: step["total"])[: max(2, len(steps) // 10)]
+
+
+def measure(repetitions: int, num_steps: int) -> dict[tuple[int, str], Steps]:
+    """{(batch size, sampling): steps}, the cases taking turns."""
+    bench = DecodeBench()
+    steps: dict[tuple[int, str], Steps] = {
+        (batch_size, sampling): [] for sampling in SAMPLING for batch_size in BATCH_SIZES
+    }
+    for _ in range(repetitions):
+        for (batch_size, sampling), collected in steps.items():
+            collected += bench.decode(batch_size, sampling, num_steps)
+    return steps
+
+
+def report(console: Console, steps: dict[tuple[int, str], Steps]) -> dict[str, object]:
+    """Print the table; returns what goes into the JSON."""
+    columns = ("step ms", "outside (fastest)", "outside", *OTHER_PARTS, "rest")
+    table = Table("sampling", "batch", *columns, title="shares of a decode step, %")
+    results: dict[str, object] = {}
+    for (batch_size, sampling), collected in steps.items():
+        shares = {
+            part: summary([step[part] / step["total"] for step in collected], 4)
+            for part in (*MODEL_PARTS, *OTHER_PARTS)
+        }
+        shares["outside"] = summary([outside(step) for step in collected], 4)
+        fastest = summary([outside(step) for step in fastest_tenth(collected)], 4)
+        rest = [
+            outside(step) - sum(step[part] for part in OTHER_PARTS) / step["total"]
+            for step in collected
+        ]
+        shares["rest"] = summary(rest, 4)
+        step_ms = summary([step["total"] * 1e3 for step in collected], 3)
+        part_us = {
+            part: round(summary([step[part] * 1e6 for step in collected])["median"], 1)
+            for part in (*MODEL_PARTS, *OTHER_PARTS)
+        }
+        results[f"{sampling}, batch {batch_size}"] = {
+            "step_ms": step_ms,
+            "share_of_step": shares,
+            "share_outside_in_fastest_tenth": fastest["median"],
+            "part_us_median": part_us,
+        }
+        cells = [
+            fastest["median"],
+            *(shares[name]["median"] for name in ("outside", *OTHER_PARTS, "rest")),
+        ]
+        percents = (f"{100 * cell:.1f}" for cell in cells)
+        table.add_row(sampling, str(batch_size), f"{step_ms['median']:.2f}", *percents)
+    console.print(table)
+    return results
+
+
+def main() -> None:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="per case and repetition")
+    arguments = parser.parse_args()
+    environment = record_environment()
+    steps = measure(arguments.repetitions, arguments.steps)
+    shares = report(Console(highlight=False, width=120), steps)
+    shape = {
+        "model": "examples/demo_model",
+        "num_threads": 1,
+        "prompt_tokens": PROMPT_TOKENS,
+        "repetitions": arguments.repetitions,
+        "steps_per_repetition": arguments.steps,
+        "target_share_outside_at_batch_32": TARGET_SHARE,
+    }
+    write_results("engine_overhead", environment, {"shape": shape, "decode": shares})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Where and when a measurement was made, and the JSON file that keeps both.
+
+Records what a reader needs to judge a number. Refuses to record: host names, user names, paths.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+_FOLDER = Path(__file__).resolve().parent
+
+
+def record_environment() -> dict[str, object]:
+    """The machine, the software and how busy the machine is at this moment."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_revision": _git_revision(),
+        "cpu": _cpu_model(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def summary(samples: Sequence[float], digits: int = 2) -> dict[str, float]:
+    """Median, 90th percentile and mean of at least two samples."""
+    return {
+        "median": round(statistics.median(samples), digits),
+        "p90": round(statistics.quantiles(samples, n=10, method="inclusive")[-1], digits),
+        "mean": round(statistics.fmean(samples), digits),
+    }
+
+
+def write_results(
+    name: str, environment: Mapping[str, object], results: Mapping[str, object]
+) -> None:
+    """Write `results/<name>.json`; ``environment`` was recorded before the run began."""
+    document = {
+        "environment": {
+            **environment,
+            "load_average_after": [round(x, 2) for x in os.getloadavg()],
+        },
+        **results,
+    }
+    path = _FOLDER / "results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    print(f"written to benchmarks/results/{path.name}")
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _git_revision() -> str:
+    """The short revision; with ``+`` when tracked files of the engine differ from it."""
+    try:
+        revision = _git("rev-parse", "--short", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":!tests", ":!docs")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return revision + ("+" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=_FOLDER, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()

@@ -1,0 +1,179 @@
+"""What the hand-over from a prefill to a decode node costs, from the receipts of real requests.
+
+A router, one prefill node and one decode node on this machine, the demo model, NIXL; one request
+at a time, so that nothing but the hand-over stands between token 1 and token 2. A decode node
+that serves one request at a time rests in between, and a rested core is slow: so a control takes
+the same first step in one process, without any transfer, once rested and once busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import socket
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from baton import Client, Receipt, SamplingParams
+from baton.engine_config import EngineConfig
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from engine.engine import Engine
+from engine.request import Request
+from environment import record_environment, summary, write_results
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
+PROMPT_LENGTHS = (64, 256, 1000)
+OUTPUT_TOKENS = 16
+READY_TIMEOUT_S = 120.0
+REST_S = 0.1  # of the control; about what a prefill takes
+
+
+def measure(num_requests: int) -> dict[int, list[Receipt]]:
+    """{prompt tokens: receipts}; the lengths take turns, and the first round warms up."""
+    config = LocalDeploymentConfig(
+        model=str(MODEL), listen=_free_address(), node_args=["--kv-cache-memory", "256M"]
+    )
+    draw = random.Random(0)
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    receipts: dict[int, list[Receipt]] = {length: [] for length in PROMPT_LENGTHS}
+    with LocalDeployment(config) as deployment, Client(config.listen) as client:
+        deployment.wait_ready(READY_TIMEOUT_S)
+        for index in range(num_requests + 1):
+            for length, collected in receipts.items():
+                # Drawn anew: nothing of it is in a prefix cache.
+                prompt = draw.choices(range(4000), k=length)
+                receipt = client.generate(prompt, params).receipt
+                assert receipt is not None
+                if index:
+                    collected.append(receipt)
+    return receipts
+
+
+def measure_control(num_requests: int) -> dict[int, dict[str, dict[str, float]]]:
+    """{prompt tokens: milliseconds from commit to token 2, rested and busy}; nothing travels."""
+    config = EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**28)
+    engine = Engine(MODEL, config)
+    engine.kv_cache.zero_()
+    draw = random.Random(1)
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    samples: dict[int, dict[str, list[float]]] = {
+        length: {"rested": [], "busy": []} for length in PROMPT_LENGTHS
+    }
+    for index in range(num_requests + 1):
+        for length, by_state in samples.items():
+            for state, collected in by_state.items():
+                request = Request.create(
+                    f"{index}-{length}-{state}",
+                    draw.choices(range(4000), k=length),
+                    params,
+                    seed=0,
+                    eos_token_ids=frozenset(),
+                    max_model_len=engine.max_model_len,
+                    max_tokens=OUTPUT_TOKENS,
+                )
+                milliseconds = _commit_to_token_2_ms(engine, request, rested=state == "rested")
+                if index:
+                    collected.append(milliseconds)
+    return {
+        length: {state: summary(collected, 4) for state, collected in by_state.items()}
+        for length, by_state in samples.items()
+    }
+
+
+def _commit_to_token_2_ms(engine: Engine, request: Request, *, rested: bool) -> float:
+    engine.park(request)
+    assert engine.grant(request.request_id) is not None
+    if rested:
+        time.sleep(REST_S)
+    start = time.perf_counter()
+    engine.commit(request.request_id, 1)
+    engine.step()
+    milliseconds = (time.perf_counter() - start) * 1e3
+    while engine.has_work:
+        engine.step()
+    return milliseconds
+
+
+def figures(receipt: Receipt) -> dict[str, float]:
+    """The numbers of one request."""
+    decode = receipt.decode
+    assert decode is not None
+    exposed_s, first_step_s = decode.push.exposed_transfer_s, decode.first_step_s
+    return {
+        "ttft_ms": receipt.ttft_s * 1e3,
+        "prefill_ms": receipt.prefill.prefill_s * 1e3,
+        "exposed_transfer_ms": exposed_s * 1e3,
+        "commit_to_token_2_ms": first_step_s * 1e3,
+        "token_1_to_token_2_ms": (exposed_s + first_step_s) * 1e3,
+        "time_per_token_ms": receipt.time_per_token_s * 1e3,
+        "steps_until_first": float(decode.steps_until_first),
+        "exposed_transfer_per_ttft": exposed_s / receipt.ttft_s,
+        "commit_to_token_2_per_time_per_token": first_step_s / receipt.time_per_token_s,
+    }
+
+
+def report(
+    console: Console,
+    receipts: dict[int, list[Receipt]],
+    control: dict[int, dict[str, dict[str, float]]],
+) -> dict[str, object]:
+    """Print the table of medians and p90; returns what goes into the JSON."""
+    table = Table("median (p90)", *(f"{length} tokens" for length in receipts))
+    results: dict[str, object] = {}
+    columns = []
+    for length, collected in receipts.items():
+        rows = [figures(receipt) for receipt in collected]
+        summaries = {name: summary([row[name] for row in rows], 4) for name in rows[0]}
+        for state, milliseconds in control[length].items():
+            summaries[f"control_commit_to_token_2_{state}_ms"] = milliseconds
+        columns.append(summaries)
+        decode = collected[0].decode
+        assert decode is not None
+        results[f"{length} tokens"] = {
+            "num_bytes": decode.push.num_bytes,
+            "num_blocks": decode.push.num_blocks,
+            "num_chunks": collected[0].prefill.num_chunks,
+            "transport": decode.push.transport,
+            "num_prompt_tokens_computed_on_decode_node": max(
+                r.decode.num_prompt_tokens_computed for r in collected if r.decode is not None
+            ),
+            **summaries,
+        }
+    for name in columns[0]:
+        cells = (f"{column[name]['median']:.3g} ({column[name]['p90']:.3g})" for column in columns)
+        table.add_row(name, *cells)
+    console.print(table)
+    return results
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def main() -> None:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=20, help="per prompt length")
+    arguments = parser.parse_args()
+    environment = record_environment()
+    receipts = measure(arguments.requests)
+    control = measure_control(arguments.requests)
+    lengths = report(Console(highlight=False, width=120), receipts, control)
+    shape = {
+        "model": "examples/demo_model",
+        "num_prefill": 1,
+        "num_decode": 1,
+        "requests_per_length": arguments.requests,
+        "output_tokens": OUTPUT_TOKENS,
+        "concurrency": 1,
+    }
+    write_results("handoff", environment, {"shape": shape, "prompt_lengths": lengths})
+
+
+if __name__ == "__main__":
+    main()
