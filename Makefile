@@ -6,7 +6,7 @@ PROTOC_TOOLS := grpcio-tools==1.73.1
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench check fmt proto train-demo-model clean
+.PHONY: help setup demo test bench gpu-suite check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -33,6 +33,9 @@ bench: setup ## measure scheduler, engine and hand-off (two minutes); JSON in be
 	$(BIN)/python benchmarks/engine_overhead.py
 	$(BIN)/python benchmarks/handoff.py
 
+gpu-suite: setup ## all that needs a GPU: right tokens, step times, KV in its memory; JSON in benchmarks/results
+	$(BIN)/python benchmarks/gpu_suite.py
+
 check: setup .venv-proto/.ready ## lint, types, import rules, stub freshness
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,7 +59,8 @@ proto: .venv-proto/.ready ## regenerate the stubs in baton/v1
 	tools/generate_stubs.sh .venv-proto/bin/python
 
 train-demo-model: setup ## train examples/demo_model anew (about an hour on two cores)
-	$(BIN)/python examples/train_demo_model.py
+	$(BIN)/python examples/train_demo_model.py --output examples/demo_model --minutes 60 \
+		--reserve-seconds 60 --compile
 
 clean: ## remove environments and caches
 	rm -rf .venv .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,10 +1,10 @@
 """Train the small demo checkpoint of ``examples/demo_model`` on a CPU.
 
-The text is the source code of the Python standard library found on the machine, a part of its
-tests, and chat samples made of the library's functions: a request for a function (its name,
-arguments and the first line of its docstring), answered with the function's source. The result
-is an ordinary Hugging Face folder: a byte-level BPE tokenizer of 4096 entries and a Qwen3 model
-of about five million parameters, stored in bfloat16.
+The text is the source code of the Python standard library found on the machine, plus chat
+samples made of the same sources: a request for a function (its name, arguments and the first
+line of its docstring), answered with the function's source. The result is an ordinary Hugging
+Face folder: a byte-level BPE tokenizer of 4096 entries and a Qwen3 model of about five million
+parameters, stored in bfloat16.
 
 The learning-rate schedule follows the wall clock, so a run of any length given by ``--minutes``
 decays fully and ends by itself::
@@ -41,8 +41,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-DEMO_MODEL = Path(__file__).parent / "demo_model"
-
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
@@ -73,18 +71,15 @@ REQUESTS = (
 )
 
 SAMPLE_PROMPTS = (
-    "def read_config(path):\n",
     "def read_config(path):",
-    'class Stack:\n    """A simple stack."""\n\n',
+    "import os\n\ndef ",
+    'class Stack:\n    """A simple stack.',
 )
-SAMPLE_CHAT = "Write the function `read_lines(path)`: Return the lines of a file."
+SAMPLE_CHAT = "Write the function `read_lines(path)`: Return the lines of a file as a list."
 
 EXCLUDED_PARTS = frozenset(
-    {"site-packages", "encodings", "turtledemo", "data", "__pycache__", "__phello__"}
+    {"site-packages", "test", "tests", "idle_test", "encodings", "turtledemo", "__pycache__"}
 )
-TEST_PARTS = frozenset({"test", "tests", "idle_test"})
-MAX_TEST_CHARACTERS = 60_000  # of one test file; what follows is dropped
-TEST_FRACTION = 0.4  # of the test files, in every pass before the phase of long sequences
 EXCLUDED_FILES = frozenset({"pydoc_data/topics.py", "html/entities.py", "this.py"})
 DATA_LINE = re.compile(r"""^\s*(?:[brfu]?["']|[-\d([{]).*,\s*(?:#.*)?$""")
 
@@ -105,15 +100,12 @@ def is_mostly_data(text: str) -> bool:
     return sum(DATA_LINE.match(line) is not None for line in lines) > 0.5 * len(lines)
 
 
-def collect_sources(root: Path, *, tests: bool) -> dict[str, str]:
-    """Normalised text of the library's own modules, or of their tests, by path below ``root``."""
-    sources: dict[str, str] = {}
+def collect_sources(root: Path) -> list[str]:
+    """Normalised text of the library's own modules below ``root``, in the order of their names."""
+    sources = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        name = relative.as_posix()
-        if EXCLUDED_PARTS.intersection(relative.parts) or name in EXCLUDED_FILES:
-            continue
-        if TEST_PARTS.isdisjoint(relative.parts) == tests:
+        if EXCLUDED_PARTS.intersection(relative.parts) or relative.as_posix() in EXCLUDED_FILES:
             continue
         if relative.name.startswith("_sysconfigdata") or relative.parts[0].startswith("config-"):
             continue
@@ -122,41 +114,16 @@ def collect_sources(root: Path, *, tests: bool) -> dict[str, str]:
         except UnicodeDecodeError:
             continue
         if len(text) >= 200 and not is_mostly_data(text):
-            sources[name] = text
+            sources.append(text)
     return sources
 
 
-def split_sources(sources: dict[str, str], seed: int) -> tuple[dict[str, str], dict[str, str]]:
+def split_sources(sources: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
     """Shuffle the files and hold out about two percent of them: (training, validation)."""
-    shuffled = list(sources.items())
+    shuffled = list(sources)
     random.Random(seed).shuffle(shuffled)
     held_out = max(1, round(0.02 * len(shuffled)))
-    return dict(shuffled[held_out:]), dict(shuffled[:held_out])
-
-
-def module_words(name: str) -> set[str]:
-    """The names a test of the module file ``name`` would have: of the module, else its package."""
-    path = Path(name)
-    stem = path.parent.name if path.stem.startswith("__") else path.stem
-    return {stem.strip("_").lower(), f"test_{stem}".lower(), f"test_{stem.strip('_')}".lower()}
-
-
-def select_tests(tests: dict[str, str], validation: dict[str, str]) -> list[str]:
-    """The test files that differ, are not named after a held-out module, and parse; cut short."""
-    avoided = set().union(*(module_words(name) for name in validation))
-    selected: dict[str, None] = {}
-    for name, text in tests.items():
-        path = Path(name)
-        if avoided.intersection(part.lower() for part in (*path.parent.parts, path.stem)):
-            continue
-        try:
-            ast.parse(text)
-        except (SyntaxError, ValueError):
-            continue
-        if len(text) > MAX_TEST_CHARACTERS:
-            text = text[: text.rindex("\n", 0, MAX_TEST_CHARACTERS) + 1]
-        selected[text] = None
-    return list(selected)
+    return shuffled[held_out:], shuffled[:held_out]
 
 
 @dataclass(frozen=True)
@@ -273,20 +240,18 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndar
 
 
 def cut_text(text: str, rng: random.Random) -> list[str]:
-    """Cut a text at random places: some anywhere, some after a blank, some at the end of a line.
+    """Cut a text at random places, half of them right after a blank.
 
     Encoding the pieces one by one shows the model the token boundaries that the end of a prompt
-    makes, such as a name cut short, the lone blank at the end of ``"def "``, or a colon without
-    the line break that the tokenizer usually joins to it.
+    makes, such as a name cut short or the lone blank at the end of ``"def "``.
     """
     pieces = []
     start = 0
     while start < len(text):
         end = start + rng.randint(1, 2 * CUT_CHARACTERS)
-        kind = rng.randrange(3)
-        if kind > 0:
-            found = text.find(" " if kind == 1 else "\n", end)
-            end = len(text) if found < 0 else found + (kind == 1)
+        if rng.random() < 0.5:
+            blank = text.find(" ", end)
+            end = blank + 1 if blank >= 0 else len(text)
         pieces.append(text[start:end])
         start = end
     return pieces
@@ -320,18 +285,15 @@ def encode_chats(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[np.nda
 
 @dataclass
 class Corpus:
-    """Encoded training documents, tests, chats by way to ask, and the validation stream."""
+    """Encoded training documents, chats by way to ask, and the validation stream."""
 
     documents: list[np.ndarray]
-    tests: list[np.ndarray]
     chats: list[list[np.ndarray]]
     validation: np.ndarray
 
-    def epoch_stream(self, rng: np.random.Generator, test_fraction: float = 0.0) -> np.ndarray:
-        """All documents and random choices of tests and chats, in random order, as one stream."""
-        tests = rng.permutation(len(self.tests))[: round(test_fraction * len(self.tests))]
-        documents = self.documents + [self.tests[index] for index in tests]
-        size = sum(len(document) for document in documents)
+    def epoch_stream(self, rng: np.random.Generator) -> np.ndarray:
+        """All documents and a random choice of chats, in random order, as one stream."""
+        size = sum(len(document) for document in self.documents)
         wanted = size * CHAT_FRACTION / (1 - CHAT_FRACTION)
         chosen: list[np.ndarray] = []
         for index in rng.permutation(len(self.chats[0])):
@@ -339,7 +301,7 @@ class Corpus:
                 break
             chosen.append(self.chats[rng.integers(len(self.chats))][index])
             wanted -= len(chosen[-1])
-        parts = documents + chosen
+        parts = self.documents + chosen
         return np.concatenate([parts[index] for index in rng.permutation(len(parts))])
 
 
@@ -355,8 +317,7 @@ class Batches:
         self.epochs = 0
 
     def _refill(self, length: int) -> None:
-        fraction = TEST_FRACTION if length < MAX_POSITIONS else 0.0
-        stream = self._corpus.epoch_stream(self._rng, fraction)[self._rng.integers(length) :]
+        stream = self._corpus.epoch_stream(self._rng)[self._rng.integers(length) :]
         count = (len(stream) - 1) // length
         order = self._rng.permutation(count)
         self._windows = [stream[i * length : (i + 1) * length + 1] for i in order]
@@ -372,30 +333,21 @@ class Batches:
         return torch.from_numpy(np.stack(batch))
 
 
-def load_corpus(seed: int, tokenizer: Tokenizer | None) -> tuple[Tokenizer, Corpus]:
-    """Collect the text, train a tokenizer on the training part if none is given, encode all."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    training, validation = split_sources(collect_sources(root, tests=False), seed)
-    tests = select_tests(collect_sources(root, tests=True), validation)
-    texts = list(training.values())
-    tokenizer = tokenizer or train_tokenizer(texts)
+def load_corpus(seed: int) -> tuple[Tokenizer, Corpus]:
+    """Collect the text, train the tokenizer on the training part, encode everything."""
+    sources = collect_sources(Path(sysconfig.get_paths()["stdlib"]))
+    training, validation = split_sources(sources, seed)
+    tokenizer = train_tokenizer(training)
     corpus = Corpus(
-        documents=encode_in_pieces(tokenizer, texts, seed),
-        tests=encode_in_pieces(tokenizer, tests, seed),
-        chats=encode_chats(tokenizer, texts),
-        validation=np.concatenate(encode_documents(tokenizer, list(validation.values()))),
+        documents=encode_in_pieces(tokenizer, training, seed),
+        chats=encode_chats(tokenizer, training),
+        validation=np.concatenate(encode_documents(tokenizer, validation)),
     )
-    print(f"held out: {', '.join(sorted(validation))}")
-    for label, files, documents in (
-        ("modules", texts, corpus.documents),
-        ("tests", tests, corpus.tests),
-    ):
-        print(
-            f"{label}: {len(files)} files, {sum(map(len, files))} characters, "
-            f"{sum(map(len, documents))} tokens"
-        )
+    code = sum(len(document) for document in corpus.documents)
+    chat = sum(len(chat) for chat in corpus.chats[0])
     print(
-        f"functions {len(corpus.chats[0])} ({sum(map(len, corpus.chats[0]))} tokens), "
+        f"files {len(training)}+{len(validation)}, characters {sum(map(len, training))}, "
+        f"code tokens {code}, functions {len(corpus.chats[0])} ({chat} tokens), "
         f"validation tokens {len(corpus.validation)}",
         flush=True,
     )
@@ -537,8 +489,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
         batch = self.batches.next(512 if progress < LONG_PHASE else MAX_POSITIONS)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.args.autocast):
-            loss = batch_loss(self._forward, batch)
+        loss = batch_loss(self._forward, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -624,25 +575,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
-    parser.add_argument(
-        "--autocast",
-        action=argparse.BooleanOptionalAction,
-        default=has_bfloat16_matrices(),
-        help="multiply in bfloat16 (default: where the CPU has AMX)",
-    )
-    parser.add_argument(
-        "--tokenizer", type=Path, default=DEMO_MODEL / "tokenizer.json", help="used if it exists"
-    )
-    parser.add_argument("--retrain-tokenizer", action="store_true", help="make a new tokenizer")
     return parser.parse_args()
-
-
-def has_bfloat16_matrices() -> bool:
-    """Whether the CPU reports AMX instructions for bfloat16, by the kernel's account (Linux)."""
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
 
 
 def main() -> None:
@@ -652,10 +585,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    present = None
-    if args.tokenizer.is_file() and not args.retrain_tokenizer:
-        present = Tokenizer.from_file(str(args.tokenizer))
-    tokenizer, corpus = load_corpus(args.seed, present)
+    tokenizer, corpus = load_corpus(args.seed)
     trainer = Trainer(tokenizer, corpus, args, started)
     trainer.run()
     final_report(trainer)
