@@ -95,6 +95,9 @@ def chat(
                     _answer(client, messages, text, params)
 
 
+_NOT_PAIRED = {True: "not paired", False: "..."}
+
+
 def nodes(router: RouterOption = DEFAULT_ADDRESS) -> None:
     """List the nodes that have joined a router, and whom they reach."""
     with _errors(), open_sync_channel(router) as channel:
@@ -116,12 +119,17 @@ def nodes(router: RouterOption = DEFAULT_ADDRESS) -> None:
             str(node.beat.num_waiting_for_remote_kvs),
             str(node.beat.num_free_blocks),
             "\n".join(
-                escape(f"{peer.node_name}: {peer.transport or peer.problem or '...'}")
+                escape(f"{peer.node_name}: {peer.transport or _NOT_PAIRED[bool(peer.problem)]}")
                 for peer in node.peers
             ),
             node.address,
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    # Whole sentences do not fit a column; each pair is told once.
+    for problem in sorted({peer.problem for node in response.nodes for peer in node.peers}):
+        if problem:
+            console.print(f"not paired: {escape(problem)}", style="yellow")
 
 
 def requests(
