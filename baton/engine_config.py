@@ -31,6 +31,8 @@ class EngineConfig:
         prefix_cache: find prompts' prefixes again that were computed before.
         prefix_hash: ``xxh3_128`` or ``sha256``.
         attention_backend: a name, or ``auto``.
+        async_scheduling: schedule a step while the one before it runs; None: where the device
+            computes by itself (a GPU). The tokens are the same with it and without.
         num_threads: of the process's computations on a CPU; 0 leaves it to torch.
     """
 
@@ -47,6 +49,7 @@ class EngineConfig:
     prefix_cache: bool = True
     prefix_hash: str = "xxh3_128"
     attention_backend: str = "auto"
+    async_scheduling: bool | None = None
     num_threads: int = 0
 
     def __post_init__(self) -> None:

@@ -112,7 +112,11 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """One streamed piece of a completion, as a client sees it."""
+    """One streamed piece of a completion, as a client sees it.
+
+    Attributes:
+        choice_index: which of a prompt's ``n`` outputs it belongs to.
+    """
 
     request_id: str
     output_index: int
@@ -121,6 +125,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     receipt: Receipt | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    choice_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,7 @@ class Completion:
     """A finished output. ``text`` is empty when there is no tokenizer.
 
     Attributes:
+        choice_index: which of a prompt's ``n`` outputs it is.
         logprobs: one per token, or none when they were not asked for.
     """
 
@@ -137,3 +143,4 @@ class Completion:
     finish_reason: FinishReason
     receipt: Receipt | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    choice_index: int = 0

@@ -17,6 +17,7 @@ MAX_LOGIT_BIASES = 300
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_LOGPROBS = 20
+MAX_N = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class SamplingParams:
     min-p.
 
     Attributes:
+        n: outputs per prompt, 1 to 128. They share the prompt's KV; output i (from 0) is what a
+            request with seed + i gives. Offline only so far.
         max_tokens: most output tokens, at least 1.
         temperature: 0 is greedy; larger is more random.
         top_k: keep the k most probable tokens; 0 is off.
@@ -53,6 +56,7 @@ class SamplingParams:
             20; None gives none. Of the model's own distribution, before all of the above.
     """
 
+    n: int = 1
     max_tokens: int = 128
     temperature: float = 1.0
     top_k: int = 0
@@ -72,6 +76,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_number("temperature", self.temperature, "0 or more", 0, math.inf)

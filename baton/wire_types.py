@@ -6,6 +6,7 @@ that a peer or a client should not have sent.
 
 from __future__ import annotations
 
+from baton.errors import InvalidRequestError
 from baton.outputs import (
     DecodeReceipt,
     FinishReason,
@@ -56,6 +57,9 @@ _SCALAR_PARAMS = (
 
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
+    """Raises InvalidRequestError for what only the offline engine can do."""
+    if params.n != 1:
+        raise InvalidRequestError("n", f"must be 1 through a router, got {params.n}")
     return types_pb2.SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,

@@ -73,7 +73,7 @@ def _time_steps(llm: LLM, batch: int, prompt_tokens: int, num_steps: int, repeat
     for _ in range(repeat + 1):
         for row in range(batch):
             prompt = [(7 * row + index) % 4000 for index in range(prompt_tokens)]
-            llm.engine.add(llm._make_request(prompt, params))
+            llm.engine.add(llm._make_choices(prompt, params)[0])
         if num_steps > 1:
             llm.engine.step()  # the prompts
             llm.engine.step()  # warm

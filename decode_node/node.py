@@ -93,7 +93,7 @@ class DecodeNode:
             self._emit(tuple(self._deltas))
             self._deltas.clear()
         # Not "has work": what waits for blocks is not helped by asking again at once.
-        return bool(scheduled.scheduled or self._inbox)
+        return bool(scheduled.scheduled or self.engine.step_in_flight or self._inbox)
 
     # ------------------------------------------------------------------ what operators see
 

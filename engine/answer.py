@@ -15,6 +15,7 @@ class Answer:
     """Collects the outputs of one request.
 
     Args:
+        choice_index: which of its prompt's outputs the request is.
         streams: the pieces are wanted one by one; else the text is decoded at the end, which is
             cheaper, unless a stop string may end it.
 
@@ -22,9 +23,17 @@ class Answer:
         ended: by the engine or by a stop string.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, *, streams: bool) -> None:
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        *,
+        choice_index: int = 0,
+        streams: bool,
+    ) -> None:
         params = request.sampling_params
         self.request = request
+        self._choice_index = choice_index
         self._tokenizer = tokenizer
         looks_at_text = tokenizer is not None and (streams or params.stop)
         self._text = OutputText(tokenizer, params) if tokenizer and looks_at_text else None
@@ -62,6 +71,7 @@ class Answer:
                     piece,
                     finish_reason,
                     logprobs=logprobs,
+                    choice_index=self._choice_index,
                 )
             )
 
@@ -81,4 +91,5 @@ class Answer:
             token_ids=tuple(self._token_ids),
             finish_reason=self._finish_reason or FinishReason.ABORT,
             logprobs=tuple(self._logprobs),
+            choice_index=self._choice_index,
         )

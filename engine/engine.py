@@ -1,9 +1,15 @@
-"""Engine: schedule, execute, update. One thread owns it; nothing in it waits for anyone."""
+"""Engine: schedule, execute, update. One thread owns it.
+
+in turn              schedule | run | update | schedule | run | update
+asynchronous         schedule N+1 |   update N | schedule N+2 |   update N+1
+(and on a worker)    run N ......... |  run N+1 .............. |  run N+2
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,7 +28,7 @@ from engine.kv_cache import (
 )
 from engine.kv_cache_manager import KVCacheManager
 from engine.model_runner import ModelRunner
-from engine.outputs import SchedulerOutput, StepResult
+from engine.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler
 from models import load_model
@@ -38,8 +44,8 @@ class Engine:
         kv_cache: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
         max_model_len: most tokens of one request.
         eos_token_ids: what ends an output unless a request ignores it.
-        num_steps: steps that computed something, since the start.
-        last_scheduled: what the latest of them computed, for whoever asks why it failed.
+        num_steps: steps that computed something and have ended, since the start.
+        last_scheduled: what the latest one computed, or computes, for whoever asks why it failed.
     """
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
@@ -101,6 +107,12 @@ class Engine:
         )
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
+        # A GPU computes by itself; on a CPU the scheduler would take time from the forward.
+        asynchronous = config.async_scheduling
+        if asynchronous is None:
+            asynchronous = device.type == "cuda"
+        self._worker = ThreadPoolExecutor(1, "model-runner") if asynchronous else None
+        self._in_flight: Future[ModelRunnerOutput] | None = None  # of last_scheduled
 
     # ------------------------------------------------------------------ requests
 
@@ -157,12 +169,37 @@ class Engine:
         return self._scheduler.schedule()
 
     def execute(self, scheduled: SchedulerOutput) -> StepResult:
-        """Compute what was scheduled and update the requests."""
-        if not scheduled.scheduled:
-            return StepResult()
+        """Compute what was scheduled and update the requests.
+
+        With asynchronous scheduling: begin to compute it, and return what the step before did.
+        ``StepResult.scheduled`` says whose result it is.
+        """
+        if self._worker is None:
+            if not scheduled.scheduled:
+                return StepResult()
+            self.last_scheduled = scheduled
+            return self._update(self._runner.execute(scheduled))
+        result = StepResult()
+        if self._in_flight is not None:
+            output, self._in_flight = self._in_flight.result(), None
+            result = self._update(output)
+            scheduled = self._scheduler.without_finished(scheduled)
+        if scheduled.scheduled:
+            self.last_scheduled = scheduled
+            prepared = self._runner.prepare(scheduled)
+            self._scheduler.begin(scheduled)
+            self._in_flight = self._worker.submit(self._runner.run, prepared)
+        return result
+
+    @property
+    def step_in_flight(self) -> bool:
+        """Whether a step runs whose result nobody has seen yet; never without async scheduling."""
+        return self._in_flight is not None
+
+    def _update(self, output: ModelRunnerOutput) -> StepResult:
+        assert self.last_scheduled is not None
         self.num_steps += 1
-        self.last_scheduled = scheduled
-        return self._scheduler.update(scheduled, self._runner.execute(scheduled))
+        return self._scheduler.update(self.last_scheduled, output)
 
     def block_ref_counts(self) -> dict[int, int]:
         """Holders of each block that has any."""

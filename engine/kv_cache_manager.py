@@ -80,6 +80,20 @@ class KVCacheManager:
         request.num_cached_blocks = len(cached)
         return len(cached) * self.block_size
 
+    def share_prompt(self, request: Request, sibling: Request) -> None:
+        """Give ``sibling``, which has no blocks, the full blocks of the prompt of ``request``.
+
+        The prompt's last token is left out, as with any prefix: it gives the sibling its logits.
+        """
+        num_blocks = (request.num_prompt_tokens - 1) // self.block_size
+        null_block = self._retention.null_block
+        sibling.block_ids = request.block_ids[:num_blocks]
+        self.block_pool.hold(b for b in sibling.block_ids if b != null_block)
+        sibling.block_hashes = request.block_hashes[:num_blocks]
+        sibling.num_cached_blocks = min(request.num_cached_blocks, num_blocks)
+        sibling.num_computed_tokens = num_blocks * self.block_size
+        sibling.num_cached_tokens = sibling.num_computed_tokens
+
     def cache_blocks(self, request: Request) -> None:
         """Name the request's blocks that are full and computed, so that others can find them."""
         if self._hasher is None:

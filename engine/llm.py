@@ -64,18 +64,19 @@ class LLM:
             progress: show a progress bar on standard error.
 
         Returns:
-            Completions in prompt order; ``text`` is empty for a checkpoint without a tokenizer.
+            Completions in prompt order, those of one prompt (``SamplingParams.n``) next to each
+            other; ``text`` is empty for a checkpoint without a tokenizer.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
         """
         prompt_list = _as_list(prompts)
         params_list = _one_per_prompt(sampling_params, len(prompt_list))
-        requests = [
-            self._make_request(prompt, params)
+        choices = [
+            self._make_choices(prompt, params)
             for prompt, params in zip(prompt_list, params_list, strict=True)
         ]
-        answers = [self._begin(request) for request in requests]
+        answers = [answer for requests in choices for answer in self._begin(requests)]
         with _progress_bar(len(answers), shown=progress) as advance:
             while self.engine.has_work:
                 advance(self._step())
@@ -104,23 +105,34 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """Complete one prompt, piece by piece; leaving the loop ends the request.
 
+        The pieces of several outputs (``SamplingParams.n``) come as they are made.
         Raises InvalidRequestError, when the iteration begins.
         """
-        request = self._make_request(prompt, sampling_params or SamplingParams())
-        answer = self._begin(request, streams=True)
+        requests = self._make_choices(prompt, sampling_params or SamplingParams())
+        answers = self._begin(requests, streams=True)
         try:
-            while not answer.ended:
+            while not all(answer.ended for answer in answers):
                 self._step()
+                for answer in answers:
+                    yield from answer.take_unread()
+            for answer in answers:  # what came while somebody else made the last steps
                 yield from answer.take_unread()
-            yield from answer.take_unread()  # what came while somebody else made the last steps
         finally:
-            self._end(request.request_id)
+            for request in requests:
+                self._end(request.request_id)
+            while self.engine.step_in_flight and not self._answers:
+                self._step()  # nothing is left behind
 
-    def _begin(self, request: Request, *, streams: bool = False) -> Answer:
-        answer = Answer(request, self.tokenizer, streams=streams)
-        self._answers[request.request_id] = answer
-        self.engine.add(request)
-        return answer
+    def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
+        """Give a prompt's requests to the engine."""
+        answers = []
+        for index, request in enumerate(choices):
+            answer = Answer(request, self.tokenizer, choice_index=index, streams=streams)
+            self._answers[request.request_id] = answer
+            answers.append(answer)
+        choices[0].siblings = choices[1:]
+        self.engine.add(choices[0])
+        return answers
 
     def _end(self, request_id: str) -> None:
         """Forget a request, and end it where a stop string or its reader did so first."""
@@ -151,7 +163,8 @@ class LLM:
                 num_ended += 1
         return num_ended
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _make_choices(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """A request for each of the outputs that are wanted of a prompt."""
         token_ids = self._tokenize(prompt)
         engine = self.engine
         check_prompt(
@@ -163,14 +176,18 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
         self._num_requests += 1
-        return Request.create(
-            f"offline-{self._num_requests}",
-            token_ids,
-            params,
-            seed=draw_seed() if params.seed is None else params.seed,
-            eos_token_ids=engine.eos_token_ids,
-            max_model_len=engine.max_model_len,
-        )
+        seed = draw_seed() if params.seed is None else params.seed
+        return [
+            Request.create(
+                f"offline-{self._num_requests}" + (f"-{index}" if index else ""),
+                token_ids,
+                params,
+                seed=seed + index,
+                eos_token_ids=engine.eos_token_ids,
+                max_model_len=engine.max_model_len,
+            )
+            for index in range(params.n)
+        ]
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

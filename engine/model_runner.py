@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from baton_kernels.attention.base import AttentionBackend
-from engine.input_batch import InputBatch
+from engine.input_batch import InputBatch, ModelInput
 from engine.logprobs import compute_logprobs
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.request import Request
 from engine.sampler import sample
 from models.base import CausalLM, ForwardContext
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """All that `run` reads."""
+
+    inputs: ModelInput
+    requests: list[Request]  # that sample
 
 
 class ModelRunner:
@@ -34,10 +45,19 @@ class ModelRunner:
         self._backend = backend
         self._input_batch = input_batch
 
-    @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens; returns when their KV is in the cache."""
-        inputs = self._input_batch.fill(scheduled.scheduled)
+        return self.run(self.prepare(scheduled))
+
+    def prepare(self, scheduled: SchedulerOutput) -> PreparedStep:
+        """Write the step's inputs; the step before has ended."""
+        requests = [item.request for item in scheduled.scheduled if item.samples]
+        return PreparedStep(self._input_batch.fill(scheduled.scheduled), requests)
+
+    @torch.inference_mode()
+    def run(self, prepared: PreparedStep) -> ModelRunnerOutput:
+        """Compute a prepared step, on any thread; returns when its KV is in the cache."""
+        inputs, requests = prepared.inputs, prepared.requests
         self._backend.plan(inputs.attention)
         context = ForwardContext(
             positions=inputs.positions,
@@ -46,7 +66,6 @@ class ModelRunner:
             kv_cache=self._kv_cache,
         )
         hidden_states = self._model.forward(inputs.input_ids, context)  # [num_tokens, hidden_size]
-        requests = [item.request for item in scheduled.scheduled if item.samples]
         if not requests:
             if self._kv_cache.is_cuda:  # nothing is read back that would wait for the device
                 torch.cuda.current_stream().synchronize()

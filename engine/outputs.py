@@ -45,7 +45,12 @@ class ModelRunnerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did: new tokens, and which requests ended."""
+    """What a step did: new tokens, and which requests ended.
+
+    Attributes:
+        scheduled: what the step computed; nothing when no step ended.
+    """
 
     outputs: tuple[RequestOutput, ...] = ()
     finished: tuple[Request, ...] = ()
+    scheduled: SchedulerOutput = SchedulerOutput((), 0)

@@ -40,6 +40,7 @@ class RequestStatus(Enum):
 
     WAITING = "WAITING"
     WAITING_FOR_REMOTE_KVS = "WAITING_FOR_REMOTE_KVS"
+    WAITING_FOR_SHARED_KVS = "WAITING_FOR_SHARED_KVS"
     RUNNING = "RUNNING"
     PREEMPTED = "PREEMPTED"
     FINISHED_STOPPED = "FINISHED_STOPPED", FinishReason.STOP
@@ -66,6 +67,9 @@ class Request:
         num_prompt_tokens_computed: prompt tokens computed by this engine, again and again if
             preempted. Stays 0 where all of the prompt's KV came from a remote node.
         num_forwards: steps that computed a part of this request.
+        num_tokens_in_flight: tokens that a step which still runs computes.
+        num_tokens_pending: tokens (0 or 1) that it will sample.
+        siblings: requests with the same prompt, that take its blocks once they are computed.
     """
 
     request_id: str
@@ -88,6 +92,9 @@ class Request:
     num_preemptions: int = 0
     num_prompt_tokens_computed: int = 0
     num_forwards: int = 0
+    num_tokens_in_flight: int = 0
+    num_tokens_pending: int = 0
+    siblings: list[Request] = field(default_factory=list)
 
     @classmethod
     def create(

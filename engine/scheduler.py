@@ -4,9 +4,9 @@ One rule: computed tokens catch up with known tokens. Chunked prefill, decoding,
 resuming after preemption and starting from remote KV are all the same case of it.
 
     waiting -------\\
-    arrived --------> running --> finished          parked: WAITING_FOR_REMOTE_KVS, costs nothing
-       ^               |  ^                         per step; `commit` moves it to arrived
-    parked    preempted --/
+    arrived --------> running --> finished          parked: WAITING_FOR_REMOTE_KVS, until `commit`,
+       ^               |  ^                         or WAITING_FOR_SHARED_KVS, until a sibling has
+    parked    preempted --/                         computed their prompt; costs nothing per step
 
 A step costs time in proportion to what it schedules, not to what waits.
 """
@@ -61,18 +61,20 @@ class Scheduler:
         self._waiting = make_waiting_queue(policy)
         self._by_priority = policy == "priority"
         self._num_waiting = 0
-        self._arrived: deque[Request] = deque()  # remote KV is complete; they hold blocks already
+        self._arrived: deque[Request] = deque()  # their prompt's KV is there; they hold blocks
         self._num_arrived = 0
         self._running: list[Request] = []  # by rank: the last one is preempted first
+        self._step_in_flight = False
 
     # ------------------------------------------------------------------ requests come
 
     def add(self, request: Request) -> None:
-        """Queue a request whose KV this engine computes."""
+        """Queue a request whose KV this engine computes; its siblings follow it."""
         self._register(request)
-        request.status = RequestStatus.WAITING
-        self._waiting.add(request)
-        self._num_waiting += 1
+        self._wait(request)
+        for sibling in request.siblings:
+            self._register(sibling)
+            sibling.status = RequestStatus.WAITING_FOR_SHARED_KVS
 
     def park(self, request: Request) -> None:
         """Take a request whose prompt KV a remote node will write."""
@@ -123,13 +125,17 @@ class Scheduler:
             return None
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-        elif request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             # It stays in its queue until it comes to the front.
             if request.block_ids:
                 self._num_arrived -= 1
             else:
                 self._num_waiting -= 1
         self._finish(request, RequestStatus.FINISHED_ABORTED)
+        left = [s for s in request.siblings if not s.status.is_finished]
+        if left:  # the next one computes the prompt
+            left[0].siblings = left[1:]
+            self._wait(left[0])
         return request
 
     # ------------------------------------------------------------------ a step
@@ -137,26 +143,50 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could compute anything now."""
-        return bool(self._running or self._num_arrived or self._num_waiting)
+        waits = self._num_arrived or self._num_waiting
+        return bool(self._running or waits or self._step_in_flight)
 
     def schedule(self) -> SchedulerOutput:
-        """Choose what the next step computes, and give it blocks."""
+        """Choose what the next step computes, and give it blocks.
+
+        May be called while a step runs (between `begin` and `update`): each request that samples
+        in it is taken to get one more token, whatever that will be. Nobody is preempted then, for
+        the step writes into the blocks: where memory is short, nothing is scheduled until it ends.
+        """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
+        if budget is None:
+            return SchedulerOutput((), 0)
         budget = self._admit_arrived(scheduled, budget)
         # Memory is short after a preemption: who just lost its blocks must not come straight back.
         if self.num_preemptions == num_preemptions:
             budget = self._admit_waiting(scheduled, budget)
         return SchedulerOutput(tuple(scheduled), self._max_num_batched_tokens - budget)
 
+    def begin(self, scheduled: SchedulerOutput) -> None:
+        """A step runs from now on, until `update`; another may be scheduled meanwhile."""
+        assert not self._step_in_flight
+        self._step_in_flight = True
+        for item in scheduled.scheduled:
+            item.request.num_tokens_pending = int(item.samples)
+            item.request.num_tokens_in_flight = item.num_scheduled_tokens
+
+    def without_finished(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        """What of a step that was scheduled ahead is still to be computed."""
+        left = tuple(item for item in scheduled.scheduled if not item.request.status.is_finished)
+        return SchedulerOutput(left, sum(item.num_scheduled_tokens for item in left))
+
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
         """Write a step's result into its requests and end those that are done."""
         outputs: list[RequestOutput] = []
         finished: list[Request] = []
+        self._step_in_flight = False
         for item in scheduled.scheduled:
             request = item.request
+            request.num_tokens_in_flight = request.num_tokens_pending = 0
             if request.status.is_finished:  # aborted while the step ran
+                self.kv_cache_manager.free(request)
                 continue
             self._note_computed(request, item.num_scheduled_tokens)
             token_id = output.sampled_token_ids.get(request.request_id)
@@ -180,7 +210,7 @@ class Scheduler:
             )
         if finished:
             self._running = [r for r in self._running if not r.status.is_finished]
-        return StepResult(tuple(outputs), tuple(finished))
+        return StepResult(tuple(outputs), tuple(finished), scheduled)
 
     def check(self) -> None:
         """Assert the invariants; for tests and debug runs."""
@@ -200,28 +230,39 @@ class Scheduler:
 
     # ------------------------------------------------------------------ parts of schedule
 
-    def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Let running requests go on, best rank first; returns what is left of the budget."""
+    def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int | None:
+        """Let running requests go on, best rank first.
+
+        Returns what is left of the budget, or None when somebody must be preempted first.
+        """
         index = 0
         while index < len(self._running) and budget > 0:
             request = self._running[index]
+            index += 1
             num_tokens = self._num_tokens_next(request, budget)
+            if num_tokens == 0:  # the step in flight samples its last token
+                continue
             if not self._allocate_or_preempt(request, num_tokens):
+                if self._step_in_flight:
+                    return None
                 break  # the request itself was preempted: it was the last
             scheduled.append(ScheduledRequest(request, num_tokens))
             budget -= num_tokens
-            index += 1
         return budget
 
     def _admit_arrived(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Start requests whose remote KV is complete: they hold blocks, so they come first."""
+        """Start requests whose prompt's KV is there: they hold blocks, so they come first."""
         while self._arrived and budget > 0 and len(self._running) < self._max_num_requests:
             request = self._arrived[0]
             if not request.status.is_finished:
                 num_tokens = self._num_tokens_next(request, budget)
                 target = request.num_computed_tokens + num_tokens
                 if self.kv_cache_manager.allocate(request, target) is None:
-                    break
+                    if self._running:
+                        break
+                    # They hold all there is among themselves, and none can begin.
+                    self._preempt_last_arrived()
+                    continue
                 self._num_arrived -= 1
                 budget -= self._run(request, num_tokens, scheduled)
             self._arrived.popleft()
@@ -262,19 +303,37 @@ class Scheduler:
         request.rank = (request.priority if self._by_priority else 0, self._num_arrivals)
         self._num_arrivals += 1
 
+    def _wait(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        self._waiting.add(request)
+        self._num_waiting += 1
+
     def _num_tokens_next(self, request: Request, budget: int) -> int:
-        missing = request.num_tokens - request.num_computed_tokens
+        num_tokens = len(request.token_ids)
+        if request.num_tokens_in_flight:
+            num_tokens += request.num_tokens_pending - request.num_tokens_in_flight
+            if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
+                return 0
+        missing = num_tokens - request.num_computed_tokens
         return min(missing, budget, self._long_prefill_threshold)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int) -> bool:
         """Give a running request its blocks, taking them from the last ones if need be."""
-        target = request.num_computed_tokens + num_tokens
+        target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
         while self.kv_cache_manager.allocate(request, target) is None:
+            if self._step_in_flight:
+                return False
             last = self._running.pop()
             self._preempt(last)
             if last is request:
                 return False
         return True
+
+    def _preempt_last_arrived(self) -> None:
+        request = self._arrived.pop()
+        if not request.status.is_finished:
+            self._num_arrived -= 1
+            self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
         self.kv_cache_manager.free(request)
@@ -289,10 +348,28 @@ class Scheduler:
         start = request.num_computed_tokens
         request.num_computed_tokens += num_tokens
         request.num_forwards += 1
-        prompt_left = max(request.num_prompt_tokens - start, 0)
-        request.num_prompt_tokens_computed += min(prompt_left, num_tokens)
         self.kv_cache_manager.cache_blocks(request)
-        self.kv_cache_manager.free_slid_out(request)
+        prompt_left = request.num_prompt_tokens - start
+        if prompt_left > 0:
+            request.num_prompt_tokens_computed += min(prompt_left, num_tokens)
+            if num_tokens >= prompt_left:
+                self._begin_siblings(request)
+        if not request.siblings:  # they may need what this one does not look at any more
+            self.kv_cache_manager.free_slid_out(request)
+
+    def _begin_siblings(self, request: Request) -> None:
+        """The prompt is computed: who has the same one goes on from its full blocks."""
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            if sibling.status.is_finished:
+                continue
+            self.kv_cache_manager.share_prompt(request, sibling)
+            if not sibling.block_ids:  # the prompt is shorter than a block
+                self._wait(sibling)
+                continue
+            sibling.status = RequestStatus.WAITING
+            self._arrived.append(sibling)
+            self._num_arrived += 1
 
     @staticmethod
     def _status_after(request: Request, token_id: int) -> RequestStatus:
@@ -304,5 +381,6 @@ class Scheduler:
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         request.status = status
-        self.kv_cache_manager.free(request)
+        if not request.num_tokens_in_flight:  # else `update` does, when nothing writes there
+            self.kv_cache_manager.free(request)
         del self.requests[request.request_id]

@@ -84,7 +84,7 @@ class PrefillNode:
         self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled)
         handed_over = self._answer(result)
-        self.push_tracker.after_step(scheduled, handed_over)
+        self.push_tracker.after_step(result.scheduled, handed_over)
         events = self.sender.poll()
         for event in events:
             self._settle(event)
@@ -93,7 +93,8 @@ class PrefillNode:
             self._emit(tuple(self._deltas))
             self._deltas.clear()
         # Not "has work": what waits for blocks is not helped by asking again at once.
-        return bool(scheduled.scheduled or events or self._inbox)
+        busy = scheduled.scheduled or self.engine.step_in_flight
+        return bool(busy or events or self._inbox)
 
     # ------------------------------------------------------------------ what operators see
 

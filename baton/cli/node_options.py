@@ -87,6 +87,10 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
         attention_backend: Annotated[
             str, typer.Option(help="A backend's name, or auto.")
         ] = _DEFAULTS.attention_backend,
+        async_scheduling: Annotated[
+            bool | None,
+            typer.Option(help="Schedule a step while one runs; by default on a GPU only."),
+        ] = None,
         log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     ) -> None:
         try:
@@ -111,6 +115,7 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                     prefix_cache=prefix_cache,
                     prefix_hash=prefix_hash,
                     attention_backend=attention_backend,
+                    async_scheduling=async_scheduling,
                     num_threads=num_threads,
                 ),
                 log_level=log_level,

@@ -111,8 +111,13 @@ class ContentRunner(FakeRunner):
 
     def write(self, request: Request, start: int, end: int) -> None:
         """What computing (or receiving) the KV of positions ``start .. end - 1`` leaves."""
+        self.write_into(request.block_ids, request, start, end)
+
+    def write_into(self, block_ids: Sequence[int], request: Request, start: int, end: int) -> None:
+        """The same, wherever the request's own blocks are by now."""
         for position in range(start, end):
-            self._slots[self._slot(request, position)] = self._content(request, position)
+            slot = block_ids[position // self._block_size], position % self._block_size
+            self._slots[slot] = self._content(request, position)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """What a peer leaves that writes something else there."""

@@ -50,7 +50,7 @@ def reference_tokens(prompt: tuple[int, ...], params: SamplingParams) -> tuple[i
 @functools.cache
 def reference_kv(prompt: tuple[int, ...]) -> torch.Tensor:
     llm = reference()
-    request = llm._make_request(list(prompt), SamplingParams(max_tokens=5, ignore_eos=True))
+    request = llm._make_choices(list(prompt), SamplingParams(max_tokens=5, ignore_eos=True))[0]
     llm.engine.add(request)
     while request.num_computed_tokens < len(prompt):
         llm.engine.step()

@@ -112,6 +112,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 1]
         self.scheduler.add(self.new_request(prompt, max_tokens, priority, salt))
 
+    @rule(
+        num_prompt_tokens=st.integers(1, LONGEST - 1),
+        num_siblings=st.integers(1, 3),
+        max_tokens=st.integers(1, 6),
+    )
+    def add_siblings(self, num_prompt_tokens: int, num_siblings: int, max_tokens: int) -> None:
+        prompt = ([1] * num_prompt_tokens)[: self.max_model_len - 1]
+        first, *rest = (
+            self.new_request(prompt, max_tokens, 0, ()) for _ in range(num_siblings + 1)
+        )
+        first.siblings = rest
+        self.scheduler.add(first)
+
     @rule(data=st.data(), num_more=st.integers(0, 4), max_tokens=st.integers(1, 6))
     def add_the_next_turn(self, data: st.DataObject, num_more: int, max_tokens: int) -> None:
         if self.ended:
@@ -196,9 +209,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def one_step(self, next_token: Callable[[Request], int], abort_during: bool = False) -> None:
         running = self.having(RequestStatus.RUNNING)
+        waiting = self.having(RequestStatus.WAITING)
+        arrived = [r for r in waiting if self.requests[r].block_ids]  # remote KV, or a sibling's
         scheduled = self.scheduler.schedule()
         self.scheduler.check()
-        self.check_scheduled(scheduled, running)
+        self.check_scheduled(scheduled, running, arrived)
         self.runner.next_token = next_token
         output = self.runner.execute(scheduled)
         if abort_during and scheduled.scheduled:
@@ -207,8 +222,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.end(request_id, "aborted")
         self.take(self.scheduler.update(scheduled, output))
 
-    def check_scheduled(self, scheduled: SchedulerOutput, running: list[str]) -> None:
-        """``running``: who ran before this step."""
+    def check_scheduled(
+        self, scheduled: SchedulerOutput, running: list[str], arrived: list[str]
+    ) -> None:
+        """``running``: who ran before this step; ``arrived``: who waited and had blocks."""
         ids = [item.request.request_id for item in scheduled.scheduled]
         assert len(set(ids)) == len(ids) <= self.max_num_requests
         sizes = [item.num_scheduled_tokens for item in scheduled.scheduled]
@@ -221,11 +238,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(request.block_ids) * BLOCK_SIZE >= needed
         if len(running) < self.max_num_requests and sum(sizes) < self.budget:
             preempted = set(running) - set(ids)
-            waiting = self.just_committed - set(ids) - set(self.ended)
-            # With room in the batch, what was committed runs at once: it has its blocks already.
-            assert preempted or not waiting or len(ids) == self.max_num_requests
+            lost = set(self.having(RequestStatus.PREEMPTED))
+            waiting = self.just_committed - set(ids) - set(self.ended) - lost
+            # With room in the batch, what was committed runs at once, having its blocks already;
+            # a sibling before it may still need one.
+            full = len(ids) == self.max_num_requests or not self.just_committed.issuperset(arrived)
+            assert preempted or not waiting or full
         if self.by_priority:
-            self.check_admission_order(ids, running)
+            self.check_admission_order(ids, running + arrived)
         self.just_committed -= set(ids)
         written = [
             item.request.block_ids[block]
@@ -239,18 +259,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(ref_counts[block_id] == 1 for block_id in written)
         assert len(set(written)) == len(written)  # nobody computes into another's block
 
-    def check_admission_order(self, ids: list[str], running: list[str]) -> None:
+    def check_admission_order(self, ids: list[str], before: list[str]) -> None:
         """Nobody came from the waiting queue before one with a better rank; arrived ones may."""
         left = [
             request.rank
             for request in self.scheduler.requests.values()
-            if not request.block_ids and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
+            if not request.block_ids
+            and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         ]
-        came = [
-            self.requests[request_id].rank
-            for request_id in ids
-            if request_id not in running and request_id not in self.just_committed
-        ]
+        came = [self.requests[request_id].rank for request_id in ids if request_id not in before]
         assert not left or not came or max(came) < min(left)
 
     def take(self, result: StepResult) -> None:
@@ -277,15 +294,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         scheduler.check()
         null_blocks = range(self.num_null_blocks)  # the first that was ever given out
-        held = Counter(
-            block_id
-            for request in scheduler.requests.values()
-            for block_id in request.block_ids
-            if block_id not in null_blocks
-        )
-        held.update(null_blocks)
+        held = self.blocks_held()
+        for block_id in null_blocks:
+            held[block_id] = 1
         assert scheduler.kv_cache_manager.block_pool.ref_counts() == dict(held)
         assert set(scheduler.requests) == set(self.requests) - set(self.ended)
+
+    def blocks_held(self) -> Counter[int]:
+        """How often each block is in a request's table."""
+        return Counter(b for r in self.scheduler.requests.values() for b in r.block_ids)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -295,7 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request_id in parked:
                 if self.requests[request_id].block_ids or self.scheduler.grant(request_id):
                     self.commit_one(request_id)
-            if not self.scheduler.requests:
+            if self.drained():
                 break
             self.one_step(lambda request: 2)
         assert set(self.ended) == set(self.requests)  # each exactly once: see `end`
@@ -310,6 +327,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert pool.num_free == NUM_BLOCKS - self.num_null_blocks
         assert pool.num_references() == self.num_null_blocks
         self.check_events()
+
+    def drained(self) -> bool:
+        return not self.scheduler.requests
 
     def check_events(self) -> None:
         """Replayed, they give as many contents as there are."""

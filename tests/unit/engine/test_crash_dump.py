@@ -23,7 +23,7 @@ def test_a_dump_says_what_ran_and_who_held_which_blocks(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    request = llm._make_request("import os\n" * 10, SamplingParams(max_tokens=4))
+    request = llm._make_choices("import os\n" * 10, SamplingParams(max_tokens=4))[0]
     llm.engine.add(request)
     llm.engine.step()
     path = dump_crash(llm.engine, RuntimeError("the floor is lava"))

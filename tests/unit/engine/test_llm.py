@@ -100,7 +100,7 @@ def test_too_little_memory_and_small_chunks_change_no_token(llm: LLM, folder: st
     )
     params = SamplingParams(max_tokens=14, temperature=0.9, seed=1, ignore_eos=True)
     requests = [
-        small._make_request(prompt, params) for prompt in PROMPTS
+        small._make_choices(prompt, params)[0] for prompt in PROMPTS
     ]  # to see that they were preempted
     for request in requests:
         small.engine.add(request)
