@@ -125,10 +125,16 @@ class Cluster:
         folder: of a tiny checkpoint.
         expected_kv: the KV of a prompt, by an engine that shares nothing with these.
         num_blocks: of each node; few, so that memory is short.
+        async_scheduling: of each node.
     """
 
     def __init__(
-        self, folder: Path, expected_kv: Callable[[list[int]], torch.Tensor], num_blocks: int
+        self,
+        folder: Path,
+        expected_kv: Callable[[list[int]], torch.Tensor],
+        num_blocks: int,
+        *,
+        async_scheduling: bool = False,
     ) -> None:
         self.network = ScriptedNetwork()
         self.attempts: dict[Key, Attempt] = {}
@@ -140,6 +146,7 @@ class Cluster:
             max_num_requests=4,
             max_num_batched_tokens=12,
             long_prefill_threshold=5,
+            async_scheduling=async_scheduling,
         )
         p_engine, self.d_engine = Engine(folder, config), CheckedEngine(folder, config)
         self.d_engine.expected_kv = expected_kv

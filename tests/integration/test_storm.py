@@ -21,15 +21,15 @@ pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 NUM_REQUESTS = 60
 
 
-@pytest.fixture(scope="module")
-def deployment() -> Iterator[LocalDeployment]:
+@pytest.fixture(scope="module", params=["--no-async-scheduling", "--async-scheduling"])
+def deployment(request: pytest.FixtureRequest) -> Iterator[LocalDeployment]:
     """Two nodes of each kind with so few blocks that requests wait for each other."""
     config = LocalDeploymentConfig(
         model=str(DEMO_MODEL),
         listen=free_address(),
         num_prefill=2,
         num_decode=2,
-        node_args=["--num-blocks", "150", "--max-num-requests", "16"],
+        node_args=["--num-blocks", "150", "--max-num-requests", "16", request.param],
     )
     with LocalDeployment(config) as running:
         running.wait_ready(READY_TIMEOUT_S)

@@ -59,8 +59,13 @@ def reference_kv(prompt: tuple[int, ...]) -> torch.Tensor:
     return kv
 
 
-def make_cluster(num_blocks: int) -> Cluster:
-    return Cluster(folder(), lambda prompt: reference_kv(tuple(prompt)), num_blocks)
+def make_cluster(num_blocks: int, *, async_scheduling: bool = False) -> Cluster:
+    return Cluster(
+        folder(),
+        lambda prompt: reference_kv(tuple(prompt)),
+        num_blocks,
+        async_scheduling=async_scheduling,
+    )
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:
@@ -95,12 +100,12 @@ class HandoffMachine(RuleBasedStateMachine):
         self.num_requests = 0
         self.is_faulty = False  # something happened that may fail a request or need its deadline
 
-    @initialize(num_blocks=st.sampled_from([7, 9, 20]))
-    def make(self, num_blocks: int) -> None:
+    @initialize(num_blocks=st.sampled_from([7, 9, 20]), async_scheduling=st.booleans())
+    def make(self, num_blocks: int, async_scheduling: bool) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(reservations, "RECANCEL_S", 0.0)
         self.patch.setattr(reservations, "TICK_S", 0.0)
-        self.cluster = make_cluster(num_blocks)
+        self.cluster = make_cluster(num_blocks, async_scheduling=async_scheduling)
         dead = self.cluster.dead
         self.patch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
 
