@@ -309,3 +309,24 @@ def test_both_nodes_refuse_a_token_id_outside_the_vocabulary_and_go_on() -> None
     assert cluster.attempts["b", 1].is_complete
     assert_right(cluster)
     assert_clean(cluster)
+
+
+def test_of_a_mixed_model_travels_what_the_decode_node_needs_and_no_more() -> None:
+    cluster = make_cluster(20, mixed=True)
+    num_free = cluster.d.engine.num_free_blocks
+    for request_id in ("a", "b"):  # the second finds the first one's prefix on the prefill node
+        cluster.place(request_id, 1, prompt_of(3, 17), GREEDY)
+        cluster.step("d")
+        for _ in range(8):
+            go_on(cluster)
+            deliver_all(cluster)
+        # Of 17 tokens the full layer keeps all; a window of 6 looks back to position 12.
+        written = [len(write.remote_block_ids) for write in cluster.network.writes]
+        assert sum(written) == 5 + 2 * 2
+        assert cluster.d.engine.num_free_blocks == num_free - (5 + 2 * 2) - 3
+        cluster.settle()
+        assert tuple(cluster.attempts[request_id, 1].tokens.values()) == reference_tokens(
+            tuple(prompt_of(3, 17)), GREEDY, mixed=True
+        )
+    assert cluster.d_engine.num_commits == 2  # and their KV was right: see CheckedEngine
+    assert_clean(cluster)
