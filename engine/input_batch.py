@@ -64,7 +64,7 @@ class InputBatch:
     def fill(self, scheduled: Sequence[ScheduledRequest]) -> ModelInput:
         """Write the step's requests into the buffers and give views of them on the device."""
         input_ids, positions = self._input_ids.numpy(), self._positions.numpy()
-        slot_mapping, block_table = self._slot_mapping.numpy(), self._block_table.numpy()
+        groups = list(zip(self._slot_mapping.numpy(), self._block_table.numpy(), strict=True))
         query_start_loc, seq_lens = self._query_start_loc.numpy(), self._seq_lens.numpy()
         last_token_rows = self._last_token_rows.numpy()
         row = num_sampling = max_num_blocks = 0
@@ -73,15 +73,17 @@ class InputBatch:
             end = start + item.num_scheduled_tokens
             rows = slice(row, row + item.num_scheduled_tokens)
             block_ids = np.asarray(request.block_ids, dtype=np.int32)
-            blocks = block_ids.reshape(-1, self._num_groups).T  # [num_groups, blocks of each]
             input_ids[rows] = request.token_ids[start:end]
             positions[rows] = token_positions = np.arange(start, end)
-            slot_mapping[:, rows] = (
-                blocks[:, token_positions // self._block_size].astype(np.int64) * self._block_size
-                + token_positions % self._block_size
-            )
-            block_table[:, index, : blocks.shape[1]] = blocks
-            max_num_blocks = max(max_num_blocks, blocks.shape[1])
+            block_of_token = token_positions // self._block_size
+            offsets = token_positions % self._block_size
+            for group, (slot_mapping, block_table) in enumerate(groups):
+                blocks = block_ids[group :: self._num_groups]
+                slot_mapping[rows] = (
+                    blocks[block_of_token].astype(np.int64) * self._block_size + offsets
+                )
+                block_table[index, : len(blocks)] = blocks
+            max_num_blocks = max(max_num_blocks, len(block_ids) // self._num_groups)
             row = rows.stop
             query_start_loc[index + 1] = row
             seq_lens[index] = end

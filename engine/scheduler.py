@@ -107,8 +107,6 @@ class Scheduler:
         request.token_ids.append(token_id)
         request.num_computed_tokens = request.num_prompt_tokens
         request.status = RequestStatus.WAITING
-        # What slid out need not have come: a sender that starts from a prefix hit has none of it.
-        self.kv_cache_manager.free_slid_out(request)
         self.kv_cache_manager.cache_blocks(request)
         self._arrived.append(request)
         self._num_arrived += 1

@@ -301,3 +301,21 @@ def test_priorities_change_who_ends_first_and_no_token(checkpoint: Checkpoint) -
     assert ended == ["r3", "r1", "r2", "r0"]
     found = [request.output_token_ids for request in requests]
     assert found == [checkpoint.expected(prompt) for prompt in prompts]
+
+
+def test_a_long_output_holds_what_each_group_of_layers_looks_at(checkpoint: Checkpoint) -> None:
+    block_size = 4
+    llm = make_llm(checkpoint, block_size=block_size, long_prefill_threshold=8)
+    windows = llm.engine.kv_cache_spec.sliding_windows
+    num_free = llm.engine.num_free_blocks
+    [request] = make_requests(llm, [PROMPT[:5]], 120)
+    llm.engine.add(request)
+    while True:
+        llm.engine.step()
+        if not llm.engine.has_work:
+            break
+        end = request.num_computed_tokens
+        oldest = [0 if window is None else max(end - window + 1, 0) for window in windows]
+        needed = sum(-(-end // block_size) - start // block_size for start in oldest)
+        assert num_free - llm.engine.num_free_blocks == needed
+    assert request.output_token_ids == checkpoint.expected(PROMPT[:5], 120)
