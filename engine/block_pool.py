@@ -25,11 +25,13 @@ class KVCacheBlock:
     Attributes:
         ref_count: holders; 0 exactly while it is in the free list.
         block_hash: of its content, once it is full and committed.
+        silent: no event speaks of its content.
     """
 
     block_id: int
     ref_count: int = 0
     block_hash: BlockHash | None = None
+    silent: bool = False
     previous: KVCacheBlock | None = None
     next: KVCacheBlock | None = None
 
@@ -121,13 +123,24 @@ class BlockPool:
         return block.block_id
 
     def cache(
-        self, block_ids: Iterable[int], hashes: Iterable[BlockHash], parent: BlockHash | None
+        self,
+        block_ids: Iterable[int],
+        hashes: Iterable[BlockHash],
+        parent: BlockHash | None,
+        *,
+        silent: bool = False,
     ) -> None:
         """Name the content of full, committed blocks; they are never written again.
 
         Args:
             parent: hash of the block before the first of them.
+            silent: record no events about these names, now or later.
         """
+        if silent:
+            for block_id, block_hash in zip(block_ids, hashes, strict=True):
+                self._name(block_id, block_hash)
+                self._blocks[block_id].silent = True
+            return
         stored: list[BlockHash] = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             if self._name(block_id, block_hash):
@@ -140,7 +153,7 @@ class BlockPool:
     def reset_prefix_cache(self) -> None:
         """Forget all cached content; blocks in use stay in use."""
         for block in self._blocks:
-            block.block_hash = None
+            block.block_hash, block.silent = None, False
         self._cached.clear()
         if self._events is not None:
             self._events.append(BlocksCleared())
@@ -217,16 +230,16 @@ class BlockPool:
 
     def _forget(self, block: KVCacheBlock) -> None:
         """Take a block's content out of the index: it is about to be overwritten."""
-        block_hash = block.block_hash
+        block_hash, silent = block.block_hash, block.silent
         assert block_hash is not None
-        block.block_hash = None
+        block.block_hash, block.silent = None, False
         known = self._cached[block_hash]
         if isinstance(known, dict):
             del known[block.block_id]
             if known:  # the content is still here, in another block
                 return
         del self._cached[block_hash]
-        if self._events is not None:
+        if self._events is not None and not silent:
             self._events.append(BlocksRemoved((block_hash,)))
 
     def _append_free(self, block: KVCacheBlock) -> None:

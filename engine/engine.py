@@ -41,7 +41,7 @@ class Engine:
     """A model, its KV cache and the scheduler over them.
 
     Attributes:
-        kv_cache: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+        kv_cache: `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`.
         max_model_len: most tokens of one request.
         eos_token_ids: what ends an output unless a request ignores it.
         num_steps: steps that computed something and have ended, since the start.
@@ -67,11 +67,12 @@ class Engine:
         )
         self.model_config = model.config
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
-            self.model_config, config.block_size, self.dtype
+            self.model_config, model.sliding_windows, config.block_size, self.dtype
         )
         self.num_blocks = choose_num_blocks(self.kv_cache_spec, config)
-        num_usable = self.num_blocks - (model.sliding_window is not None)  # its null block
-        self.max_model_len = choose_max_model_len(self.model_config, config, num_usable)
+        self.max_model_len = choose_max_model_len(
+            self.model_config, config, self.kv_cache_spec, self.num_blocks
+        )
         self.eos_token_ids = self.model_config.eos_token_ids
         self.kv_cache = allocate_kv_cache(self.kv_cache_spec, self.num_blocks, device)
         override = None if config.attention_backend == "auto" else config.attention_backend
@@ -80,7 +81,7 @@ class Engine:
         kv_cache_manager = KVCacheManager(
             self.num_blocks,
             config.block_size,
-            sliding_window=model.sliding_window,
+            sliding_windows=self.kv_cache_spec.sliding_windows,
             hasher=BlockHasher(config.block_size, config.prefix_hash)
             if config.prefix_cache
             else None,
@@ -96,11 +97,13 @@ class Engine:
         self._runner = ModelRunner(
             model,
             self.kv_cache,
-            ATTENTION_BACKENDS.load(backend_name)(),
+            self.kv_cache_spec.layer_places,
+            [ATTENTION_BACKENDS.load(backend_name)() for _ in self.kv_cache_spec.groups],
             InputBatch(
                 max_num_requests=config.max_num_requests,
                 max_num_tokens=config.max_num_batched_tokens,
-                max_blocks=kv_cache_manager.num_blocks_for(self.max_model_len) + 1,
+                num_groups=len(self.kv_cache_spec.groups),
+                max_blocks=-(-self.max_model_len // config.block_size) + 1,
                 block_size=config.block_size,
                 device=device,
             ),
@@ -134,8 +137,13 @@ class Engine:
         self._scheduler.park(request)
 
     def grant(self, request_id: str) -> list[int] | None:
-        """Blocks for a parked request's prompt, or None while memory is short."""
+        """Blocks for a parked request's prompt, those of `handoff_indices`, or None while memory
+        is short."""
         return self._scheduler.grant(request_id)
+
+    def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
+        """Places in ``Request.block_ids`` of the blocks that travel with a prompt."""
+        return self._scheduler.kv_cache_manager.handoff_indices(num_prompt_tokens)
 
     def commit(self, request_id: str, token_id: int) -> None:
         """A parked request's KV is complete; it runs in the next step."""

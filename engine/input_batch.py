@@ -20,7 +20,7 @@ class ModelInput:
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     last_token_rows: Tensor  # [num_sampling] int64, rows of the tokens whose logits are wanted
-    attention: AttentionMetadata
+    attention: tuple[AttentionMetadata, ...]  # of each KV cache group
 
 
 class InputBatch:
@@ -29,7 +29,8 @@ class InputBatch:
     Args:
         max_num_requests: most requests in a step.
         max_num_tokens: most tokens in a step.
-        max_blocks: most blocks of one request.
+        num_groups: KV cache groups, each with its own blocks of a request.
+        max_blocks: most blocks of one request in one group.
         block_size: tokens per block.
         device: where the model runs.
     """
@@ -39,11 +40,13 @@ class InputBatch:
         *,
         max_num_requests: int,
         max_num_tokens: int,
+        num_groups: int,
         max_blocks: int,
         block_size: int,
         device: torch.device,
     ) -> None:
         self._block_size = block_size
+        self._num_groups = num_groups
         self._device = device
         pin = device.type == "cuda"
 
@@ -52,16 +55,16 @@ class InputBatch:
 
         self._input_ids = buffer(max_num_tokens, dtype=torch.int64)
         self._positions = buffer(max_num_tokens, dtype=torch.int64)
-        self._slot_mapping = buffer(max_num_tokens, dtype=torch.int64)
+        self._slot_mapping = buffer(num_groups, max_num_tokens, dtype=torch.int64)
         self._query_start_loc = buffer(max_num_requests + 1, dtype=torch.int32)
         self._seq_lens = buffer(max_num_requests, dtype=torch.int32)
-        self._block_table = buffer(max_num_requests, max_blocks, dtype=torch.int32)
+        self._block_table = buffer(num_groups, max_num_requests, max_blocks, dtype=torch.int32)
         self._last_token_rows = buffer(max_num_requests, dtype=torch.int64)
 
     def fill(self, scheduled: Sequence[ScheduledRequest]) -> ModelInput:
         """Write the step's requests into the buffers and give views of them on the device."""
         input_ids, positions = self._input_ids.numpy(), self._positions.numpy()
-        slot_mapping, block_table = self._slot_mapping.numpy(), self._block_table.numpy()
+        groups = list(zip(self._slot_mapping.numpy(), self._block_table.numpy(), strict=True))
         query_start_loc, seq_lens = self._query_start_loc.numpy(), self._seq_lens.numpy()
         last_token_rows = self._last_token_rows.numpy()
         row = num_sampling = max_num_blocks = 0
@@ -69,15 +72,18 @@ class InputBatch:
             request, start = item.request, item.request.num_computed_tokens
             end = start + item.num_scheduled_tokens
             rows = slice(row, row + item.num_scheduled_tokens)
-            blocks = np.asarray(request.block_ids, dtype=np.int32)
+            block_ids = np.asarray(request.block_ids, dtype=np.int32)
             input_ids[rows] = request.token_ids[start:end]
             positions[rows] = token_positions = np.arange(start, end)
-            slot_mapping[rows] = (
-                blocks[token_positions // self._block_size].astype(np.int64) * self._block_size
-                + token_positions % self._block_size
-            )
-            block_table[index, : len(blocks)] = blocks
-            max_num_blocks = max(max_num_blocks, len(blocks))
+            block_of_token = token_positions // self._block_size
+            offsets = token_positions % self._block_size
+            for group, (slot_mapping, block_table) in enumerate(groups):
+                blocks = block_ids[group :: self._num_groups]
+                slot_mapping[rows] = (
+                    blocks[block_of_token].astype(np.int64) * self._block_size + offsets
+                )
+                block_table[index, : len(blocks)] = blocks
+            max_num_blocks = max(max_num_blocks, len(block_ids) // self._num_groups)
             row = rows.stop
             query_start_loc[index + 1] = row
             seq_lens[index] = end
@@ -87,21 +93,26 @@ class InputBatch:
         num_requests = len(scheduled)
         query_lens = tuple(item.num_scheduled_tokens for item in scheduled)
         seq_lens_host = tuple(int(length) for length in seq_lens[:num_requests])
+        query_starts = self._to_device(self._query_start_loc[: num_requests + 1])
+        seq_lens_device = self._to_device(self._seq_lens[:num_requests])
         return ModelInput(
             input_ids=self._to_device(self._input_ids[:row]),
             positions=self._to_device(self._positions[:row]),
             last_token_rows=self._to_device(self._last_token_rows[:num_sampling]),
-            attention=AttentionMetadata(
-                num_requests=num_requests,
-                num_tokens=row,
-                query_start_loc=self._to_device(self._query_start_loc[: num_requests + 1]),
-                seq_lens=self._to_device(self._seq_lens[:num_requests]),
-                block_table=self._to_device(self._block_table[:num_requests, :max_num_blocks]),
-                slot_mapping=self._to_device(self._slot_mapping[:row]),
-                max_query_len=max(query_lens),
-                max_seq_len=max(seq_lens_host),
-                query_lens=query_lens,
-                seq_lens_host=seq_lens_host,
+            attention=tuple(
+                AttentionMetadata(
+                    num_requests=num_requests,
+                    num_tokens=row,
+                    query_start_loc=query_starts,
+                    seq_lens=seq_lens_device,
+                    block_table=self._to_device(table[:num_requests, :max_num_blocks]),
+                    slot_mapping=self._to_device(slots[:row]),
+                    max_query_len=max(query_lens),
+                    max_seq_len=max(seq_lens_host),
+                    query_lens=query_lens,
+                    seq_lens_host=seq_lens_host,
+                )
+                for table, slots in zip(self._block_table, self._slot_mapping, strict=True)
             ),
         )
 

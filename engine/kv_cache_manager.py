@@ -1,10 +1,16 @@
-"""KVCacheManager: the blocks of each request. Knows ids, hashes and token counts, no tensor."""
+"""KVCacheManager: the blocks of each request. Knows ids, hashes and token counts, no tensor.
+
+A logical block is the KV of ``block_size`` tokens in all groups of layers, hence ``num_groups``
+blocks of the pool; ``Request.block_ids`` has them all (`engine/kv_cache_coordinator.py`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.block_hash import BlockHasher
 from engine.block_pool import BlockPool
-from engine.kv_retention import FullAttention, KVRetention, SlidingWindow
+from engine.kv_cache_coordinator import KVCacheCoordinator
 from engine.request import Request
 
 
@@ -14,8 +20,7 @@ class KVCacheManager:
     Args:
         num_blocks: blocks in the cache.
         block_size: tokens per block.
-        sliding_window: tokens that any layer still looks at, when that is the same for all of
-            them; None when a layer looks at everything.
+        sliding_windows: of each KV cache group; None: full attention.
         hasher: names blocks for the prefix cache; None switches it off.
         record_events: keep what the prefix cache stored and removed.
     """
@@ -25,23 +30,24 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         *,
-        sliding_window: int | None = None,
+        sliding_windows: Sequence[int | None] = (None,),
         hasher: BlockHasher | None = None,
         record_events: bool = False,
     ) -> None:
         self.block_size = block_size
         self.block_pool = BlockPool(num_blocks, record_events=record_events)
+        self.num_groups = len(sliding_windows)
+        self._coordinator = KVCacheCoordinator(sliding_windows, block_size, self.block_pool)
+        self._null_block = self._coordinator.null_block
         self._hasher = hasher
-        self._retention: KVRetention = FullAttention()
-        if sliding_window is not None:
-            # What slid out is pointed at one block that nobody writes.
-            null_block = self.block_pool.allocate(1)
-            assert null_block is not None
-            self._retention = SlidingWindow(sliding_window, block_size, null_block[0])
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens."""
-        return -(-num_tokens // self.block_size)
+        """Blocks, of all groups together, that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size) * self.num_groups
+
+    def num_tokens_held(self, request: Request) -> int:
+        """Tokens that the request's blocks have room for."""
+        return len(request.block_ids) // self.num_groups * self.block_size
 
     # ------------------------------------------------------------------ prefix cache
 
@@ -54,7 +60,7 @@ class KVCacheManager:
             return []
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
         num_usable = (request.num_tokens - 1) // self.block_size
-        return self._retention.longest_hit(request.block_hashes[:num_usable], self.block_pool.find)
+        return self._coordinator.longest_hit(request.block_hashes[:num_usable])
 
     def allocate_with_prefix(self, request: Request, spare: int = 0) -> int | None:
         """Give a request without blocks its cached prefix, and room for all its known tokens.
@@ -69,16 +75,15 @@ class KVCacheManager:
         cached = self.find_cached_blocks(request)
         num_new = self.num_blocks_for(request.num_tokens) - len(cached)
         pool = self.block_pool
-        null_block = self._retention.null_block
-        taken = [block_id for block_id in cached if block_id != null_block]
+        taken = [block_id for block_id in cached if block_id != self._null_block]
         if num_new + pool.num_free_among(taken) + spare > pool.num_free:
             return None
         pool.touch(taken)
         new_block_ids = pool.allocate(num_new)
         assert new_block_ids is not None
         request.block_ids = cached + new_block_ids
-        request.num_cached_blocks = len(cached)
-        return len(cached) * self.block_size
+        request.num_cached_blocks = len(cached) // self.num_groups
+        return request.num_cached_blocks * self.block_size
 
     def share_prompt(self, request: Request, sibling: Request) -> None:
         """Give ``sibling``, which has no blocks, the full blocks of the prompt of ``request``.
@@ -86,8 +91,8 @@ class KVCacheManager:
         The prompt's last token is left out, as with any prefix: it gives the sibling its logits.
         """
         num_blocks = (request.num_prompt_tokens - 1) // self.block_size
-        null_block = self._retention.null_block
-        sibling.block_ids = request.block_ids[:num_blocks]
+        null_block = self._null_block
+        sibling.block_ids = request.block_ids[: num_blocks * self.num_groups]
         self.block_pool.hold(b for b in sibling.block_ids if b != null_block)
         sibling.block_hashes = request.block_hashes[:num_blocks]
         sibling.num_cached_blocks = min(request.num_cached_blocks, num_blocks)
@@ -103,12 +108,7 @@ class KVCacheManager:
         if num_full <= first:
             return
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
-        hashes = request.block_hashes
-        self.block_pool.cache(
-            request.block_ids[first:num_full],
-            hashes[first:num_full],
-            hashes[first - 1] if first else None,
-        )
+        self._coordinator.cache(request.block_ids, request.block_hashes, first, num_full)
         request.num_cached_blocks = num_full
 
     # ------------------------------------------------------------------ blocks
@@ -128,21 +128,49 @@ class KVCacheManager:
             request.block_ids.extend(new_block_ids)
         return new_block_ids
 
+    def allocate_for_handoff(self, request: Request, num_tokens: int) -> bool:
+        """Give a request without blocks room for a prompt that arrives, and for what follows.
+
+        Args:
+            num_tokens: to have room for; at least the prompt's. What slides out before the
+                prompt's end gets no block.
+
+        Returns:
+            False, with nothing changed, when too few blocks are free.
+        """
+        assert not request.block_ids
+        num_prompt_blocks = self.num_blocks_for(request.num_prompt_tokens)
+        num_blocks = self.num_blocks_for(num_tokens)
+        places = self.handoff_indices(request.num_prompt_tokens)
+        places += range(num_prompt_blocks, num_blocks)
+        new_block_ids = self.block_pool.allocate(len(places))
+        if new_block_ids is None:
+            return False
+        if len(places) == num_blocks:
+            request.block_ids = new_block_ids
+            return True
+        assert self._null_block is not None
+        request.block_ids = [self._null_block] * num_blocks
+        for place, block_id in zip(places, new_block_ids, strict=True):
+            request.block_ids[place] = block_id
+        return True
+
+    def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
+        """Places in ``block_ids`` of the blocks that a node needs to go on after a prompt.
+
+        What slid out before the prompt's end is not among them. The same on every node with this
+        model and block size, so that two nodes need to name no places to each other.
+        """
+        num_blocks = -(-num_prompt_tokens // self.block_size)
+        return self._coordinator.kept_indices(num_prompt_tokens, num_blocks)
+
     def free_slid_out(self, request: Request) -> None:
         """Drop the blocks that no layer looks at any more; those without a name stay without."""
-        null_block = self._retention.null_block
-        num_expired = self._retention.num_expired_blocks(request.num_computed_tokens)
-        request.num_cached_blocks = max(request.num_cached_blocks, num_expired)
-        index = num_expired - 1
-        while index >= 0 and request.block_ids[index] != null_block:
-            self.block_pool.release([request.block_ids[index]])
-            assert null_block is not None
-            request.block_ids[index] = null_block
-            index -= 1
+        self._coordinator.free_slid_out(request.block_ids, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:
         """Drop the request's references, tail blocks first: a prefix is worth keeping longest."""
-        null_block = self._retention.null_block
+        null_block = self._null_block
         self.block_pool.release(b for b in reversed(request.block_ids) if b != null_block)
         request.block_ids = []
         request.num_cached_blocks = 0

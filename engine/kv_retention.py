@@ -3,8 +3,7 @@
     full attention     [ b0 b1 b2 b3 b4 b5 ]      all of them, for ever
     sliding window     [ -- -- -- b3 b4 b5 ]      what slid out is free for others
 
-One instance serves all layers of a model. A model whose layers differ is served as full attention:
-right, if not as small as it could be.
+One instance serves one group of layers (`engine/kv_cache_groups.py`), whose windows are equal.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ Find = Callable[[BlockHash], int | None]
 class KVRetention(Protocol):
     """What the manager asks of an attention pattern."""
 
-    @property
-    def null_block(self) -> int | None:
-        """Stands in a block table where a block slid out; None if that never happens."""
-
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
-        """Block ids of the longest prefix whose needed blocks are all cached."""
+        """Block ids of the longest prefix whose needed blocks are all cached.
+
+        Where a block is not needed because it slid out, the null block stands for it.
+        """
 
     def num_expired_blocks(self, num_computed_tokens: int) -> int:
         """Leading blocks that no token computed from now on looks at."""
@@ -33,8 +31,6 @@ class KVRetention(Protocol):
 
 class FullAttention:
     """Every token looks at all before it."""
-
-    null_block: int | None = None
 
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
         block_ids: list[int] = []
@@ -55,20 +51,19 @@ class SlidingWindow:
     Args:
         window: tokens.
         block_size: tokens per block.
-        null_block: a block that is never written nor given out.
+        null_block: stands where a block slid out; it is never written nor given out.
     """
 
     def __init__(self, window: int, block_size: int, null_block: int) -> None:
         self._window = window
         self._block_size = block_size
-        self.null_block: int | None = null_block
+        self._null_block = null_block
 
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
         """From the right: a prefix counts when the blocks in its window are there."""
-        assert self.null_block is not None
         end = len(hashes)
         if self.num_expired_blocks(end * self._block_size) >= end:  # it looks at itself only
-            return [self.null_block] * end
+            return [self._null_block] * end
         run: list[int] = []  # cached blocks up to `end`, the last one first
         for index in range(len(hashes) - 1, -1, -1):
             block_id = find(hashes[index])
@@ -77,7 +72,7 @@ class SlidingWindow:
                 continue
             run.append(block_id)
             if index <= self.num_expired_blocks(end * self._block_size):
-                return [self.null_block] * index + run[::-1]
+                return [self._null_block] * index + run[::-1]
         return []
 
     def num_expired_blocks(self, num_computed_tokens: int) -> int:

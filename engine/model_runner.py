@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +29,9 @@ class ModelRunner:
 
     Args:
         model: the network, on its device.
-        kv_cache: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
-        backend: attention over that cache.
+        kv_cache: `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`.
+        layer_places: of each layer, its KV cache group and its place in that group's blocks.
+        backends: attention over that cache, one for each group.
         input_batch: persistent input buffers on the model's device.
     """
 
@@ -37,12 +39,15 @@ class ModelRunner:
         self,
         model: CausalLM,
         kv_cache: torch.Tensor,
-        backend: AttentionBackend,
+        layer_places: Sequence[tuple[int, int]],
+        backends: Sequence[AttentionBackend],
         input_batch: InputBatch,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
-        self._backend = backend
+        self._backends = backends
+        self._layer_groups = tuple(group for group, _ in layer_places)
+        self._layer_caches = tuple(kv_cache[:, place] for _, place in layer_places)
         self._input_batch = input_batch
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -58,12 +63,13 @@ class ModelRunner:
     def run(self, prepared: PreparedStep) -> ModelRunnerOutput:
         """Compute a prepared step, on any thread; returns when its KV is in the cache."""
         inputs, requests = prepared.inputs, prepared.requests
-        self._backend.plan(inputs.attention)
+        for backend, attention in zip(self._backends, inputs.attention, strict=True):
+            backend.plan(attention)
         context = ForwardContext(
             positions=inputs.positions,
-            attention=inputs.attention,
-            backend=self._backend,
-            kv_cache=self._kv_cache,
+            groups=tuple(zip(inputs.attention, self._backends, strict=True)),
+            layer_groups=self._layer_groups,
+            layer_caches=self._layer_caches,
         )
         hidden_states = self._model.forward(inputs.input_ids, context)  # [num_tokens, hidden_size]
         if not requests:

@@ -85,8 +85,9 @@ class Scheduler:
         """Give a parked request blocks for its prompt and one decode block.
 
         Returns:
-            The ids of the blocks that hold the prompt, in order, or None when too few are free
-            or others wait for blocks: who was preempted comes before who comes anew.
+            The ids of the blocks that are needed of the prompt, in order (see
+            `KVCacheManager.handoff_indices`), or None when too few are free or others wait for
+            blocks: who was preempted comes before who comes anew.
         """
         if self._num_waiting:
             return None
@@ -94,12 +95,12 @@ class Scheduler:
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         assert not request.block_ids
         manager = self.kv_cache_manager
-        num_prompt_blocks = manager.num_blocks_for(request.num_prompt_tokens)
+        num_prompt_tokens, block_size = request.num_prompt_tokens, manager.block_size
         # The decode block: room for the tokens up to the end of the block after the prompt's last.
-        room = min((num_prompt_blocks + 1) * manager.block_size, request.max_num_tokens)
-        if manager.allocate(request, max(room, request.num_prompt_tokens)) is None:
+        room = min((-(-num_prompt_tokens // block_size) + 1) * block_size, request.max_num_tokens)
+        if not manager.allocate_for_handoff(request, max(room, num_prompt_tokens)):
             return None
-        return request.block_ids[:num_prompt_blocks]
+        return [request.block_ids[index] for index in manager.handoff_indices(num_prompt_tokens)]
 
     def commit(self, request_id: str, token_id: int) -> None:
         """The prompt's KV is complete and the remote node sampled ``token_id``: run from here."""
@@ -108,8 +109,6 @@ class Scheduler:
         request.token_ids.append(token_id)
         request.num_computed_tokens = request.num_prompt_tokens
         request.status = RequestStatus.WAITING
-        # What slid out need not have come: a sender that starts from a prefix hit has none of it.
-        self.kv_cache_manager.free_slid_out(request)
         self.kv_cache_manager.cache_blocks(request)
         self._arrived.append(request)
         self._num_arrived += 1
@@ -220,8 +219,7 @@ class Scheduler:
         for request in self.requests.values():
             assert not request.status.is_finished
             assert request.num_computed_tokens <= request.num_tokens
-            room = len(request.block_ids) * self.kv_cache_manager.block_size
-            assert request.num_computed_tokens <= room
+            assert request.num_computed_tokens <= self.kv_cache_manager.num_tokens_held(request)
             assert (request.status is RequestStatus.RUNNING) == (request in self._running)
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 arrived += bool(request.block_ids)

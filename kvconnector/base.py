@@ -20,7 +20,7 @@ class BlockPush:
     """Blocks of one request that are full and may travel.
 
     Attributes:
-        first_block: index, within the prompt's blocks, of ``block_ids[0]``.
+        first_block: index, within the prompt's blocks that travel, of ``block_ids[0]``.
         num_tokens: prompt tokens that are complete once these blocks have arrived.
         token_id: token 1; set in the last push of a request and only there.
     """
@@ -39,7 +39,7 @@ class KVReservation:
 
     Attributes:
         engine_id: of the prefill node it is for.
-        block_ids: of the decode node, one per block of the prompt, in order.
+        block_ids: of the decode node, one per block of the prompt that travels, in order.
     """
 
     request_id: str
@@ -89,8 +89,14 @@ class KVSender(Protocol):
     def disconnect(self, engine_id: str) -> None:
         """Forget a decode node that is gone; its transfers fail."""
 
-    def start(self, request_id: str, epoch: int, engine_id: str, num_tokens: int) -> None:
-        """Tell the decode node that ``num_tokens`` prompt tokens are being computed for it."""
+    def start(
+        self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
+    ) -> None:
+        """Tell the decode node that ``num_tokens`` prompt tokens are being computed for it.
+
+        Args:
+            num_blocks: that will travel; a grant has as many.
+        """
 
     def push(self, push: BlockPush) -> None:
         """Write blocks as soon as they are granted; the caller holds them until the end event."""

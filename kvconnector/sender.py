@@ -126,8 +126,11 @@ class Sender:
     def disconnect(self, engine_id: str) -> None:
         self._endpoint.submit(lambda: self._disconnect(engine_id, "the decode node is gone"))
 
-    def start(self, request_id: str, epoch: int, engine_id: str, num_tokens: int) -> None:
-        self._endpoint.submit(lambda: self._start(request_id, epoch, engine_id, num_tokens))
+    def start(
+        self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
+    ) -> None:
+        transfer = _Transfer(request_id, epoch, engine_id, num_blocks)
+        self._endpoint.submit(lambda: self._start(transfer, num_tokens))
 
     def push(self, push: BlockPush) -> None:
         now = time.perf_counter()
@@ -169,14 +172,13 @@ class Sender:
             self._leaving.discard(engine_id)
             self._endpoint.remove_peer(engine_id)
 
-    def _start(self, request_id: str, epoch: int, engine_id: str, num_tokens: int) -> None:
-        num_blocks = -(-num_tokens // self._info.block_size)
-        transfer = _Transfer(request_id, epoch, engine_id, num_blocks)
-        self._transfers[request_id, epoch] = transfer
+    def _start(self, transfer: _Transfer, num_tokens: int) -> None:
+        engine_id = transfer.engine_id
+        self._transfers[transfer.request_id, transfer.epoch] = transfer
         message = Start(
             engine_id=self._info.engine_id,
-            request_id=request_id,
-            epoch=epoch,
+            request_id=transfer.request_id,
+            epoch=transfer.epoch,
             num_tokens=num_tokens,
         )
         if engine_id in self._leaving or not self._send(engine_id, message):

@@ -20,10 +20,21 @@ class ForwardContext:
     """Everything but the token ids that one forward pass depends on; an argument, never ambient."""
 
     positions: Tensor  # [num_tokens] int64, of each token in its sequence
-    attention: AttentionMetadata
-    backend: AttentionBackend  # its plan() has seen ``attention``
-    kv_cache: Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+    groups: tuple[tuple[AttentionMetadata, AttentionBackend], ...]  # of each KV cache group;
+    # the backend's plan() has seen the metadata
+    layer_groups: tuple[int, ...]  # of each layer: its group
+    layer_caches: tuple[Tensor, ...]  # each [num_blocks, 2, num_kv_heads, block_size, head_dim]
     after_layer: Callable[[int], None] | None = None  # called after each layer
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest request; groups share lengths."""
+        return self.groups[0][0].max_seq_len
+
+    def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
+        """The step as one layer sees it: metadata, a backend that planned it, and its cache."""
+        attention, backend = self.groups[self.layer_groups[layer_index]]
+        return attention, backend, self.layer_caches[layer_index]
 
 
 class CausalLM(Protocol):
@@ -35,8 +46,8 @@ class CausalLM(Protocol):
         ...
 
     @property
-    def sliding_window(self) -> int | None:
-        """Tokens, itself included, that a token looks back at in any layer; None: all of them."""
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Tokens, itself included, that a token looks back at in each layer; None: all of them."""
         ...
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:

@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         delta: Tensor = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]
         residual: Tensor | None = None
         # each [num_tokens, rotary_dim]
-        cos, sin = self.rotary_emb(context.positions, context.attention.max_seq_len, delta.dtype)
+        cos, sin = self.rotary_emb(context.positions, context.max_seq_len, delta.dtype)
         for index, layer in enumerate(self.layers):
             delta, residual = layer(delta, residual, cos, sin, context)
             if context.after_layer is not None:
@@ -100,9 +100,7 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
         self.config = config
-        windows = options.sliding_windows or (None,)
-        limited = [window for window in windows if window is not None]
-        self.sliding_window = max(limited) if len(limited) == len(windows) else None
+        self.sliding_windows = options.sliding_windows or (None,) * config.num_layers
         self.model = Decoder(config, options)
         self.lm_head: nn.Linear | None = None  # None: the embedding is the head (tied)
         if not config.tie_word_embeddings:

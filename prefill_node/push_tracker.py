@@ -7,6 +7,7 @@ transfer's end event, so that the request itself may finish or be aborted at any
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,11 +24,13 @@ from kvconnector.base import BlockPush, KVSender, TransferEvent, TransferEventKi
 class _Handoff:
     """One request on its way to a decode node.
 
-    ``block_ids`` are those that the prompt is in now; ``held_block_ids`` also those of before a
-    preemption, which may still be travelling.
+    ``indices`` are the places in the request's blocks of those that travel; ``block_ids`` are the
+    blocks that are there now; ``held_block_ids`` also those of before a preemption, which may still
+    be travelling.
     """
 
     request: Request
+    indices: list[int]
     epoch: int
     engine_id: str
     expires_at: float
@@ -58,6 +61,7 @@ class PushTracker:
         self._engine = engine
         self._sender = sender
         self._block_size = engine.kv_cache_spec.block_size
+        self._num_groups = engine.kv_cache_spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
         # Ended on our side, not yet quiet on the wire: (request_id, epoch) -> held blocks.
         self._draining: dict[tuple[str, int], list[int]] = {}
@@ -69,7 +73,11 @@ class PushTracker:
         """
         self.drop(request.request_id, "")
         self._handoffs[request.request_id] = _Handoff(
-            request, epoch, engine_id, expires_at=time.monotonic() + timeout_s
+            request,
+            self._engine.handoff_indices(request.num_prompt_tokens),
+            epoch,
+            engine_id,
+            expires_at=time.monotonic() + timeout_s,
         )
 
     def before_step(self, scheduled: SchedulerOutput) -> None:
@@ -82,12 +90,19 @@ class PushTracker:
             if not handoff.started:
                 handoff.started = True
                 self._sender.start(
-                    request.request_id, handoff.epoch, handoff.engine_id, request.num_prompt_tokens
+                    request.request_id,
+                    handoff.epoch,
+                    handoff.engine_id,
+                    num_tokens=request.num_prompt_tokens,
+                    num_blocks=len(handoff.indices),
                 )
             if request.num_preemptions != handoff.num_preemptions:  # computed anew elsewhere
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
-            new_block_ids = request.block_ids[len(handoff.block_ids) :]
+            # What travels does not slide out before the prompt's end: it is not the null block.
+            first, end = len(handoff.block_ids), len(request.block_ids)
+            new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
+            new_block_ids = [request.block_ids[index] for index in new_indices]
             self._engine.hold(new_block_ids)
             handoff.block_ids += new_block_ids
             handoff.held_block_ids += new_block_ids
@@ -166,14 +181,15 @@ class PushTracker:
         """Blocks of ended requests that are still on the wire."""
         return sum(len(block_ids) for block_ids in list(self._draining.values()))
 
-    def _push(self, handoff: _Handoff, num_blocks: int, token_id: int | None) -> None:
+    def _push(self, handoff: _Handoff, num_logical_blocks: int, token_id: int | None) -> None:
         first = handoff.num_blocks_pushed
+        num_blocks = bisect.bisect_left(handoff.indices, num_logical_blocks * self._num_groups)
         if num_blocks <= first and token_id is None:
             return
         handoff.num_blocks_pushed = max(num_blocks, first)
         num_tokens = handoff.request.num_computed_tokens
         if token_id is None:  # what is in a block that is not full yet stays here
-            num_tokens = num_blocks * self._block_size
+            num_tokens = num_logical_blocks * self._block_size
         self._sender.push(
             BlockPush(
                 request_id=handoff.request.request_id,

@@ -77,13 +77,13 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = ops.rotary(query, key, cos, sin)
-        # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-        kv_cache = context.kv_cache[:, self._layer_index]
-        ops.store_kv(key, value, kv_cache, context.attention.slot_mapping)
-        attended = context.backend.run(
+        # kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        attention, backend, kv_cache = context.layer(self._layer_index)
+        ops.store_kv(key, value, kv_cache, attention.slot_mapping)
+        attended = backend.run(
             query,
             kv_cache,
-            context.attention,
+            attention,
             scale=self._scale,
             sliding_window=self._sliding_window,
         )  # [num_tokens, num_heads, head_dim]

@@ -70,7 +70,8 @@ class Link:
         return self.events(side, kind, request_id)[count - 1]
 
     def start(self, request_id: str, num_tokens: int, epoch: int = 0) -> None:
-        self.sender.start(request_id, epoch, self.d, num_tokens)
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        self.sender.start(request_id, epoch, self.d, num_tokens=num_tokens, num_blocks=num_blocks)
 
     def grant(self, request_id: str, block_ids: tuple[int, ...], epoch: int = 0) -> None:
         self.receiver.grant(

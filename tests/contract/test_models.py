@@ -10,8 +10,7 @@ import torch
 
 from baton_kernels.attention import ATTENTION_BACKENDS
 from models import MODELS, load_model
-from models.base import ForwardContext
-from tests.numerics.paged import make_cache, make_metadata, make_tables
+from tests.numerics.paged import make_cache, make_context, make_metadata, make_tables
 from tests.numerics.tiny_models import (
     hugging_face_logits,
     make_hugging_face_model,
@@ -172,7 +171,7 @@ def test_requests_in_one_batch_equal_requests_alone(tmp_path: Path, architecture
             spans = [slice(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)]
             tokens = first[spans[0]] + second[spans[1]] + [0, 0]
             positions = [*range(10)[spans[0]], *range(17)[spans[1]], 0, 0]
-            context = ForwardContext(torch.tensor(positions), metadata, backend, cache)
+            context = make_context(torch.tensor(positions), metadata, backend, cache)
             hidden = model.forward(torch.tensor(tokens), context)
             logits.append(model.compute_logits(hidden))
     torch.testing.assert_close(logits[1][0], paged_logits(model, first)[-1])

@@ -50,7 +50,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     long_prefill_threshold: int = 64,
     prefix_cache: bool = False,
-    sliding_window: int | None = None,
+    sliding_windows: Sequence[int | None] = (None,),
     policy: str = "fcfs",
 ) -> Scheduler:
     """A scheduler with its own blocks, which records what its prefix cache stores."""
@@ -58,7 +58,7 @@ def make_scheduler(
         KVCacheManager(
             num_blocks,
             block_size,
-            sliding_window=sliding_window,
+            sliding_windows=sliding_windows,
             hasher=BlockHasher(block_size) if prefix_cache else None,
             record_events=True,
         ),
@@ -95,18 +95,19 @@ class ContentRunner(FakeRunner):
 
     Args:
         next_token: given a request that samples, its next token.
-        sliding_window: tokens that a token looks back to, itself included; None: all of them.
+        sliding_windows: of each KV cache group, tokens that a token looks back to, itself
+            included; None: all of them.
     """
 
     def __init__(
         self,
         block_size: int,
-        sliding_window: int | None = None,
+        sliding_windows: Sequence[int | None] = (None,),
         next_token: Callable[[Request], int] = lambda request: 2,
     ) -> None:
         super().__init__(next_token)
         self._block_size = block_size
-        self._window = sliding_window
+        self._windows = sliding_windows
         self._slots: dict[tuple[int, int], object] = {}
 
     def write(self, request: Request, start: int, end: int) -> None:
@@ -115,9 +116,19 @@ class ContentRunner(FakeRunner):
 
     def write_into(self, block_ids: Sequence[int], request: Request, start: int, end: int) -> None:
         """The same, wherever the request's own blocks are by now."""
-        for position in range(start, end):
-            slot = block_ids[position // self._block_size], position % self._block_size
-            self._slots[slot] = self._content(request, position)
+        for group in range(len(self._windows)):
+            for position in range(start, end):
+                slot = self._slot(block_ids, group, position)
+                self._slots[slot] = self._content(request, group, position)
+
+    def write_what_travels(self, request: Request) -> None:
+        """What the arrival of a prompt leaves: the blocks that its next token looks at."""
+        num_tokens = request.num_prompt_tokens
+        for group, window in enumerate(self._windows):
+            oldest = 0 if window is None else max(num_tokens - window + 1, 0)
+            for position in range(oldest // self._block_size * self._block_size, num_tokens):
+                slot = self._slot(request.block_ids, group, position)
+                self._slots[slot] = self._content(request, group, position)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """What a peer leaves that writes something else there."""
@@ -135,18 +146,21 @@ class ContentRunner(FakeRunner):
         for request, start, end in spans:
             self.write(request, start, end)
         for request, start, end in spans:
-            oldest = 0 if self._window is None else max(start - self._window + 1, 0)
-            for position in range(oldest, end):
-                found = self._slots.get(self._slot(request, position))
-                assert found == self._content(request, position), (request.request_id, position)
+            for group, window in enumerate(self._windows):
+                oldest = 0 if window is None else max(start - window + 1, 0)
+                for position in range(oldest, end):
+                    found = self._slots.get(self._slot(request.block_ids, group, position))
+                    place = (request.request_id, group, position)
+                    assert found == self._content(request, group, position), place
         return super().execute(scheduled)
 
-    def _slot(self, request: Request, position: int) -> tuple[int, int]:
-        return request.block_ids[position // self._block_size], position % self._block_size
+    def _slot(self, block_ids: Sequence[int], group: int, position: int) -> tuple[int, int]:
+        block, offset = divmod(position, self._block_size)
+        return block_ids[block * len(self._windows) + group], offset
 
     @staticmethod
-    def _content(request: Request, position: int) -> object:
-        return request.extra_keys, tuple(request.token_ids[: position + 1])
+    def _content(request: Request, group: int, position: int) -> object:
+        return group, request.extra_keys, tuple(request.token_ids[: position + 1])
 
 
 def shares(scheduled: SchedulerOutput) -> dict[str, int]:

@@ -76,9 +76,11 @@ class RecordingSender(Sender):
 
     started: list[Key]
 
-    def start(self, request_id: str, epoch: int, engine_id: str, num_tokens: int) -> None:
+    def start(
+        self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
+    ) -> None:
         self.started.append((request_id, epoch))
-        super().start(request_id, epoch, engine_id, num_tokens)
+        super().start(request_id, epoch, engine_id, num_tokens=num_tokens, num_blocks=num_blocks)
 
 
 class CheckedEngine(Engine):
@@ -90,16 +92,21 @@ class CheckedEngine(Engine):
     def commit(self, request_id: str, token_id: int) -> None:
         request = self.requests[request_id]
         prompt = request.token_ids[: request.num_prompt_tokens]
-        found = kv_of(self.kv_cache, request.block_ids, len(prompt))
+        found = kv_of(self, request.block_ids, len(prompt))
         torch.testing.assert_close(found, self.expected_kv(prompt), rtol=1e-4, atol=1e-4)
         self.num_commits += 1
         super().commit(request_id, token_id)
 
 
-def kv_of(kv_cache: torch.Tensor, block_ids: list[int], num_tokens: int) -> torch.Tensor:
-    """``[num_tokens, num_layers, 2, num_kv_heads, head_dim]`` of one request."""
-    blocks = kv_cache[block_ids].permute(0, 4, 1, 2, 3, 5)  # the token's place comes second
-    return blocks.flatten(0, 1)[:num_tokens].clone()
+def kv_of(engine: Engine, block_ids: list[int], num_tokens: int) -> torch.Tensor:
+    """``[num_blocks, ...]``: what a token behind the first ``num_tokens`` looks at."""
+    num_groups = engine.kv_cache_spec.num_groups
+    places = engine.handoff_indices(num_tokens)
+    kv = engine.kv_cache[[block_ids[place] for place in places]]  # a copy
+    for block, place in zip(kv, places, strict=True):
+        num_written = min(num_tokens - place // num_groups * BLOCK_SIZE, BLOCK_SIZE)
+        block[..., num_written:, :] = 0  # whatever is there, nobody looks at it
+    return kv
 
 
 @dataclass(slots=True)
@@ -124,7 +131,7 @@ class Cluster:
     Args:
         folder: of a tiny checkpoint.
         expected_kv: the KV of a prompt, by an engine that shares nothing with these.
-        num_blocks: of each node; few, so that memory is short.
+        num_blocks: of each node and KV cache group; few, so that memory is short.
         async_scheduling: of each node.
     """
 
@@ -133,6 +140,7 @@ class Cluster:
         folder: Path,
         expected_kv: Callable[[list[int]], torch.Tensor],
         num_blocks: int,
+        num_groups: int = 1,
         *,
         async_scheduling: bool = False,
     ) -> None:
@@ -142,7 +150,7 @@ class Cluster:
         self.dead: set[str] = set()
         config = EngineConfig(
             block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks * num_groups,
             max_num_requests=4,
             max_num_batched_tokens=12,
             long_prefill_threshold=5,

@@ -1,16 +1,17 @@
 """Random paged layouts for tests: permuted block tables over a poisoned, block-major cache.
 
-Refuses to know: backends, models.
+Refuses to know: how backends and models compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from models.base import ForwardContext
 
 
 def make_tables(seq_lens: Sequence[int], block_size: int, num_blocks: int, seed: int = 0) -> Tensor:
@@ -57,3 +58,20 @@ def make_cache(
     """A block-major cache full of NaN: whatever reads what was never written shows."""
     shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
     return torch.full(shape, torch.nan)
+
+
+def make_context(
+    positions: Tensor,
+    metadata: AttentionMetadata,
+    backend: AttentionBackend,
+    cache: Tensor,
+    after_layer: Callable[[int], None] | None = None,
+) -> ForwardContext:
+    """A step over one KV cache group with all layers in it; ``backend`` has planned it."""
+    return ForwardContext(
+        positions=positions,
+        groups=((metadata, backend),),
+        layer_groups=(0,) * cache.shape[1],
+        layer_caches=cache.unbind(1),
+        after_layer=after_layer,
+    )

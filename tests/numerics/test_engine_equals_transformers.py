@@ -14,7 +14,9 @@ import torch
 
 from baton.sampling_params import SamplingParams
 from engine import LLM
+from engine.kv_cache_groups import group_layers
 from engine.request import Request
+from models import load_model
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 VOCAB_SIZE = 61
@@ -33,6 +35,7 @@ class Checkpoint:
 
     folder: str
     theirs: Any
+    windows: tuple[int | None, ...]  # of each layer
     known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def expected(self, prompt: Sequence[int], num_tokens: int = NUM_OUTPUTS) -> list[int]:
@@ -59,31 +62,58 @@ class Checkpoint:
         return tokens
 
 
-CHECKPOINTS = {
-    "qwen3": ("Qwen3ForCausalLM", None),
-    "llama": ("LlamaForCausalLM", None),
-    "mistral": ("MistralForCausalLM", None),
-    "mistral, window": ("MistralForCausalLM", WINDOW),
+def mixed(pattern: str) -> dict[str, Any]:
+    """A Qwen3 with a layer per letter: s has a window, f has full attention."""
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    return {
+        "num_hidden_layers": len(pattern),
+        "layer_types": [names[letter] for letter in pattern],
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+    }
+
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {}),
+    "mistral, window": ("MistralForCausalLM", {"sliding_window": WINDOW}),
+    "qwen3, 1:1": ("Qwen3ForCausalLM", mixed("sfsf")),
+    "qwen3, 5:1": ("Qwen3ForCausalLM", mixed("sssssf") | {"intermediate_size": 44}),
+    "qwen3, empty places": ("Qwen3ForCausalLM", mixed("sfsssfsssfs")),
+    "qwen2, 2:1": (
+        "Qwen2ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": WINDOW,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+        },
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    architecture, sliding_window = CHECKPOINTS[request.param]
+    architecture, overrides = CHECKPOINTS[request.param]
     theirs = make_hugging_face_model(
         architecture,
-        sliding_window=sliding_window,
+        **overrides,
         max_position_embeddings=MAX_MODEL_LEN,
         initializer_range=0.5,
         vocab_size=VOCAB_SIZE,
     )
-    return Checkpoint(str(save(theirs, tmp_path_factory.mktemp("model"))), theirs)
+    folder = save(theirs, tmp_path_factory.mktemp("model"))
+    return Checkpoint(str(folder), theirs, load_model(folder).sliding_windows)
 
 
 def make_llm(checkpoint: Checkpoint, **options: Any) -> LLM:
+    """``num_blocks`` is for each KV cache group."""
     block_size = options.get("block_size", 16)
     defaults = {"dtype": "float32", "num_blocks": -(-1600 // block_size), "max_num_requests": 16}
-    return LLM(checkpoint.folder, **(defaults | options))
+    options = defaults | options
+    num_groups = len(group_layers(checkpoint.windows))
+    return LLM(checkpoint.folder, **(options | {"num_blocks": options["num_blocks"] * num_groups}))
 
 
 def greedy(num_tokens: int = NUM_OUTPUTS) -> SamplingParams:
@@ -118,6 +148,8 @@ def run(llm: LLM, requests: Sequence[Request]) -> list[list[int]]:
     while llm.engine.has_work:
         llm.engine.step()
         llm.engine.check()
+    spec = llm.engine.kv_cache_spec
+    assert llm.engine.num_free_blocks == llm.engine.num_blocks - spec.num_null_blocks
     return [request.output_token_ids for request in requests]
 
 
@@ -269,3 +301,21 @@ def test_priorities_change_who_ends_first_and_no_token(checkpoint: Checkpoint) -
     assert ended == ["r3", "r1", "r2", "r0"]
     found = [request.output_token_ids for request in requests]
     assert found == [checkpoint.expected(prompt) for prompt in prompts]
+
+
+def test_a_long_output_holds_what_each_group_of_layers_looks_at(checkpoint: Checkpoint) -> None:
+    block_size = 4
+    llm = make_llm(checkpoint, block_size=block_size, long_prefill_threshold=8)
+    windows = llm.engine.kv_cache_spec.sliding_windows
+    num_free = llm.engine.num_free_blocks
+    [request] = make_requests(llm, [PROMPT[:5]], 120)
+    llm.engine.add(request)
+    while True:
+        llm.engine.step()
+        if not llm.engine.has_work:
+            break
+        end = request.num_computed_tokens
+        oldest = [0 if window is None else max(end - window + 1, 0) for window in windows]
+        needed = sum(-(-end // block_size) - start // block_size for start in oldest)
+        assert num_free - llm.engine.num_free_blocks == needed
+    assert request.output_token_ids == checkpoint.expected(PROMPT[:5], 120)

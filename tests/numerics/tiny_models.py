@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor
 
 from baton_kernels.attention import ATTENTION_BACKENDS
-from models.base import CausalLM, ForwardContext
-from tests.numerics.paged import make_cache, make_metadata, make_tables
+from models.base import CausalLM
+from tests.numerics.paged import make_cache, make_context, make_metadata, make_tables
 
 BLOCK_SIZE = 4
 
@@ -75,13 +75,8 @@ def paged_logits(
     for size in chunks or [len(token_ids)]:
         metadata = make_metadata([size], [done + size], table, BLOCK_SIZE)
         backend.plan(metadata)
-        context = ForwardContext(
-            positions=torch.arange(done, done + size),
-            attention=metadata,
-            backend=backend,
-            kv_cache=cache,
-            after_layer=after_layer,
-        )
+        positions = torch.arange(done, done + size)
+        context = make_context(positions, metadata, backend, cache, after_layer)
         hidden = model.forward(torch.tensor(token_ids[done : done + size]), context)
         logits.append(model.compute_logits(hidden))
         done += size

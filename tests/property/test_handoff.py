@@ -11,6 +11,7 @@ import functools
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.sampling_params import SamplingParams
 from decode_node import reservations
 from engine import LLM
+from engine.engine import Engine
 from kvconnector.base import TransferEventKind
 from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster, kv_of
 from tests.numerics.tiny_models import make_hugging_face_model, save
@@ -28,44 +30,64 @@ from tests.numerics.tiny_models import make_hugging_face_model, save
 MAX_PROMPT_TOKENS = 18
 
 
+MIXED: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 6,
+    "use_sliding_window": True,
+}
+
+
 @functools.cache
-def reference() -> LLM:
+def reference(*, mixed: bool = False) -> LLM:
     """The same checkpoint in one process with memory to spare."""
     folder = tempfile.TemporaryDirectory(prefix="baton-test-")
-    model = make_hugging_face_model("Qwen3ForCausalLM", max_position_embeddings=28)
-    llm = LLM(str(save(model, Path(folder.name))), block_size=BLOCK_SIZE, num_blocks=64)
+    options: dict[str, Any] = MIXED if mixed else {}
+    model = make_hugging_face_model("Qwen3ForCausalLM", max_position_embeddings=28, **options)
+    llm = LLM(str(save(model, Path(folder.name))), block_size=BLOCK_SIZE, num_blocks=192)
     llm.folder = folder  # type: ignore[attr-defined]  # lives as long as the model does
     return llm
 
 
-def folder() -> Path:
-    return Path(reference().folder.name)  # type: ignore[attr-defined]  # see above
+def folder(*, mixed: bool = False) -> Path:
+    return Path(reference(mixed=mixed).folder.name)  # type: ignore[attr-defined]  # see above
 
 
 @functools.cache
-def reference_tokens(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
-    return reference().generate([list(prompt)], params)[0].token_ids
+def reference_tokens(
+    prompt: tuple[int, ...], params: SamplingParams, *, mixed: bool = False
+) -> tuple[int, ...]:
+    return reference(mixed=mixed).generate([list(prompt)], params)[0].token_ids
 
 
 @functools.cache
-def reference_kv(prompt: tuple[int, ...]) -> torch.Tensor:
-    llm = reference()
+def reference_kv(prompt: tuple[int, ...], *, mixed: bool = False) -> torch.Tensor:
+    llm = reference(mixed=mixed)
     request = llm._make_choices(list(prompt), SamplingParams(max_tokens=5, ignore_eos=True))[0]
     llm.engine.add(request)
     while request.num_computed_tokens < len(prompt):
         llm.engine.step()
-    kv = kv_of(llm.engine.kv_cache, request.block_ids, len(prompt))
+    kv = kv_of(llm.engine, request.block_ids, len(prompt))
     llm.engine.abort(request.request_id)
     return kv
 
 
-def make_cluster(num_blocks: int, *, async_scheduling: bool = False) -> Cluster:
+def make_cluster(
+    num_blocks: int, *, mixed: bool = False, async_scheduling: bool = False
+) -> Cluster:
+    """Two nodes; a mixed model has three KV cache groups."""
     return Cluster(
-        folder(),
-        lambda prompt: reference_kv(tuple(prompt)),
+        folder(mixed=mixed),
+        lambda prompt: reference_kv(tuple(prompt), mixed=mixed),
         num_blocks,
+        reference(mixed=mixed).engine.kv_cache_spec.num_groups,
         async_scheduling=async_scheduling,
     )
+
+
+def num_references(engine: Engine) -> int:
+    """Of requests, pushes and quarantine; not the null block's own."""
+    return engine._block_pool.num_references() - engine.kv_cache_spec.num_null_blocks
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:
@@ -83,11 +105,11 @@ def assert_clean(cluster: Cluster) -> None:
         )
         assert ends == Counter(cluster.sender.started)  # one terminal event per started transfer
         assert cluster.sender._transfers == {}
-        assert cluster.p.engine._block_pool.num_references() == 0
+        assert num_references(cluster.p.engine) == 0
         assert cluster.p.requests() == []
     if "d" not in cluster.dead:
         assert not cluster.d.reservations.has_open
-        assert cluster.d.engine._block_pool.num_references() == 0
+        assert num_references(cluster.d.engine) == 0
         assert cluster.d.requests() == []
 
 
@@ -100,12 +122,15 @@ class HandoffMachine(RuleBasedStateMachine):
         self.num_requests = 0
         self.is_faulty = False  # something happened that may fail a request or need its deadline
 
-    @initialize(num_blocks=st.sampled_from([7, 9, 20]), async_scheduling=st.booleans())
-    def make(self, num_blocks: int, async_scheduling: bool) -> None:
+    @initialize(
+        num_blocks=st.sampled_from([7, 9, 20]), mixed=st.booleans(), async_scheduling=st.booleans()
+    )
+    def make(self, num_blocks: int, mixed: bool, async_scheduling: bool) -> None:
+        self.mixed = mixed
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(reservations, "RECANCEL_S", 0.0)
         self.patch.setattr(reservations, "TICK_S", 0.0)
-        self.cluster = make_cluster(num_blocks, async_scheduling=async_scheduling)
+        self.cluster = make_cluster(num_blocks, mixed=mixed, async_scheduling=async_scheduling)
         dead = self.cluster.dead
         self.patch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
 
@@ -223,7 +248,7 @@ class HandoffMachine(RuleBasedStateMachine):
         cluster.settle()
         assert_clean(cluster)
         for attempt in cluster.attempts.values():
-            expected = reference_tokens(tuple(attempt.prompt), attempt.params)
+            expected = reference_tokens(tuple(attempt.prompt), attempt.params, mixed=self.mixed)
             found = [attempt.tokens[i] for i in sorted(attempt.tokens)]
             if attempt.is_complete:
                 assert tuple(found) == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,9 +15,9 @@ from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler
 from tests.fakes.engine_parts import EOS, ContentRunner, make_request, make_scheduler
 
-NUM_BLOCKS = 8
+NUM_BLOCKS = 8  # in each KV cache group, the null block included
 BLOCK_SIZE = 2
-MAX_MODEL_LEN = NUM_BLOCKS * BLOCK_SIZE  # less one block where there is a sliding window
+MAX_MODEL_LEN = NUM_BLOCKS * BLOCK_SIZE
 LONGEST = 15
 
 # Short ones run side by side and preempt each other; long ones fill the pool alone.
@@ -48,7 +48,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(4, 20),
         long_prefill_threshold=st.integers(1, 20),
         prefix_cache=st.booleans(),
-        sliding_window=st.sampled_from([None, 1, 2, 3, 5, 8]),
+        sliding_windows=st.sampled_from([(None,), (1,), (2,), (5,), (8,)])
+        | st.lists(st.sampled_from([None, 1, 2, 3, 5, 8]), min_size=1, max_size=3),
         policy=st.sampled_from(["fcfs", "priority"]),
     )
     def make(
@@ -57,25 +58,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens: int,
         long_prefill_threshold: int,
         prefix_cache: bool,
-        sliding_window: int | None,
+        sliding_windows: Sequence[int | None],
         policy: str,
     ) -> None:
         self.max_num_requests = max_num_requests
         self.budget = max_num_batched_tokens
         self.threshold = long_prefill_threshold
-        self.window = sliding_window
+        self.windows, self.num_groups = sliding_windows, len(sliding_windows)
+        self.num_blocks = NUM_BLOCKS * self.num_groups
         self.by_priority = policy == "priority"
-        self.num_null_blocks = int(sliding_window is not None)
+        self.num_null_blocks = int(any(window is not None for window in sliding_windows))
+        # The null block costs all groups one of theirs.
         self.max_model_len = MAX_MODEL_LEN - self.num_null_blocks * BLOCK_SIZE
-        self.runner = ContentRunner(BLOCK_SIZE, sliding_window)
+        self.runner = ContentRunner(BLOCK_SIZE, sliding_windows)
         self.scheduler = make_scheduler(
-            NUM_BLOCKS,
+            self.num_blocks,
             BLOCK_SIZE,
             max_num_requests=max_num_requests,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_threshold=long_prefill_threshold,
             prefix_cache=prefix_cache,
-            sliding_window=sliding_window,
+            sliding_windows=sliding_windows,
             policy=policy,
         )
 
@@ -161,10 +164,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.requests[data.draw(st.sampled_from(parked))]
         free = self.scheduler.kv_cache_manager.block_pool.num_free
         granted = self.scheduler.grant(request.request_id)
+        ref_counts = self.scheduler.kv_cache_manager.block_pool.ref_counts()
         if granted is None:
             assert self.scheduler.kv_cache_manager.block_pool.num_free == free
         else:
-            assert len(granted) == -(-request.num_prompt_tokens // BLOCK_SIZE)
+            num_tokens = request.num_prompt_tokens
+            oldest = [0 if w is None else max(num_tokens - w + 1, 0) for w in self.windows]
+            num_blocks = [-(-num_tokens // BLOCK_SIZE) - start // BLOCK_SIZE for start in oldest]
+            assert len(set(granted)) == len(granted) == sum(num_blocks)
+            assert all(ref_counts[block_id] == 1 for block_id in granted)
 
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
@@ -178,11 +186,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def commit_one(self, request_id: str) -> None:
         request = self.requests[request_id]
-        # A sender with a prefix hit has only what the window of the next token needs.
-        num_tokens = request.num_prompt_tokens
-        oldest = 0 if self.window is None else max(num_tokens - self.window + 1, 0)
         self.runner.clear(request.block_ids)
-        self.runner.write(request, oldest // BLOCK_SIZE * BLOCK_SIZE, num_tokens)
+        self.runner.write_what_travels(request)
         self.scheduler.commit(request_id, 5)
         self.outputs[request_id].append(5)
         self.just_committed.add(request_id)
@@ -235,7 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = item.request
             assert request.status is RequestStatus.RUNNING
             needed = request.num_computed_tokens + item.num_scheduled_tokens
-            assert len(request.block_ids) * BLOCK_SIZE >= needed
+            assert len(request.block_ids) * BLOCK_SIZE >= needed * self.num_groups
         if len(running) < self.max_num_requests and sum(sizes) < self.budget:
             preempted = set(running) - set(ids)
             lost = set(self.having(RequestStatus.PREEMPTED))
@@ -248,12 +253,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_admission_order(ids, running + arrived)
         self.just_committed -= set(ids)
         written = [
-            item.request.block_ids[block]
+            item.request.block_ids[block * self.num_groups + group]
             for item in scheduled.scheduled
             for block in {
                 (item.request.num_computed_tokens + index) // BLOCK_SIZE
                 for index in range(item.num_scheduled_tokens)
             }
+            for group in range(self.num_groups)
         ]
         ref_counts = self.scheduler.kv_cache_manager.block_pool.ref_counts()
         assert all(ref_counts[block_id] == 1 for block_id in written)
@@ -324,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.outputs[request_id][-1] == EOS
                 assert EOS not in self.outputs[request_id][:-1]
         pool = self.scheduler.kv_cache_manager.block_pool
-        assert pool.num_free == NUM_BLOCKS - self.num_null_blocks
+        assert pool.num_free == self.num_blocks - self.num_null_blocks
         assert pool.num_references() == self.num_null_blocks
         self.check_events()
 
@@ -342,7 +348,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 known.difference_update(event.hashes)
             else:
                 known.clear()
-        assert len(known) == pool.num_cached
+        if self.num_groups == 1:  # events speak of the first group only
+            assert len(known) == pool.num_cached
         assert all(pool.find(block_hash) is not None for block_hash in known)
 
 

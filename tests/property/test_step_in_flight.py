@@ -71,7 +71,7 @@ class InFlightMachine(SchedulerMachine):
             request = item.request
             end = request.num_computed_tokens + item.num_scheduled_tokens
             assert end <= request.num_tokens
-            assert len(request.block_ids) * self.scheduler.kv_cache_manager.block_size >= end
+            assert self.scheduler.kv_cache_manager.num_tokens_held(request) >= end
 
     def blocks_held(self) -> Counter[int]:
         """What a step in flight writes is held, even where its request has been aborted."""
@@ -86,10 +86,12 @@ class InFlightMachine(SchedulerMachine):
     def what_the_step_writes_is_not_free(self) -> None:
         if self.in_flight is None:
             return
-        size = self.scheduler.kv_cache_manager.block_size
-        ref_counts = self.scheduler.kv_cache_manager.block_pool.ref_counts()
+        manager = self.scheduler.kv_cache_manager
+        ref_counts = manager.block_pool.ref_counts()
         for _, block_ids, start, end in self.spans:
-            assert all(ref_counts[block_ids[position // size]] for position in range(start, end))
+            first = start // manager.block_size * manager.num_groups
+            written = block_ids[first : manager.num_blocks_for(end)]
+            assert all(ref_counts[block_id] for block_id in written)
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):

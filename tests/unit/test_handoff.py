@@ -309,3 +309,31 @@ def test_both_nodes_refuse_a_token_id_outside_the_vocabulary_and_go_on() -> None
     assert cluster.attempts["b", 1].is_complete
     assert_right(cluster)
     assert_clean(cluster)
+
+
+def test_of_a_mixed_model_travels_what_the_decode_node_needs_and_no_more() -> None:
+    cluster = make_cluster(20, mixed=True)
+    num_free = cluster.d.engine.num_free_blocks
+    for request_id in ("a", "b"):  # the second finds the first one's prefix on the prefill node
+        cluster.place(request_id, 1, prompt_of(3, 17), GREEDY)
+        num_written = most_held = 0
+        for _ in range(6):
+            cluster.step("p")
+            for _ in range(3):  # all of the network is quicker than a step
+                for engine_id in "pd":
+                    cluster.round(engine_id)
+                    deliver_all(cluster)
+                cluster.step("d")
+                while cluster.network.writes:  # a block must be full when it is written
+                    num_written += len(cluster.network.writes[0].remote_block_ids)
+                    cluster.network.land(0)
+                most_held = max(most_held, num_free - cluster.d.engine.num_free_blocks)
+        # Of 17 tokens the full layer keeps all; a window of 6 looks back to position 12.
+        assert num_written == 5 + 2 * 2
+        assert most_held == num_written + 3  # and the decode block
+        assert tuple(cluster.attempts[request_id, 1].tokens.values()) == reference_tokens(
+            tuple(prompt_of(3, 17)), GREEDY, mixed=True
+        )
+    cluster.settle()
+    assert cluster.d_engine.num_commits == 2  # and their KV was right: see CheckedEngine
+    assert_clean(cluster)

@@ -29,7 +29,6 @@ def finding(cached: set[int]) -> Find:
 
 
 def test_full_attention_needs_every_block_for_ever() -> None:
-    assert FullAttention.null_block is None
     assert [FullAttention().num_expired_blocks(n) for n in (0, 1, 10**6)] == [0, 0, 0]
 
 
@@ -79,7 +78,7 @@ def test_the_hit_of_a_window_is_the_longest_whose_needed_blocks_are_all_there(
 
 
 def test_a_request_gives_back_what_slid_out_and_keeps_what_it_looks_at() -> None:
-    manager = KVCacheManager(8, 2, sliding_window=3)
+    manager = KVCacheManager(8, 2, sliding_windows=[3])
     request = make_request("a", 12)
     held = list(manager.allocate(request, 12) or [])
     null_block = 0
@@ -95,7 +94,7 @@ def test_a_request_gives_back_what_slid_out_and_keeps_what_it_looks_at() -> None
 
 
 def test_what_slid_out_together_is_given_out_again_tail_first() -> None:
-    manager = KVCacheManager(5, 1, sliding_window=1)
+    manager = KVCacheManager(5, 1, sliding_windows=[1])
     request = make_request("a", 4)
     held = list(manager.allocate(request, 4) or [])
     request.num_computed_tokens = 4
@@ -104,10 +103,10 @@ def test_what_slid_out_together_is_given_out_again_tail_first() -> None:
 
 
 def test_a_window_lets_a_long_output_run_in_few_blocks() -> None:
-    scheduler = make_scheduler(12, 2, sliding_window=4)
+    scheduler = make_scheduler(12, 2, sliding_windows=[4])
     request = make_request("a", 3, 18)
     scheduler.add(request)
-    runner = ContentRunner(2, sliding_window=4)
+    runner = ContentRunner(2, sliding_windows=[4])
     most_held = 0
     while scheduler.has_work:
         step(scheduler, runner)
@@ -118,9 +117,9 @@ def test_a_window_lets_a_long_output_run_in_few_blocks() -> None:
 
 
 def test_a_prefix_hit_under_a_window_takes_only_the_blocks_in_the_window() -> None:
-    scheduler = make_scheduler(20, 2, prefix_cache=True, sliding_window=4)
+    scheduler = make_scheduler(20, 2, prefix_cache=True, sliding_windows=[4])
     prompt = list(range(10, 22))
-    runner = ContentRunner(2, sliding_window=4)
+    runner = ContentRunner(2, sliding_windows=[4])
     scheduler.add(make_request("a", prompt=prompt, max_tokens=1))
     step(scheduler, runner)
     again = make_request("b", prompt=prompt, max_tokens=1)
@@ -129,17 +128,20 @@ def test_a_prefix_hit_under_a_window_takes_only_the_blocks_in_the_window() -> No
     assert again.num_cached_tokens == 10
 
 
-def test_remote_kv_that_had_slid_out_on_the_sender_is_never_found_again() -> None:
-    """A peer whose own prefix hit began with slid-out blocks sends nothing of use for those."""
-    scheduler = make_scheduler(20, 2, prefix_cache=True, sliding_window=4)
-    runner = ContentRunner(2, sliding_window=4)
+def test_remote_kv_that_slides_out_before_the_prompt_ends_gets_no_block_and_is_never_found() -> (
+    None
+):
+    scheduler = make_scheduler(20, 2, prefix_cache=True, sliding_windows=[4])
+    runner = ContentRunner(2, sliding_windows=[4])
     prompt = list(range(10, 22))
     remote = make_request("remote", prompt=prompt, max_tokens=2)
     scheduler.park(remote)
     granted = scheduler.grant("remote")
     assert granted is not None
-    runner.write(remote, 0, 12)
-    runner.clear(granted[:4])  # positions 0 to 7; the next token, at 12, looks back to 9
+    assert len(granted) == 2  # of positions 8 to 11; the next token, at 12, looks back to 9
+    assert remote.block_ids == [0] * 4 + granted + [remote.block_ids[-1]]
+    assert scheduler.kv_cache_manager.block_pool.num_free == 20 - 1 - 3
+    runner.write_what_travels(remote)
     scheduler.commit("remote", 5)
     scheduler.check()
     step(scheduler, runner)
