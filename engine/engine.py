@@ -21,6 +21,7 @@ from engine.kv_cache import (
     kv_cache_spec,
 )
 from engine.kv_cache_manager import KVCacheManager
+from engine.memory_profile import measure_kv_cache_bytes
 from engine.model_runner import ModelRunner
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request
@@ -63,14 +64,18 @@ class Engine:
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
             self.model_config, config.block_size, self.dtype
         )
-        self.num_blocks = choose_num_blocks(self.kv_cache_spec, config)
+        override = None if config.attention_backend == "auto" else config.attention_backend
+        backend_name, reason = choose_attention_backend(device, override)
+        logger.info("attention backend %s: %s", backend_name, reason)
+        self.num_blocks = choose_num_blocks(
+            self.kv_cache_spec,
+            config,
+            lambda: measure_kv_cache_bytes(model, self.kv_cache_spec, config, device, backend_name),
+        )
         num_usable = self.num_blocks - (model.sliding_window is not None)  # its null block
         self.max_model_len = choose_max_model_len(self.model_config, config, num_usable)
         self.eos_token_ids = self.model_config.eos_token_ids
         self.kv_cache = allocate_kv_cache(self.kv_cache_spec, self.num_blocks, device)
-        override = None if config.attention_backend == "auto" else config.attention_backend
-        backend_name, reason = choose_attention_backend(device, override)
-        logger.info("attention backend %s: %s", backend_name, reason)
         kv_cache_manager = KVCacheManager(
             self.num_blocks,
             config.block_size,
