@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from baton.block_hash import BlockHasher
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
+from baton.outputs import FinishReason
 from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
 from engine.input_batch import InputBatch
 from engine.kv_cache import (
@@ -22,6 +24,7 @@ from engine.kv_cache import (
 )
 from engine.kv_cache_manager import KVCacheManager
 from engine.memory_profile import measure_kv_cache_bytes
+from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request
@@ -104,6 +107,8 @@ class Engine:
                 device=device,
             ),
         )
+        self._has_prefix_cache = config.prefix_cache
+        self._made_at = time.monotonic()
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
 
@@ -159,7 +164,10 @@ class Engine:
 
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. `execute` must follow."""
-        return self._scheduler.schedule()
+        started = time.monotonic()
+        scheduled = self._scheduler.schedule()
+        self._scheduler.counters.step_s += time.monotonic() - started
+        return scheduled
 
     def execute(self, scheduled: SchedulerOutput) -> StepResult:
         """Compute what was scheduled and update the requests."""
@@ -167,7 +175,41 @@ class Engine:
             return StepResult()
         self.num_steps += 1
         self.last_scheduled = scheduled
-        return self._scheduler.update(scheduled, self._runner.execute(scheduled))
+        started = time.monotonic()
+        output = self._runner.execute(scheduled)
+        computed = time.monotonic()
+        result = self._scheduler.update(scheduled, output)
+        counters = self._scheduler.counters
+        counters.forward_s += computed - started
+        counters.step_s += time.monotonic() - started
+        return result
+
+    def metrics(self) -> EngineMetrics:
+        """What was done and what is held; safe from any thread, though amid a step."""
+        scheduler, counters, pool = self._scheduler, self._scheduler.counters, self._block_pool
+        running, waiting = scheduler.num_running, scheduler.num_waiting
+        looks_up = self._has_prefix_cache
+        return EngineMetrics(
+            steps_total=self.num_steps,
+            prompt_tokens_computed_total=counters.prompt_tokens_computed,
+            output_tokens_total=counters.output_tokens,
+            cached_prompt_tokens_total=counters.cached_prompt_tokens,
+            prefix_lookups_total=counters.prefix_lookups if looks_up else 0,
+            prefix_lookup_tokens_total=counters.prefix_lookup_tokens if looks_up else 0,
+            preemptions_total=scheduler.num_preemptions,
+            requests_finished_stop_total=counters.finished[FinishReason.STOP],
+            requests_finished_length_total=counters.finished[FinishReason.LENGTH],
+            requests_finished_abort_total=counters.finished[FinishReason.ABORT],
+            requests_running=running,
+            requests_waiting=waiting,
+            requests_parked=max(len(scheduler.requests) - running - waiting, 0),
+            blocks=self.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_cached=pool.num_cached,
+            forward_seconds_total=counters.forward_s,
+            step_seconds_total=counters.step_s,
+            uptime_seconds=time.monotonic() - self._made_at,
+        )
 
     def block_ref_counts(self) -> dict[int, int]:
         """Holders of each block that has any."""

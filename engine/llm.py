@@ -23,6 +23,7 @@ from baton.tokenizer import Tokenizer
 from engine.answer import Answer
 from engine.crash_dump import dump_crash
 from engine.engine import Engine
+from engine.metrics import EngineMetrics
 from engine.request import Request
 
 Prompt = str | Sequence[int]
@@ -116,6 +117,10 @@ class LLM:
         finally:
             self._end(request.request_id)
 
+    def metrics(self) -> EngineMetrics:
+        """What the engine has done and what it holds."""
+        return self.engine.metrics()
+
     def _begin(self, request: Request, *, streams: bool = False) -> Answer:
         answer = Answer(request, self.tokenizer, streams=streams)
         self._answers[request.request_id] = answer
@@ -154,11 +159,7 @@ class LLM:
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         token_ids = self._tokenize(prompt)
         engine = self.engine
-        check_prompt(
-            token_ids,
-            vocab_size=engine.model_config.vocab_size,
-            max_model_len=engine.max_model_len,
-        )
+        self._check_prompt(token_ids)
         check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
@@ -170,6 +171,13 @@ class LLM:
             seed=draw_seed() if params.seed is None else params.seed,
             eos_token_ids=engine.eos_token_ids,
             max_model_len=engine.max_model_len,
+        )
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        check_prompt(
+            token_ids,
+            vocab_size=self.engine.model_config.vocab_size,
+            max_model_len=self.engine.max_model_len,
         )
 
     def _tokenize(self, prompt: Prompt) -> list[int]:

@@ -66,6 +66,7 @@ class Request:
         num_prompt_tokens_computed: prompt tokens computed by this engine, again and again if
             preempted. Stays 0 where all of the prompt's KV came from a remote node.
         num_forwards: steps that computed a part of this request.
+        started_at: when it was first scheduled (`time.monotonic`).
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class Request:
     num_preemptions: int = 0
     num_prompt_tokens_computed: int = 0
     num_forwards: int = 0
+    started_at: float | None = None
 
     @classmethod
     def create(
