@@ -16,11 +16,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from baton.engine_config import EngineConfig
 from baton.errors import EngineDeadError, InvalidRequestError
 from baton.model_folder import find_model_folder
-from baton.outputs import Completion, TextDelta
+from baton.outputs import Completion, FinishReason, TextDelta
 from baton.prompt import check_prompt, check_sampling_params, draw_seed
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from engine.answer import Answer
+from engine.beam_search import (
+    Beam,
+    BeamCompletion,
+    BeamSearchParams,
+    EarlyStopping,
+    TopTokens,
+    search_beams,
+)
 from engine.crash_dump import dump_crash
 from engine.engine import Engine
 from engine.metrics import EngineMetrics
@@ -99,6 +107,52 @@ class LLM:
         many = [conversations] if _is_conversation(conversations) else conversations
         prompts = [self.tokenizer.encode_chat(list(messages)) for messages in many]  # type: ignore[arg-type]  # checked
         return self.generate(prompts, sampling_params, progress=progress)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        beam_width: int = 4,
+        max_tokens: int = 128,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+    ) -> list[list[BeamCompletion]]:
+        """For each prompt the best ``beam_width`` outputs, best first; see `BeamSearchParams`.
+
+        The tokens of `transformers`' ``generate(num_beams=beam_width, do_sample=False)``. Every
+        step computes what its prefixes do not find in the prefix cache; without one it computes
+        all of them from their beginning, and finds the same.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
+        """
+        params = BeamSearchParams(
+            beam_width=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            end_token_ids=self.engine.eos_token_ids,
+        )
+        token_ids = [self._tokenize(prompt) for prompt in _as_list(prompts)]
+        for prompt in token_ids:
+            self._check_prompt(prompt)
+
+        def next_tokens(prefixes: Sequence[list[int]], num: int) -> list[TopTokens]:
+            one = SamplingParams(max_tokens=1, temperature=0, logprobs=num)
+            return [completion.logprobs[0].top for completion in self.generate(prefixes, one)]
+
+        found = search_beams(token_ids, params, self.engine.max_model_len, next_tokens)
+        return [[self._beam_completion(beam) for beam in beams] for beams in found]
+
+    def _beam_completion(self, beam: Beam) -> BeamCompletion:
+        ended = beam.token_ids[-1] in self.engine.eos_token_ids
+        return BeamCompletion(
+            text=self.tokenizer.decode(beam.token_ids) if self.tokenizer else "",
+            token_ids=beam.token_ids,
+            logprob=beam.logprob,
+            score=beam.score,
+            finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
+        )
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
