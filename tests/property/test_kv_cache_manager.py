@@ -24,7 +24,12 @@ BLOCK_SIZE = 2
 # What KV depends on: whatever the request brings, and all tokens up to its own.
 Content = tuple[tuple[str, ...], tuple[int, ...]]
 
-prompts = st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=9)
+# Short ones side by side, long ones that leave hardly a block; most begin alike.
+prompts = st.builds(
+    lambda num_shared, own: [1] * num_shared + own,
+    st.integers(1, 6) | st.integers(7, 15),
+    st.lists(st.sampled_from([1, 2]), max_size=2),
+)
 salts = st.sampled_from([(), (), ("salt",)])
 
 
@@ -39,6 +44,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         self.manager: KVCacheManager
         self.requests: dict[str, Request] = {}
         self.num_requests = 0
+        self.ended: list[tuple[list[int], tuple[str, ...]]] = []  # tokens and salt
         self.held: list[int] = []  # by somebody else, as pushes do
         self.slots: dict[tuple[int, int], Content] = {}
         self.names: dict[int, Content] = {}  # of full blocks that can be found
@@ -106,6 +112,9 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, salt=salts, spare=st.integers(0, 2))
     def begin(self, prompt: list[int], salt: tuple[str, ...], spare: int) -> None:
+        self.begin_one(prompt, salt, spare)
+
+    def begin_one(self, prompt: list[int], salt: tuple[str, ...], spare: int) -> None:
         request = make_request(f"r{self.num_requests}", prompt=prompt, extra_keys=salt)
         self.num_requests += 1
         before, num_free = self.pool.ref_counts(), self.pool.num_free
@@ -129,6 +138,31 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         request.num_computed_tokens = num_cached_tokens
         self.num_named[request.request_id] = len(hit)
         self.requests[request.request_id] = request
+
+    @precondition(lambda self: self.ended)
+    @rule(num_more=st.integers(0, 3), spare=st.integers(0, 1))
+    def begin_again(self, num_more: int, spare: int) -> None:
+        """The next turn of what ended last: its blocks are free, and the last to be taken."""
+        token_ids, salt = self.ended[-1]
+        self.begin_one([*token_ids, *[1] * num_more], salt, spare)
+
+    @rule(prompt=prompts, salt=salts)
+    def arrive(self, prompt: list[int], salt: tuple[str, ...]) -> None:
+        """A prompt whose KV a remote node wrote: of it only what will be looked at came."""
+        request = make_request(f"r{self.num_requests}", prompt=prompt, extra_keys=salt)
+        self.num_requests += 1
+        if not self.allocate(request, len(prompt)):
+            return
+        self.requests[request.request_id] = request
+        request.num_computed_tokens = len(prompt)
+        num_slid_out = self.oldest(len(prompt)) // BLOCK_SIZE
+        for position in range(num_slid_out * BLOCK_SIZE, len(prompt)):
+            block_id = request.block_ids[position // BLOCK_SIZE]
+            self.slots[block_id, position % BLOCK_SIZE] = self.content(request, position + 1)
+        self.num_named[request.request_id] = num_slid_out
+        self.manager.free_slid_out(request)
+        self.manager.cache_blocks(request)
+        self.name_blocks(request)
 
     def draw_request(self, data: st.DataObject) -> Request:
         return self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
@@ -170,7 +204,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         self.num_named[request.request_id] = max(self.num_named[request.request_id], num_full)
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), num_more=st.integers(0, 5))
+    @rule(data=st.data(), num_more=st.integers(0, 5) | st.integers(6, 16))
     def allocate_ahead(self, data: st.DataObject, num_more: int) -> None:
         request = self.draw_request(data)
         self.allocate(request, request.num_tokens + num_more)
@@ -190,6 +224,14 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         self.take_new(added)
         return True
 
+    @precondition(lambda self: self.requests and self.pool.num_free)
+    @rule(data=st.data(), num_left=st.integers(0, 3))
+    def take_nearly_all(self, data: st.DataObject, num_left: int) -> None:
+        """So that the next one with a cached prefix finds that prefix, and little else, free."""
+        request = self.draw_request(data)
+        num_more = max(self.pool.num_free - num_left, 0)
+        assert self.allocate(request, (len(request.block_ids) + num_more) * BLOCK_SIZE)
+
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
@@ -197,6 +239,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         del self.requests[request.request_id]
         self.manager.free(request)
         assert request.block_ids == []
+        self.ended.append((request.token_ids, request.extra_keys))
 
     # ------------------------------------------------------------ others
 
@@ -254,4 +297,4 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
 
 
 TestKVCacheManager = KVCacheManagerMachine.TestCase
-TestKVCacheManager.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestKVCacheManager.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
