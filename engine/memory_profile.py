@@ -78,7 +78,7 @@ def measure_kv_cache_bytes(
 ) -> int:
     """Bytes that the KV cache may take, by a dummy of the largest step; one log line says why.
 
-    Raises ConfigError when they do not hold two blocks.
+    Raises ConfigError when they do not hold two blocks, or a GPU not the largest step.
     """
     utilization = config.memory_utilization
     total, used = _total_and_used(device)
@@ -96,8 +96,15 @@ def measure_kv_cache_bytes(
     # A request is never longer than what the largest cache that is still possible holds.
     num_tokens = profile.kv_cache_bytes // spec.block_bytes * spec.block_size
     if num_tokens > 0:
-        step = largest_step(config, min(num_tokens, model.config.max_model_len))
-        activations = _measure_peak(model, spec, config, device, backend_name, step)
+        longest = min(num_tokens, model.config.max_model_len)
+        step = largest_step(config, longest)
+        try:
+            activations = _measure_peak(model, spec, config, device, backend_name, step)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"max_model_len: a step with a request of {longest} tokens does not fit {device} "
+                f"({profile}); lower it, or long_prefill_threshold"
+            ) from error
         # On a GPU, the first step makes libraries take memory for good. On a CPU, memory that the
         # allocator keeps after it would count twice.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
