@@ -8,6 +8,7 @@ from baton.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GIB = 2**30
+DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_BATCHED_TOKENS = 2**20  # more would only make one step take for ever
 
 
@@ -20,7 +21,13 @@ class EngineConfig:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         block_size: tokens per KV block.
         num_blocks: KV blocks; None: as many as ``kv_cache_bytes`` holds.
-        kv_cache_bytes: memory for KV blocks when ``num_blocks`` is None.
+        kv_cache_bytes: memory for KV blocks when ``num_blocks`` is None; None: measured at start,
+            see ``memory_utilization``.
+        memory_utilization: share, above 0 and at most 1, of the device's memory that may be in use
+            when weights, activations and KV blocks are there; others' use counts. On a CPU the
+            memory is the machine's or the control group's, whichever is less. None: 0.9, and on a
+            CPU KV blocks for ``max_num_requests`` longest requests and 1 GiB at most, so that
+            several nodes fit a machine.
         max_model_len: most tokens (prompt and output) of a request; None: what the model was
             made for, or what the KV cache holds if that is less.
         max_num_requests: most requests in one batch.
@@ -40,7 +47,8 @@ class EngineConfig:
     device: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
-    kv_cache_bytes: int = GIB
+    kv_cache_bytes: int | None = None
+    memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_requests: int = 64
     max_num_batched_tokens: int = 1024
@@ -67,6 +75,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: must be 1 or more, got {value}")
+        share = self.memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"memory_utilization: must be in (0, 1], got {share:g}")
         if self.max_num_batched_tokens > MAX_BATCHED_TOKENS:
             raise ConfigError(
                 f"max_num_batched_tokens: must be {MAX_BATCHED_TOKENS} or less, "

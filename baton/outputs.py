@@ -5,7 +5,7 @@ Torch-free and protobuf-free, so that the engine, the nodes, the router and the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -110,6 +110,32 @@ class Receipt:
         return (self.total_s - self.ttft_s) / after_first if after_first > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """What a request cost in an engine without a network; durations in seconds.
+
+    Attributes:
+        queue_s: from its arrival until it was first scheduled.
+        ttft_s: until its first token.
+        total_s: until its last token.
+        num_cached_tokens: of the prompt, found in the prefix cache.
+        num_preemptions: times that it lost its blocks and was computed again.
+    """
+
+    num_output_tokens: int
+    queue_s: float
+    ttft_s: float
+    total_s: float
+    num_cached_tokens: int
+    num_preemptions: int
+
+    @property
+    def time_per_token_s(self) -> float:
+        """Mean seconds per token after the first; 0 when there is only one."""
+        after_first = self.num_output_tokens - 1
+        return (self.total_s - self.ttft_s) / after_first if after_first > 0 else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """One streamed piece of a completion, as a client sees it.
@@ -134,7 +160,9 @@ class Completion:
 
     Attributes:
         choice_index: which of a prompt's ``n`` outputs it is.
+        receipt: of a served request.
         logprobs: one per token, or none when they were not asked for.
+        metrics: of a request that `engine.LLM` completed.
     """
 
     request_id: str
@@ -144,3 +172,4 @@ class Completion:
     receipt: Receipt | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     choice_index: int = 0
+    metrics: RequestMetrics | None = field(default=None, compare=False)

@@ -5,7 +5,16 @@ Knows no engine: whoever drives one ends the request there when the answer has e
 
 from __future__ import annotations
 
-from baton.outputs import Completion, FinishReason, RequestOutput, TextDelta, TokenLogprobs
+import time
+
+from baton.outputs import (
+    Completion,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    TextDelta,
+    TokenLogprobs,
+)
 from baton.stop_strings import OutputText
 from baton.tokenizer import Tokenizer
 from engine.request import Request
@@ -43,6 +52,9 @@ class Answer:
         self._finish_reason: FinishReason | None = None
         self._streams = streams
         self._unread: list[TextDelta] = []
+        self._began_at = time.monotonic()
+        self._first_at: float | None = None
+        self._last_at = self._began_at
 
     @property
     def ended(self) -> bool:
@@ -62,6 +74,8 @@ class Answer:
         self._token_ids += token_ids
         self._logprobs += logprobs
         self._finish_reason = finish_reason
+        self._last_at = time.monotonic()
+        self._first_at = self._first_at or self._last_at
         if self._streams:
             self._unread.append(
                 TextDelta(
@@ -92,4 +106,19 @@ class Answer:
             finish_reason=self._finish_reason or FinishReason.ABORT,
             logprobs=tuple(self._logprobs),
             choice_index=self._choice_index,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> RequestMetrics | None:
+        """None when no token came."""
+        request = self.request
+        if self._first_at is None or request.started_at is None:
+            return None
+        return RequestMetrics(
+            num_output_tokens=len(self._token_ids),
+            queue_s=request.started_at - self._began_at,
+            ttft_s=self._first_at - self._began_at,
+            total_s=self._last_at - self._began_at,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
         )

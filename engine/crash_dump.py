@@ -5,6 +5,7 @@ Holds lengths and ids, never the users' tokens or text.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -66,6 +67,7 @@ def describe(engine: Engine, error: BaseException) -> dict[str, Any]:
             "num_free": engine.num_free_blocks,
             "ref_counts": engine.block_ref_counts(),
         },
+        "metrics": dataclasses.asdict(engine.metrics()),
     }
 
 

@@ -8,6 +8,7 @@ asynchronous         schedule N+1 |   update N | schedule N+2 |   update N+1
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +18,8 @@ import torch
 from baton.block_hash import BlockHasher
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
-from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
-from engine.input_batch import InputBatch
+from baton.outputs import FinishReason
+from baton_kernels.attention import choose_attention_backend
 from engine.kv_cache import (
     KVCacheSpec,
     allocate_kv_cache,
@@ -27,7 +28,9 @@ from engine.kv_cache import (
     kv_cache_spec,
 )
 from engine.kv_cache_manager import KVCacheManager
-from engine.model_runner import ModelRunner
+from engine.memory_profile import measure_kv_cache_bytes
+from engine.metrics import EngineMetrics
+from engine.model_runner import PreparedStep, make_model_runner
 from engine.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler
@@ -69,15 +72,19 @@ class Engine:
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
             self.model_config, model.sliding_windows, config.block_size, self.dtype
         )
-        self.num_blocks = choose_num_blocks(self.kv_cache_spec, config)
+        override = None if config.attention_backend == "auto" else config.attention_backend
+        backend_name, reason = choose_attention_backend(device, override)
+        logger.info("attention backend %s: %s", backend_name, reason)
+        self.num_blocks = choose_num_blocks(
+            self.kv_cache_spec,
+            config,
+            lambda: measure_kv_cache_bytes(model, self.kv_cache_spec, config, device, backend_name),
+        )
         self.max_model_len = choose_max_model_len(
             self.model_config, config, self.kv_cache_spec, self.num_blocks
         )
         self.eos_token_ids = self.model_config.eos_token_ids
         self.kv_cache = allocate_kv_cache(self.kv_cache_spec, self.num_blocks, device)
-        override = None if config.attention_backend == "auto" else config.attention_backend
-        backend_name, reason = choose_attention_backend(device, override)
-        logger.info("attention backend %s: %s", backend_name, reason)
         kv_cache_manager = KVCacheManager(
             self.num_blocks,
             config.block_size,
@@ -94,20 +101,11 @@ class Engine:
             long_prefill_threshold=config.long_prefill_threshold,
             policy=config.scheduling_policy,
         )
-        self._runner = ModelRunner(
-            model,
-            self.kv_cache,
-            self.kv_cache_spec.layer_places,
-            [ATTENTION_BACKENDS.load(backend_name)() for _ in self.kv_cache_spec.groups],
-            InputBatch(
-                max_num_requests=config.max_num_requests,
-                max_num_tokens=config.max_num_batched_tokens,
-                num_groups=len(self.kv_cache_spec.groups),
-                max_blocks=-(-self.max_model_len // config.block_size) + 1,
-                block_size=config.block_size,
-                device=device,
-            ),
+        self._runner = make_model_runner(
+            model, self.kv_cache, self.kv_cache_spec, config, backend_name, self.max_model_len
         )
+        self._has_prefix_cache = config.prefix_cache
+        self._made_at = time.monotonic()
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
         # A GPU computes by itself; on a CPU the scheduler would take time from the forward.
@@ -174,7 +172,10 @@ class Engine:
 
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. `execute` must follow."""
-        return self._scheduler.schedule()
+        started = time.monotonic()
+        scheduled = self._scheduler.schedule()
+        self._scheduler.counters.step_s += time.monotonic() - started
+        return scheduled
 
     def execute(self, scheduled: SchedulerOutput) -> StepResult:
         """Compute what was scheduled and update the requests.
@@ -182,11 +183,7 @@ class Engine:
         With asynchronous scheduling: begin to compute it, and return what the step before did.
         ``StepResult.scheduled`` says whose result it is.
         """
-        if self._worker is None:
-            if not scheduled.scheduled:
-                return StepResult()
-            self.last_scheduled = scheduled
-            return self._update(self._runner.execute(scheduled))
+        started = time.monotonic()
         result = StepResult()
         if self._in_flight is not None:
             output, self._in_flight = self._in_flight.result(), None
@@ -195,9 +192,20 @@ class Engine:
         if scheduled.scheduled:
             self.last_scheduled = scheduled
             prepared = self._runner.prepare(scheduled)
-            self._scheduler.begin(scheduled)
-            self._in_flight = self._worker.submit(self._runner.run, prepared)
+            if self._worker is None:
+                result = self._update(self._run(prepared))
+            else:
+                self._scheduler.begin(scheduled)
+                self._in_flight = self._worker.submit(self._run, prepared)
+        self._scheduler.counters.step_s += time.monotonic() - started
         return result
+
+    def _run(self, prepared: PreparedStep) -> ModelRunnerOutput:
+        """The part of a step that may run on the worker."""
+        started = time.monotonic()
+        output = self._runner.run(prepared)
+        self._scheduler.counters.forward_s += time.monotonic() - started
+        return output
 
     @property
     def step_in_flight(self) -> bool:
@@ -208,6 +216,33 @@ class Engine:
         assert self.last_scheduled is not None
         self.num_steps += 1
         return self._scheduler.update(self.last_scheduled, output)
+
+    def metrics(self) -> EngineMetrics:
+        """What was done and what is held; safe from any thread, though amid a step."""
+        scheduler, counters, pool = self._scheduler, self._scheduler.counters, self._block_pool
+        running, waiting = scheduler.num_running, scheduler.num_waiting
+        looks_up = self._has_prefix_cache
+        return EngineMetrics(
+            steps_total=self.num_steps,
+            prompt_tokens_computed_total=counters.prompt_tokens_computed,
+            output_tokens_total=counters.output_tokens,
+            cached_prompt_tokens_total=counters.cached_prompt_tokens,
+            prefix_lookups_total=counters.prefix_lookups if looks_up else 0,
+            prefix_lookup_tokens_total=counters.prefix_lookup_tokens if looks_up else 0,
+            preemptions_total=scheduler.num_preemptions,
+            requests_finished_stop_total=counters.finished[FinishReason.STOP],
+            requests_finished_length_total=counters.finished[FinishReason.LENGTH],
+            requests_finished_abort_total=counters.finished[FinishReason.ABORT],
+            requests_running=running,
+            requests_waiting=waiting,
+            requests_parked=max(len(scheduler.requests) - running - waiting, 0),
+            blocks=self.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_cached=pool.num_cached,
+            forward_seconds_total=counters.forward_s,
+            step_seconds_total=counters.step_s,
+            uptime_seconds=time.monotonic() - self._made_at,
+        )
 
     def block_ref_counts(self) -> dict[int, int]:
         """Holders of each block that has any."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -91,10 +92,18 @@ def kv_cache_spec(
     return KVCacheSpec(groups, model.num_kv_heads, block_size, model.head_dim, dtype)
 
 
-def choose_num_blocks(spec: KVCacheSpec, config: EngineConfig) -> int:
-    """How many blocks the configured memory holds; raises ConfigError if not even two."""
+def choose_num_blocks(
+    spec: KVCacheSpec, config: EngineConfig, measure_bytes: Callable[[], int]
+) -> int:
+    """How many blocks the configured memory holds; raises ConfigError if not even two.
+
+    Args:
+        measure_bytes: gives the memory for blocks where nothing is configured.
+    """
     if config.num_blocks is not None:
         return config.num_blocks
+    if config.kv_cache_bytes is None:
+        return measure_bytes() // spec.block_bytes
     num_blocks = config.kv_cache_bytes // spec.block_bytes
     if num_blocks < 2:
         raise ConfigError(

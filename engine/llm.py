@@ -16,13 +16,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from baton.engine_config import EngineConfig
 from baton.errors import EngineDeadError, InvalidRequestError
 from baton.model_folder import find_model_folder
-from baton.outputs import Completion, TextDelta
+from baton.outputs import Completion, FinishReason, TextDelta
 from baton.prompt import check_prompt, check_sampling_params, draw_seed
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from engine.answer import Answer
+from engine.beam_search import (
+    Beam,
+    BeamCompletion,
+    BeamSearchParams,
+    EarlyStopping,
+    TopTokens,
+    search_beams,
+)
 from engine.crash_dump import dump_crash
 from engine.engine import Engine
+from engine.metrics import EngineMetrics
 from engine.request import Request
 
 Prompt = str | Sequence[int]
@@ -100,6 +109,52 @@ class LLM:
         prompts = [self.tokenizer.encode_chat(list(messages)) for messages in many]  # type: ignore[arg-type]  # checked
         return self.generate(prompts, sampling_params, progress=progress)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        beam_width: int = 4,
+        max_tokens: int = 128,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+    ) -> list[list[BeamCompletion]]:
+        """For each prompt the best ``beam_width`` outputs, best first; see `BeamSearchParams`.
+
+        The tokens of `transformers`' ``generate(num_beams=beam_width, do_sample=False)``. Every
+        step computes what its prefixes do not find in the prefix cache; without one it computes
+        all of them from their beginning, and finds the same.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
+        """
+        params = BeamSearchParams(
+            beam_width=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            end_token_ids=self.engine.eos_token_ids,
+        )
+        token_ids = [self._tokenize(prompt) for prompt in _as_list(prompts)]
+        for prompt in token_ids:
+            self._check_prompt(prompt)
+
+        def next_tokens(prefixes: Sequence[list[int]], num: int) -> list[TopTokens]:
+            one = SamplingParams(max_tokens=1, temperature=0, logprobs=num)
+            return [completion.logprobs[0].top for completion in self.generate(prefixes, one)]
+
+        found = search_beams(token_ids, params, self.engine.max_model_len, next_tokens)
+        return [[self._beam_completion(beam) for beam in beams] for beams in found]
+
+    def _beam_completion(self, beam: Beam) -> BeamCompletion:
+        ended = beam.token_ids[-1] in self.engine.eos_token_ids
+        return BeamCompletion(
+            text=self.tokenizer.decode(beam.token_ids) if self.tokenizer else "",
+            token_ids=beam.token_ids,
+            logprob=beam.logprob,
+            score=beam.score,
+            finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
+        )
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[TextDelta]:
@@ -122,6 +177,10 @@ class LLM:
                 self._end(request.request_id)
             while self.engine.step_in_flight and not self._answers:
                 self._step()  # nothing is left behind
+
+    def metrics(self) -> EngineMetrics:
+        """What the engine has done and what it holds."""
+        return self.engine.metrics()
 
     def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
         """Give a prompt's requests to the engine."""
@@ -167,11 +226,7 @@ class LLM:
         """A request for each of the outputs that are wanted of a prompt."""
         token_ids = self._tokenize(prompt)
         engine = self.engine
-        check_prompt(
-            token_ids,
-            vocab_size=engine.model_config.vocab_size,
-            max_model_len=engine.max_model_len,
-        )
+        self._check_prompt(token_ids)
         check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
@@ -188,6 +243,13 @@ class LLM:
             )
             for index in range(params.n)
         ]
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        check_prompt(
+            token_ids,
+            vocab_size=self.engine.model_config.vocab_size,
+            max_model_len=self.engine.max_model_len,
+        )
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.engine_config import EngineConfig
+from baton_kernels.attention import ATTENTION_BACKENDS
 from baton_kernels.attention.base import AttentionBackend
 from engine.input_batch import InputBatch, ModelInput
+from engine.kv_cache import KVCacheSpec
 from engine.logprobs import compute_logprobs
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.request import Request
@@ -80,3 +83,28 @@ class ModelRunner:
         token_ids = sample(logits, requests)
         sampled = {r.request_id: t for r, t in zip(requests, token_ids, strict=True)}
         return ModelRunnerOutput(sampled, compute_logprobs(logits, requests, token_ids))
+
+
+def make_model_runner(
+    model: CausalLM,
+    kv_cache: torch.Tensor,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    backend_name: str,
+    max_model_len: int,
+) -> ModelRunner:
+    """A runner with its own attention backends and buffers, on the device of the cache."""
+    return ModelRunner(
+        model,
+        kv_cache,
+        spec.layer_places,
+        [ATTENTION_BACKENDS.load(backend_name)() for _ in spec.groups],
+        InputBatch(
+            max_num_requests=config.max_num_requests,
+            max_num_tokens=config.max_num_batched_tokens,
+            num_groups=spec.num_groups,
+            max_blocks=-(-max_model_len // config.block_size) + 1,
+            block_size=config.block_size,
+            device=kv_cache.device,
+        ),
+    )

@@ -70,6 +70,7 @@ class Request:
         num_tokens_in_flight: tokens that a step which still runs computes.
         num_tokens_pending: tokens (0 or 1) that it will sample.
         siblings: requests with the same prompt, that take its blocks once they are computed.
+        started_at: when it was first scheduled (`time.monotonic`).
     """
 
     request_id: str
@@ -95,6 +96,7 @@ class Request:
     num_tokens_in_flight: int = 0
     num_tokens_pending: int = 0
     siblings: list[Request] = field(default_factory=list)
+    started_at: float | None = None
 
     @classmethod
     def create(

@@ -14,10 +14,12 @@ A step costs time in proportion to what it schedules, not to what waits.
 from __future__ import annotations
 
 import bisect
+import time
 from collections import deque
 
 from baton.outputs import RequestOutput
 from engine.kv_cache_manager import KVCacheManager
+from engine.metrics import EngineCounters
 from engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
 from engine.request import Request, RequestStatus
 from engine.waiting_queue import make_waiting_queue
@@ -39,6 +41,7 @@ class Scheduler:
 
     Attributes:
         num_preemptions: since the start.
+        counters: of what was done since the start.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Scheduler:
         self.kv_cache_manager = kv_cache_manager
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.counters = EngineCounters()
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
         self._long_prefill_threshold = long_prefill_threshold
@@ -145,6 +149,15 @@ class Scheduler:
         waits = self._num_arrived or self._num_waiting
         return bool(self._running or waits or self._step_in_flight)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that could run, were there room; parked ones are not among them."""
+        return self._num_waiting + self._num_arrived
+
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes, and give it blocks.
 
@@ -209,6 +222,7 @@ class Scheduler:
             )
         if finished:
             self._running = [r for r in self._running if not r.status.is_finished]
+        self.counters.output_tokens += len(outputs)
         return StepResult(tuple(outputs), tuple(finished), scheduled)
 
     def check(self) -> None:
@@ -284,11 +298,15 @@ class Scheduler:
             request.num_computed_tokens = num_cached
             if request.num_preemptions == 0:
                 request.num_cached_tokens = num_cached
+                self.counters.prefix_lookups += 1
+                self.counters.prefix_lookup_tokens += request.num_prompt_tokens
+                self.counters.cached_prompt_tokens += num_cached
             budget -= self._run(request, self._num_tokens_next(request, budget), scheduled)
         return budget
 
     def _run(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> int:
         request.status = RequestStatus.RUNNING
+        request.started_at = request.started_at or time.monotonic()
         bisect.insort(self._running, request, key=lambda r: r.rank)
         scheduled.append(ScheduledRequest(request, num_tokens))
         return num_tokens
@@ -349,7 +367,9 @@ class Scheduler:
         self.kv_cache_manager.cache_blocks(request)
         prompt_left = request.num_prompt_tokens - start
         if prompt_left > 0:
-            request.num_prompt_tokens_computed += min(prompt_left, num_tokens)
+            num_prompt_tokens = min(prompt_left, num_tokens)
+            request.num_prompt_tokens_computed += num_prompt_tokens
+            self.counters.prompt_tokens_computed += num_prompt_tokens
             if num_tokens >= prompt_left:
                 self._begin_siblings(request)
         if not request.siblings:  # they may need what this one does not look at any more
@@ -379,6 +399,8 @@ class Scheduler:
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         request.status = status
+        assert status.finish_reason is not None
+        self.counters.finished[status.finish_reason] += 1
         if not request.num_tokens_in_flight:  # else `update` does, when nothing writes there
             self.kv_cache_manager.free(request)
         del self.requests[request.request_id]

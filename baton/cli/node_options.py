@@ -62,7 +62,17 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
         num_blocks: Annotated[
             int, typer.Option(help="KV blocks; 0: as many as --kv-cache-memory holds.", min=0)
         ] = 0,
-        kv_cache_memory: Annotated[str, typer.Option(help="Memory for KV blocks.")] = "1G",
+        kv_cache_memory: Annotated[
+            str, typer.Option(help="Memory for KV blocks, such as 2G; auto: measured at start.")
+        ] = "auto",
+        memory_utilization: Annotated[
+            float,
+            typer.Option(
+                help="Share of the device's memory that weights, activations and KV blocks may "
+                "take together; 0: 0.9, and on a CPU at most 1 GiB of KV blocks.",
+                min=0,
+            ),
+        ] = 0,
         max_model_len: Annotated[
             int, typer.Option(help="Most tokens of a request; 0: the model's own limit.", min=0)
         ] = 0,
@@ -106,7 +116,10 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                     device=device,
                     block_size=block_size,
                     num_blocks=num_blocks or None,
-                    kv_cache_bytes=parse_bytes("kv_cache_memory", kv_cache_memory),
+                    kv_cache_bytes=None
+                    if kv_cache_memory == "auto"
+                    else parse_bytes("kv_cache_memory", kv_cache_memory),
+                    memory_utilization=memory_utilization or None,
                     max_model_len=max_model_len or None,
                     max_num_requests=max_num_requests,
                     max_num_batched_tokens=max_num_batched_tokens,

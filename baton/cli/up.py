@@ -28,7 +28,9 @@ def up(
     listen: Annotated[str, typer.Option(help="host:port of the router.")] = DEFAULT_ADDRESS,
     policy: Annotated[str, typer.Option(help="Routing policy.")] = "least_tokens",
     dtype: Annotated[str, typer.Option(help="Weights and KV cache.")] = "auto",
-    kv_cache_memory: Annotated[str, typer.Option(help="KV memory of each node.")] = "1G",
+    kv_cache_memory: Annotated[
+        str, typer.Option(help="KV memory of each node, such as 2G; auto: measured at start.")
+    ] = "auto",
     node_args: Annotated[str, typer.Option(help="More options of every node, as one string.")] = "",
     log_folder: Annotated[
         Path | None, typer.Option(help="Where logs go; a temporary folder if not given.")

@@ -125,6 +125,8 @@ def test_node_with_another_model(broken_model: Path, deployment: LocalDeployment
         ("--router", "nonsense"),
         ("--listen", "nonsense"),
         ("--kv-cache-memory", "much"),
+        ("--memory-utilization", "1.5"),
+        ("--memory-utilization", "0.000001"),
         ("--block-size", "0"),
         ("--dtype", "float8"),
         ("--device", "abacus"),

@@ -241,4 +241,6 @@ def test_the_dataclasses_and_the_messages_have_the_same_fields() -> None:
     ]
     for ours, theirs in pairs:
         mine = set(ours.__dataclass_fields__)  # type: ignore[attr-defined]  # all are dataclasses
+        if ours is SamplingParams:
+            mine.remove("n")  # refused, see test_siblings.py
         assert mine == {field.name for field in theirs.DESCRIPTOR.fields}, ours.__name__

@@ -37,6 +37,8 @@ def test_a_dump_says_what_ran_and_who_held_which_blocks(
     assert described["status"] == "RUNNING"
     assert set(dump["blocks"]["ref_counts"]) == {str(b) for b in described["block_ids"]}
     assert "token_ids" not in described
+    assert dump["metrics"]["requests_running"] == 1
+    assert dump["metrics"]["prompt_tokens_computed_total"] == request.num_prompt_tokens
     llm.engine.abort(request.request_id)
 
 
