@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -11,7 +11,9 @@ import torch
 from baton.block_hash import BlockHasher
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
+from baton.sampling_params import SamplingParams
 from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
+from engine.grammar import GrammarCompiler, GrammarState
 from engine.input_batch import InputBatch
 from engine.kv_cache import (
     KVCacheSpec,
@@ -99,6 +101,9 @@ class Engine:
                 device=device,
             ),
         )
+        self._grammars = GrammarCompiler(
+            model_folder, self.model_config.vocab_size, self.eos_token_ids
+        )
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
 
@@ -116,10 +121,14 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""
         self._scheduler.add(request)
+        if request.awaits_grammar:
+            self._grammars.submit(request)
 
     def park(self, request: Request) -> None:
         """Take a request whose prompt KV a remote node will write."""
         self._scheduler.park(request)
+        if request.awaits_grammar:  # compiled while its KV travels
+            self._grammars.submit(request)
 
     def grant(self, request_id: str) -> list[int] | None:
         """Blocks for a parked request's prompt, or None while memory is short."""
@@ -128,6 +137,26 @@ class Engine:
     def commit(self, request_id: str, token_id: int) -> None:
         """A parked request's KV is complete; it runs in the next step."""
         self._scheduler.commit(request_id, token_id)
+
+    def compile_grammar(self, params: SamplingParams) -> GrammarState | None:
+        """The grammar of a request to come, if it has one; waits for it.
+
+        Raises InvalidRequestError.
+        """
+        has_grammar = params.structured_output is not None
+        return self._grammars.compile_now(params) if has_grammar else None
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, on any thread, when a request need not wait any more."""
+        self._grammars.on_ready = wake
+
+    def take_failures(self) -> list[tuple[str, str]]:
+        """Requests (by id) that cannot go on for their grammars, and why, since the last call.
+
+        A parked one is still here: end it when its blocks have another holder.
+        """
+        failures, self._scheduler.failures = self._scheduler.failures, []
+        return failures
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; None when it is not here."""
@@ -154,6 +183,8 @@ class Engine:
 
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. `execute` must follow."""
+        for request, grammar in self._grammars.take_ready():
+            self._scheduler.set_grammar(request, grammar)
         return self._scheduler.schedule()
 
     def execute(self, scheduled: SchedulerOutput) -> StepResult:

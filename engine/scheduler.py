@@ -8,6 +8,8 @@ resuming after preemption and starting from remote KV are all the same case of i
        ^               |  ^                         per step; `commit` moves it to arrived
     parked    preempted --/
 
+WAITING_FOR_GRAMMAR comes before waiting or arrived, in no queue, and costs nothing either.
+
 A step costs time in proportion to what it schedules, not to what waits.
 """
 
@@ -16,7 +18,9 @@ from __future__ import annotations
 import bisect
 from collections import deque
 
+from baton.errors import InvalidRequestError
 from baton.outputs import RequestOutput
+from engine.grammar import GrammarState
 from engine.kv_cache_manager import KVCacheManager
 from engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
 from engine.request import Request, RequestStatus
@@ -39,6 +43,8 @@ class Scheduler:
 
     Attributes:
         num_preemptions: since the start.
+        failures: request ids, and what was wrong with their grammars; whoever reads them ends the
+            requests that are still here, and empties it.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class Scheduler:
         self.kv_cache_manager = kv_cache_manager
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.failures: list[tuple[str, str]] = []
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
         self._long_prefill_threshold = long_prefill_threshold
@@ -70,9 +77,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request whose KV this engine computes."""
         self._register(request)
-        request.status = RequestStatus.WAITING
-        self._waiting.add(request)
-        self._num_waiting += 1
+        self._queue(request)
 
     def park(self, request: Request) -> None:
         """Take a request whose prompt KV a remote node will write."""
@@ -105,12 +110,25 @@ class Scheduler:
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         request.token_ids.append(token_id)
         request.num_computed_tokens = request.num_prompt_tokens
-        request.status = RequestStatus.WAITING
         # What slid out need not have come: a sender that starts from a prefix hit has none of it.
         self.kv_cache_manager.free_slid_out(request)
         self.kv_cache_manager.cache_blocks(request)
-        self._arrived.append(request)
-        self._num_arrived += 1
+        self._queue(request)
+        if request.grammar is not None and not request.grammar.accept(token_id):
+            self._fail(request, request.grammar.problem)
+
+    def set_grammar(self, request: Request, grammar: GrammarState | InvalidRequestError) -> None:
+        """A request's grammar is compiled, or cannot be; ignored if the request has ended."""
+        if self.requests.get(request.request_id) is not request:
+            return
+        if isinstance(grammar, InvalidRequestError):
+            self._fail(request, str(grammar))
+            return
+        request.grammar = grammar
+        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            self._queue(request)
+        if not all(grammar.accept(token_id) for token_id in request.output_token_ids):
+            self._fail(request, grammar.problem)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; None when there is no such request.
@@ -123,7 +141,7 @@ class Scheduler:
             return None
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-        elif request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             # It stays in its queue until it comes to the front.
             if request.block_ids:
                 self._num_arrived -= 1
@@ -162,6 +180,9 @@ class Scheduler:
             token_id = output.sampled_token_ids.get(request.request_id)
             if token_id is None:
                 continue
+            if request.grammar is not None and not request.grammar.accept(token_id):
+                self._fail(request, request.grammar.problem)
+                continue
             output_index = request.num_output_tokens
             request.token_ids.append(token_id)
             status = self._status_after(request, token_id)
@@ -193,6 +214,13 @@ class Scheduler:
             room = len(request.block_ids) * self.kv_cache_manager.block_size
             assert request.num_computed_tokens <= room
             assert (request.status is RequestStatus.RUNNING) == (request in self._running)
+            if request.awaits_grammar:
+                assert request.status in (
+                    RequestStatus.WAITING_FOR_GRAMMAR,
+                    RequestStatus.WAITING_FOR_REMOTE_KVS,
+                )
+            else:
+                assert request.status is not RequestStatus.WAITING_FOR_GRAMMAR
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 arrived += bool(request.block_ids)
                 waiting += not request.block_ids
@@ -262,6 +290,25 @@ class Scheduler:
         request.rank = (request.priority if self._by_priority else 0, self._num_arrivals)
         self._num_arrivals += 1
 
+    def _queue(self, request: Request) -> None:
+        """Let a request wait for its turn, unless it still waits for its grammar."""
+        if request.awaits_grammar:
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            return
+        request.status = RequestStatus.WAITING
+        if request.block_ids:  # its remote KV has come
+            self._arrived.append(request)
+            self._num_arrived += 1
+        else:
+            self._waiting.add(request)
+            self._num_waiting += 1
+
+    def _fail(self, request: Request, problem: str) -> None:
+        """End one request; a parked one is left to whoever knows who may still write its blocks."""
+        self.failures.append((request.request_id, problem))
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.abort(request.request_id)
+
     def _num_tokens_next(self, request: Request, budget: int) -> int:
         missing = request.num_tokens - request.num_computed_tokens
         return min(missing, budget, self._long_prefill_threshold)
@@ -297,6 +344,8 @@ class Scheduler:
     @staticmethod
     def _status_after(request: Request, token_id: int) -> RequestStatus:
         if token_id in request.stop_token_ids:
+            return RequestStatus.FINISHED_STOPPED
+        if request.grammar is not None and request.grammar.is_terminated:
             return RequestStatus.FINISHED_STOPPED
         if request.num_tokens >= request.max_num_tokens:
             return RequestStatus.FINISHED_LENGTH
