@@ -158,7 +158,7 @@ def _regex_case(rng: random.Random) -> Made:
 def _as_regex(node: Node) -> str:
     match node:
         case ("text", text):
-            return re.escape(text)
+            return re.escape(str(text))
         case ("class", chars):
             return f"[{chars}]"
         case ("seq", *parts):
