@@ -191,9 +191,10 @@ def allowed_token_masks(
         return {}
     # Packed to the device and unpacked there: an eighth of the bytes.
     packed = np.stack([grammar.allowed_bits() for grammar in rows.values()])
-    bits = torch.from_numpy(packed).to(device)  # [num_grammars, ceil(vocab_size / 8)]
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    masks = ((bits.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
+    bits = torch.from_numpy(packed).to(device)  # [num_grammars, ceil(vocab_size / 8)] uint8
+    values = torch.arange(256, device=device).unsqueeze(1)
+    unpacked = (values >> torch.arange(8, device=device) & 1).bool()  # [256, 8]
+    masks = unpacked[bits.long()].flatten(1)[:, :vocab_size]
     return dict(zip(rows, masks, strict=True))
 
 
