@@ -126,18 +126,23 @@ class GrammarCompiler:
         ready: list[tuple[Request, Outcome]] = []
         while self._ready:
             request, future = self._ready.popleft()
-            try:
-                ready.append((request, self._state(future, request.sampling_params)))
-            except InvalidRequestError as error:
-                ready.append((request, error))
+            ready.append((request, self._outcome(future, request.sampling_params)))
         return ready
 
     def compile_now(self, params: SamplingParams) -> GrammarState:
         """Compile while the caller waits; raises InvalidRequestError."""
         assert params.structured_output is not None
-        return self._state(self._compile(params.structured_output), params)
+        outcome = self._outcome(self._compile(params.structured_output), params)
+        if isinstance(outcome, InvalidRequestError):
+            raise outcome
+        return outcome
 
-    def _state(self, future: Future[LLMatcher], params: SamplingParams) -> GrammarState:
+    def _outcome(self, future: Future[LLMatcher], params: SamplingParams) -> Outcome:
+        error = future.exception()
+        if isinstance(error, InvalidRequestError):
+            return InvalidRequestError(
+                error.field, error.problem
+            )  # raised once, not time and again
         return GrammarState(future.result().deep_copy(), params, self._vocab_size)
 
     def _compile(self, structured_output: StructuredOutput) -> Future[LLMatcher]:
@@ -151,16 +156,16 @@ class GrammarCompiler:
         return future
 
     def _make_matcher(self, structured_output: StructuredOutput) -> LLMatcher:
-        tokenizer = self._load_tokenizer()
         with library_errors(structured_output):
-            grammar = make_grammar(structured_output)
-            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
-            # The first mask costs the most; some of what is too complex is found out by it only.
-            has_token = not matcher.is_error() and any(matcher.compute_bitmask())
-        if matcher.is_error():
-            raise invalid_grammar(structured_output, matcher.get_error())
-        if not has_token:
-            raise invalid_grammar(structured_output, "no output of this model can match it")
+            matcher = LLMatcher(
+                self._load_tokenizer(),
+                make_grammar(structured_output),
+                log_level=0,
+                limits=parser_limits(),
+            )
+            problem = _problem_at_start(matcher)
+        if problem:
+            raise invalid_grammar(structured_output, problem)
         return matcher
 
     def _load_tokenizer(self) -> LLTokenizer:
@@ -196,6 +201,21 @@ def allowed_token_masks(
     unpacked = (values >> torch.arange(8, device=device) & 1).bool()  # [256, 8]
     masks = unpacked[bits.long()].flatten(1)[:, :vocab_size]
     return dict(zip(rows, masks, strict=True))
+
+
+def _problem_at_start(matcher: LLMatcher) -> str:
+    """Why no output can begin; empty if one can.
+
+    The first masks cost the most, and show most of what is too complex: so not in a step.
+    """
+    first = matcher.compute_bitmask()
+    if not matcher.is_error() and not any(first):
+        return "no output of this model can match it"
+    ahead = matcher.deep_copy()
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(first, np.uint8), bitorder="little"))
+    if len(allowed) and ahead.consume_token(int(allowed[0])):
+        ahead.compute_bitmask()
+    return ahead.get_error()
 
 
 def _permitted_bits(params: SamplingParams, vocab_size: int) -> NDArray[np.uint8]:
