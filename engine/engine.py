@@ -13,7 +13,8 @@ from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
-from engine.grammar import GrammarCompiler, GrammarState
+from engine.grammar import GrammarState
+from engine.grammar_compiler import GrammarCompiler
 from engine.input_batch import InputBatch
 from engine.kv_cache import (
     KVCacheSpec,

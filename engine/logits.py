@@ -33,7 +33,8 @@ def adjust_logits(logits: Tensor, requests: Sequence[Request]) -> Tensor:
         float64; banned tokens are minus infinity.
     """
     adjusted = logits.to(torch.float64, copy=True)
-    masks = allowed_token_masks(requests, adjusted.shape[1], adjusted.device)
+    grammars = [request.grammar for request in requests]
+    masks = allowed_token_masks(grammars, adjusted.shape[1], adjusted.device)
     for index, (row, request) in enumerate(zip(adjusted, requests, strict=True)):
         params = request.sampling_params
         if params.repetition_penalty != 1:

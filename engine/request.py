@@ -12,15 +12,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from baton.block_hash import BlockHash
 from baton.link import RequestView
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from engine.grammar import GrammarState
+from engine.grammar import GrammarState
 
 
 class RequestStatus(Enum):

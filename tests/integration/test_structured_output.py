@@ -111,6 +111,22 @@ def test_what_is_wrong_or_too_much_is_refused_by_one_line(
         assert client.generate("def f(", SamplingParams(max_tokens=3)).token_ids  # all alive
 
 
+@pytest.mark.parametrize("texts", [("bca", "bcx"), ("abc", "xbc")])  # on P, on D
+def test_bans_that_leave_no_token_fail_the_request_alone(
+    deployment: LocalDeployment, llm: LLM, texts: tuple[str, ...]
+) -> None:
+    assert llm.tokenizer is not None
+    params = SamplingParams(
+        structured_output=StructuredOutput(choice=texts),
+        allowed_token_ids=tuple(i for text in "ax" for i in llm.tokenizer.encode(text)),
+    )
+    assert llm.generate("x", params)[0].finish_reason is FinishReason.ABORT
+    with Client(deployment.config.listen) as client:
+        with pytest.raises(InvalidRequestError, match=r"^structured_output: no token is left"):
+            client.generate("x", params, timeout_s=30)
+        assert client.generate("def f(", SamplingParams(max_tokens=3)).token_ids
+
+
 CHAINS = {
     "rules": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(990)) + 'r990: "x"',
     "terminals": "start: R0\n" + "".join(f"R{i}: R{i + 1}\n" for i in range(990)) + 'R990: "x"',

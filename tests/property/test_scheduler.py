@@ -14,7 +14,7 @@ from baton.errors import InvalidRequestError
 from baton.link import BlocksRemoved, BlocksStored
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
-from engine.grammar import GrammarCompiler
+from engine.grammar_compiler import GrammarCompiler
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler

@@ -16,7 +16,8 @@ from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
 from engine import LLM
 from engine.crash_dump import describe
-from engine.grammar import MAX_CACHED, GrammarCompiler, GrammarState
+from engine.grammar import GrammarState
+from engine.grammar_compiler import MAX_CACHED, GrammarCompiler
 from engine.logits import adjust_logits
 from engine.request import Request, RequestStatus
 

@@ -12,7 +12,8 @@ from baton.errors import InvalidRequestError
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
-from engine.grammar import GrammarCompiler, GrammarState
+from engine.grammar import GrammarState
+from engine.grammar_compiler import GrammarCompiler
 from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler
 from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler, step
