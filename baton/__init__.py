@@ -4,6 +4,7 @@ from baton.client import AsyncClient, Client
 from baton.errors import BatonError
 from baton.outputs import Completion, FinishReason, Receipt, TextDelta
 from baton.sampling_params import SamplingParams
+from baton.structured_output import StructuredOutput
 from baton.version import __version__
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "FinishReason",
     "Receipt",
     "SamplingParams",
+    "StructuredOutput",
     "TextDelta",
     "__version__",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequestError
+from baton.structured_output import StructuredOutput
 
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
@@ -25,7 +26,8 @@ class SamplingParams:
     """Checked when made; a value outside its limit raises InvalidRequestError naming the field.
 
     The logits of a token go through, in this order: repetition penalty, presence and frequency
-    penalty, logit bias, bans (``banned_token_ids``, ``allowed_token_ids``, ``min_tokens``); then
+    penalty, logit bias, bans (``banned_token_ids``, ``allowed_token_ids``, ``structured_output``,
+    ``min_tokens``); then
     the most probable token is taken (greedy), or one is drawn after temperature, top-k, top-p and
     min-p.
 
@@ -54,6 +56,11 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: give the logprob of each output token, and of this many most probable ones, 0 to
             20; None gives none. Of the model's own distribution, before all of the above.
+        structured_output: what the output must look like. An end-of-sequence token is drawn only
+            where it may end, and ends it in spite of ``ignore_eos``; where nothing else can follow,
+            it ends by itself, before ``min_tokens`` if need be. Where the bans leave no token that
+            fits, the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut
+            it short.
     """
 
     n: int = 1
@@ -74,6 +81,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -90,6 +98,9 @@ class SamplingParams:
             _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.structured_output, StructuredOutput | None):
+            got = type(self.structured_output).__name__
+            raise InvalidRequestError("structured_output", f"must be a StructuredOutput, got {got}")
         self._keep("logit_bias", _biases(self.logit_bias))
         self._keep("stop", _stop_strings(self.stop))
         self._keep_ids("stop_token_ids", MAX_STOP_TOKEN_IDS)
@@ -113,6 +124,7 @@ class SamplingParams:
             or self.banned_token_ids
             or self.allowed_token_ids is not None
             or self.min_tokens
+            or self.structured_output is not None
         )
 
     def _keep(self, field: str, value: object) -> None:

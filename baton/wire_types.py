@@ -16,6 +16,7 @@ from baton.outputs import (
     TokenLogprobs,
 )
 from baton.sampling_params import SamplingParams
+from baton.structured_output import StructuredOutput
 from baton.v1 import types_pb2
 
 _FINISH_TO_PROTO = {
@@ -80,6 +81,9 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
         min_tokens=params.min_tokens,
         stop=params.stop,
         logprobs=params.logprobs,
+        structured_output=_structured_output_to_proto(params.structured_output)
+        if params.structured_output is not None
+        else None,
     )
 
 
@@ -95,7 +99,32 @@ def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingPar
         banned_token_ids=tuple(message.banned_token_ids),
         stop_token_ids=tuple(message.stop_token_ids),
         stop=tuple(message.stop),
+        structured_output=_structured_output_from_proto(message.structured_output)
+        if message.HasField("structured_output")
+        else None,
     )
+
+
+def _structured_output_to_proto(value: StructuredOutput) -> types_pb2.StructuredOutput:
+    match value.kind:
+        case "choice":
+            return types_pb2.StructuredOutput(choice=types_pb2.Choice(texts=value.choice))
+        case "json_object":
+            return types_pb2.StructuredOutput(json_object=True)
+        case kind:
+            message = types_pb2.StructuredOutput()
+            setattr(message, kind, value.text)
+            return message
+
+
+def _structured_output_from_proto(message: types_pb2.StructuredOutput) -> StructuredOutput:
+    """Raises InvalidRequestError."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return StructuredOutput()  # says what is missing
+    if kind == "choice":
+        return StructuredOutput(choice=tuple(message.choice.texts))
+    return StructuredOutput(**{kind: getattr(message, kind)})
 
 
 # ------------------------------------------------------------------ receipts

@@ -85,6 +85,7 @@ class DecodeNode:
         self.reservations.grant_waiting()
         scheduled = self.engine.schedule()
         self._answer(self.engine.execute(scheduled))
+        self._end_failed()
         self._expire()
         self.reservations.tick()
         self.reservations.grant_waiting()  # of blocks that this step freed
@@ -213,6 +214,14 @@ class DecodeNode:
                 del self._jobs[output.request_id]
                 receipt = _receipt(job)
             self._deltas.append(RequestDelta(output, job.command.epoch, decode=receipt))
+
+    def _end_failed(self) -> None:
+        """Refuse requests whose grammars turned out to be wrong."""
+        for request_id, problem in self.engine.take_failures():
+            job = self._jobs.get(request_id)
+            if job is not None:
+                self._end(request_id)
+                self._refuse(job.command, problem)
 
     def _fail(self, reservation: Reservation, code: str, reason: str) -> None:
         request_id = reservation.request.request_id

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +19,10 @@ from baton.block_hash import BlockHasher
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
 from baton.outputs import FinishReason
+from baton.sampling_params import SamplingParams
 from baton_kernels.attention import choose_attention_backend
+from engine.grammar import GrammarState
+from engine.grammar_compiler import GrammarCompiler
 from engine.kv_cache import (
     KVCacheSpec,
     allocate_kv_cache,
@@ -106,6 +109,9 @@ class Engine:
         )
         self._has_prefix_cache = config.prefix_cache
         self._made_at = time.monotonic()
+        self._grammars = GrammarCompiler(
+            model_folder, self.model_config.vocab_size, self.eos_token_ids
+        )
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
         # A GPU computes by itself; on a CPU the scheduler would take time from the forward.
@@ -129,10 +135,14 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""
         self._scheduler.add(request)
+        if request.awaits_grammar:
+            self._grammars.submit(request)
 
     def park(self, request: Request) -> None:
         """Take a request whose prompt KV a remote node will write."""
         self._scheduler.park(request)
+        if request.awaits_grammar:  # compiled while its KV travels
+            self._grammars.submit(request)
 
     def grant(self, request_id: str) -> list[int] | None:
         """Blocks for a parked request's prompt, those of `handoff_indices`, or None while memory
@@ -146,6 +156,26 @@ class Engine:
     def commit(self, request_id: str, token_id: int) -> None:
         """A parked request's KV is complete; it runs in the next step."""
         self._scheduler.commit(request_id, token_id)
+
+    def compile_grammar(self, params: SamplingParams) -> GrammarState | None:
+        """The grammar of a request to come, if it has one; waits for it.
+
+        Raises InvalidRequestError.
+        """
+        has_grammar = params.structured_output is not None
+        return self._grammars.compile_now(params) if has_grammar else None
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, on any thread, when a request need not wait any more."""
+        self._grammars.on_ready = wake
+
+    def take_failures(self) -> list[tuple[str, str]]:
+        """Requests (by id) that cannot go on for their grammars, and why, since the last call.
+
+        A parked one is still here: end it when its blocks have another holder.
+        """
+        failures, self._scheduler.failures = self._scheduler.failures, []
+        return failures
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; None when it is not here."""
@@ -173,6 +203,8 @@ class Engine:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. `execute` must follow."""
         started = time.monotonic()
+        for request, grammar in self._grammars.take_ready():
+            self._scheduler.set_grammar(request, grammar)
         scheduled = self._scheduler.schedule()
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled

@@ -6,6 +6,7 @@ LLM("examples/demo_model").generate(["def read_config(path):"])
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from baton.engine_config import EngineConfig
 from baton.errors import EngineDeadError, InvalidRequestError
 from baton.model_folder import find_model_folder
-from baton.outputs import Completion, FinishReason, TextDelta
+from baton.outputs import Completion, FinishReason, RequestOutput, TextDelta
 from baton.prompt import check_prompt, check_sampling_params, draw_seed
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ from engine.crash_dump import dump_crash
 from engine.engine import Engine
 from engine.metrics import EngineMetrics
 from engine.request import Request
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, str]]
@@ -74,7 +77,8 @@ class LLM:
 
         Returns:
             Completions in prompt order, those of one prompt (``SamplingParams.n``) next to each
-            other; ``text`` is empty for a checkpoint without a tokenizer.
+            other; ``text`` is empty for a checkpoint without a tokenizer. One that ends with
+            ``ABORT`` had no token left that its structured output and its bans both allow.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
@@ -211,7 +215,7 @@ class LLM:
             self._dead = True
             path = dump_crash(self.engine, error)
             raise EngineDeadError(f"the engine cannot continue: {error}; see {path}") from error
-        num_ended = 0
+        num_ended = self._end_failed()
         for output in result.outputs:
             answer = self._answers.get(output.request_id)
             if answer is None:  # somebody gave it to the engine directly
@@ -219,6 +223,18 @@ class LLM:
             answer.take(output)
             if answer.ended:
                 self._end(output.request_id)
+                num_ended += 1
+        return num_ended
+
+    def _end_failed(self) -> int:
+        """Abort answers that no token can go on with; returns how many."""
+        num_ended = 0
+        for request_id, problem in self.engine.take_failures():
+            answer = self._answers.pop(request_id, None)
+            if answer is not None:
+                logger.warning("%s ends: %s", request_id, problem)
+                index = answer.request.num_output_tokens
+                answer.take(RequestOutput(request_id, index, (), FinishReason.ABORT))
                 num_ended += 1
         return num_ended
 
@@ -240,6 +256,7 @@ class LLM:
                 seed=seed + index,
                 eos_token_ids=engine.eos_token_ids,
                 max_model_len=engine.max_model_len,
+                grammar=engine.compile_grammar(params),
             )
             for index in range(params.n)
         ]

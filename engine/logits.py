@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.sampling_params import SamplingParams
+from engine.grammar import allowed_token_masks
 from engine.request import Request
 
 # A penalty next to 0 or to infinity would make numbers that temperature cannot divide.
@@ -20,7 +21,7 @@ _LARGEST_LOGIT = 1e300
 
 
 def adjust_logits(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Penalties, then biases, then bans; `[num_requests, vocab_size]` in and out.
+    """Penalties, then biases, then bans and grammars; `[num_requests, vocab_size]` in and out.
 
     Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858. Presence and frequency penalty,
     logit bias: as in the OpenAI API.
@@ -32,7 +33,9 @@ def adjust_logits(logits: Tensor, requests: Sequence[Request]) -> Tensor:
         float64; banned tokens are minus infinity.
     """
     adjusted = logits.to(torch.float64, copy=True)
-    for row, request in zip(adjusted, requests, strict=True):
+    grammars = [request.grammar for request in requests]
+    masks = allowed_token_masks(grammars, adjusted.shape[1], adjusted.device)
+    for index, (row, request) in enumerate(zip(adjusted, requests, strict=True)):
         params = request.sampling_params
         if params.repetition_penalty != 1:
             _penalize_repetition(row, set(request.token_ids), params.repetition_penalty)
@@ -41,7 +44,7 @@ def adjust_logits(logits: Tensor, requests: Sequence[Request]) -> Tensor:
         if params.logit_bias:
             token_ids, biases = zip(*params.logit_bias, strict=True)
             row[_index(token_ids, row)] += _values(biases, row)
-        _ban(row, request)
+        _ban(row, request, masks.get(index))
     return adjusted
 
 
@@ -59,7 +62,7 @@ def _penalize_output(row: Tensor, counts: Counter[int], params: SamplingParams) 
         row[_index(counts.keys(), row)] -= penalty
 
 
-def _ban(row: Tensor, request: Request) -> None:
+def _ban(row: Tensor, request: Request, allowed: Tensor | None) -> None:
     """Minus infinity for what must not be drawn. End tokens stay if nothing else would."""
     params = request.sampling_params
     if params.allowed_token_ids is not None:
@@ -69,6 +72,8 @@ def _ban(row: Tensor, request: Request) -> None:
         row.copy_(only)
     if params.banned_token_ids:
         row[_index(params.banned_token_ids, row)] = -torch.inf
+    if allowed is not None:
+        row.masked_fill_(~allowed, -torch.inf)
     if request.num_output_tokens < params.min_tokens:
         # A checkpoint may name end tokens that its vocabulary does not have.
         ends = [token_id for token_id in request.stop_token_ids if token_id < len(row)]

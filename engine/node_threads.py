@@ -71,6 +71,7 @@ class NodeThreads:
         self._role = role
         self._loaded = loaded
         self._loop = EngineLoop(lambda: self._node.step(), on_engine_death, name="engine")
+        loaded.engine.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
 

@@ -17,6 +17,7 @@ from baton.block_hash import BlockHash
 from baton.link import RequestView
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
+from engine.grammar import GrammarState
 
 
 class RequestStatus(Enum):
@@ -41,6 +42,7 @@ class RequestStatus(Enum):
     WAITING = "WAITING"
     WAITING_FOR_REMOTE_KVS = "WAITING_FOR_REMOTE_KVS"
     WAITING_FOR_SHARED_KVS = "WAITING_FOR_SHARED_KVS"
+    WAITING_FOR_GRAMMAR = "WAITING_FOR_GRAMMAR"
     RUNNING = "RUNNING"
     PREEMPTED = "PREEMPTED"
     FINISHED_STOPPED = "FINISHED_STOPPED", FinishReason.STOP
@@ -58,6 +60,7 @@ class Request:
         max_num_tokens: ends the output (``LENGTH``) when ``token_ids`` is that long.
         stop_token_ids: end the output (``STOP``).
         changes_logits: whether the choice of a token depends on more than the model's logits.
+        grammar: what its output must look like, and how far it has come.
         priority: smaller goes first, where the scheduler looks at it.
         extra_keys: what the KV depends on besides the tokens.
         rank: who goes first, and who is preempted last: the smaller one. The scheduler's.
@@ -81,6 +84,7 @@ class Request:
     max_num_tokens: int
     stop_token_ids: frozenset[int]
     changes_logits: bool = False
+    grammar: GrammarState | None = None
     priority: int = 0
     extra_keys: tuple[str, ...] = ()
     rank: tuple[int, int] = (0, 0)
@@ -111,14 +115,17 @@ class Request:
         max_tokens: int | None = None,
         priority: int = 0,
         extra_keys: tuple[str, ...] = (),
+        grammar: GrammarState | None = None,
     ) -> Request:
         """Make a request from what a user gave.
 
         Args:
             max_tokens: fewer output tokens than ``sampling_params`` allows; a prefill node gives 1.
+            grammar: of its structured output, if it is compiled already.
         """
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
-        if not sampling_params.ignore_eos:
+        # Where a grammar lets the output end, an end token ends it.
+        if not sampling_params.ignore_eos or sampling_params.structured_output is not None:
             stop_token_ids |= eos_token_ids
         limit = sampling_params.max_tokens if max_tokens is None else max_tokens
         num_prompt_tokens = len(prompt_token_ids)
@@ -131,9 +138,15 @@ class Request:
             max_num_tokens=min(num_prompt_tokens + limit, max_model_len),
             stop_token_ids=stop_token_ids,
             changes_logits=sampling_params.changes_logits,
+            grammar=grammar,
             priority=priority,
             extra_keys=extra_keys,
         )
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether it has a grammar that is not compiled yet."""
+        return self.grammar is None and self.sampling_params.structured_output is not None
 
     @property
     def num_tokens(self) -> int:

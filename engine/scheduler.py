@@ -8,6 +8,8 @@ resuming after preemption and starting from remote KV are all the same case of i
        ^               |  ^                         or WAITING_FOR_SHARED_KVS, until a sibling has
     parked    preempted --/                         computed their prompt; costs nothing per step
 
+WAITING_FOR_GRAMMAR comes before waiting or arrived, in no queue, and costs nothing either.
+
 A step costs time in proportion to what it schedules, not to what waits.
 """
 
@@ -17,7 +19,9 @@ import bisect
 import time
 from collections import deque
 
+from baton.errors import InvalidRequestError
 from baton.outputs import RequestOutput
+from engine.grammar import GrammarState
 from engine.kv_cache_manager import KVCacheManager
 from engine.metrics import EngineCounters
 from engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
@@ -42,6 +46,8 @@ class Scheduler:
     Attributes:
         num_preemptions: since the start.
         counters: of what was done since the start.
+        failures: request ids, and what was wrong with their grammars; whoever reads them ends the
+            requests that are still here, and empties it.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.counters = EngineCounters()
+        self.failures: list[tuple[str, str]] = []
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
         self._long_prefill_threshold = long_prefill_threshold
@@ -75,7 +82,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request whose KV this engine computes; its siblings follow it."""
         self._register(request)
-        self._wait(request)
+        self._queue(request)
         for sibling in request.siblings:
             self._register(sibling)
             sibling.status = RequestStatus.WAITING_FOR_SHARED_KVS
@@ -112,10 +119,23 @@ class Scheduler:
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         request.token_ids.append(token_id)
         request.num_computed_tokens = request.num_prompt_tokens
-        request.status = RequestStatus.WAITING
         self.kv_cache_manager.cache_blocks(request)
-        self._arrived.append(request)
-        self._num_arrived += 1
+        self._queue(request)
+        if request.grammar is not None and not request.grammar.accept(token_id):
+            self._fail(request, request.grammar.problem)
+
+    def set_grammar(self, request: Request, grammar: GrammarState | InvalidRequestError) -> None:
+        """A request's grammar is compiled, or cannot be; ignored if the request has ended."""
+        if self.requests.get(request.request_id) is not request:
+            return
+        if isinstance(grammar, InvalidRequestError):
+            self._fail(request, str(grammar))
+            return
+        request.grammar = grammar
+        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            self._queue(request)
+        if not all(grammar.accept(token_id) for token_id in request.output_token_ids):
+            self._fail(request, grammar.problem)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; None when there is no such request.
@@ -138,7 +158,7 @@ class Scheduler:
         left = [s for s in request.siblings if not s.status.is_finished]
         if left:  # the next one computes the prompt
             left[0].siblings = left[1:]
-            self._wait(left[0])
+            self._queue(left[0])
         return request
 
     # ------------------------------------------------------------------ a step
@@ -204,6 +224,9 @@ class Scheduler:
             token_id = output.sampled_token_ids.get(request.request_id)
             if token_id is None:
                 continue
+            if request.grammar is not None and not request.grammar.accept(token_id):
+                self._fail(request, request.grammar.problem)
+                continue
             output_index = request.num_output_tokens
             request.token_ids.append(token_id)
             status = self._status_after(request, token_id)
@@ -235,6 +258,14 @@ class Scheduler:
             assert request.num_computed_tokens <= request.num_tokens
             assert request.num_computed_tokens <= self.kv_cache_manager.num_tokens_held(request)
             assert (request.status is RequestStatus.RUNNING) == (request in self._running)
+            if request.awaits_grammar:
+                assert request.status in (
+                    RequestStatus.WAITING_FOR_GRAMMAR,
+                    RequestStatus.WAITING_FOR_REMOTE_KVS,
+                    RequestStatus.WAITING_FOR_SHARED_KVS,
+                )
+            else:
+                assert request.status is not RequestStatus.WAITING_FOR_GRAMMAR
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 arrived += bool(request.block_ids)
                 waiting += not request.block_ids
@@ -319,10 +350,24 @@ class Scheduler:
         request.rank = (request.priority if self._by_priority else 0, self._num_arrivals)
         self._num_arrivals += 1
 
-    def _wait(self, request: Request) -> None:
+    def _queue(self, request: Request) -> None:
+        """Let a request wait for its turn, unless it still waits for its grammar."""
+        if request.awaits_grammar:
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            return
         request.status = RequestStatus.WAITING
-        self._waiting.add(request)
-        self._num_waiting += 1
+        if request.block_ids:  # its prompt's KV has come
+            self._arrived.append(request)
+            self._num_arrived += 1
+        else:
+            self._waiting.add(request)
+            self._num_waiting += 1
+
+    def _fail(self, request: Request, problem: str) -> None:
+        """End one request; a parked one is left to whoever knows who may still write its blocks."""
+        self.failures.append((request.request_id, problem))
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.abort(request.request_id)
 
     def _num_tokens_next(self, request: Request, budget: int) -> int:
         num_tokens = len(request.token_ids)
@@ -382,16 +427,13 @@ class Scheduler:
             if sibling.status.is_finished:
                 continue
             self.kv_cache_manager.share_prompt(request, sibling)
-            if not sibling.block_ids:  # the prompt is shorter than a block
-                self._wait(sibling)
-                continue
-            sibling.status = RequestStatus.WAITING
-            self._arrived.append(sibling)
-            self._num_arrived += 1
+            self._queue(sibling)
 
     @staticmethod
     def _status_after(request: Request, token_id: int) -> RequestStatus:
         if token_id in request.stop_token_ids:
+            return RequestStatus.FINISHED_STOPPED
+        if request.grammar is not None and request.grammar.is_terminated:
             return RequestStatus.FINISHED_STOPPED
         if request.num_tokens >= request.max_num_tokens:
             return RequestStatus.FINISHED_LENGTH

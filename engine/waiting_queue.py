@@ -19,7 +19,7 @@ class WaitingQueue(Protocol):
     """Requests that wait, the next one first."""
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
+        """Queue a request that has not run yet, at the place of its arrival."""
 
     def put_back(self, request: Request) -> None:
         """Queue a request that was preempted; it had its turn before those that wait."""
@@ -38,7 +38,11 @@ class FcfsQueue:
         self._requests: deque[Request] = deque()
 
     def add(self, request: Request) -> None:
-        self._requests.append(request)
+        # Most are the newest; one that waited for its grammar goes before those that came later.
+        index = len(self._requests)
+        while index and self._requests[index - 1].rank[1] > request.rank[1]:
+            index -= 1
+        self._requests.insert(index, request)
 
     def put_back(self, request: Request) -> None:
         self._requests.appendleft(request)

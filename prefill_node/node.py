@@ -85,6 +85,7 @@ class PrefillNode:
         result = self.engine.execute(scheduled)
         handed_over = self._answer(result)
         self.push_tracker.after_step(result.scheduled, handed_over)
+        self._end_failed()
         events = self.sender.poll()
         for event in events:
             self._settle(event)
@@ -208,6 +209,14 @@ class PrefillNode:
             )
             self._deltas.append(RequestDelta(output, job.command.epoch, prefill=receipt))
         return handed_over
+
+    def _end_failed(self) -> None:
+        """Refuse requests whose grammars turned out to be wrong."""
+        for request_id, problem in self.engine.take_failures():
+            job = self._jobs.get(request_id)
+            if job is not None:
+                self.push_tracker.drop(request_id, "refused")
+                self._fail(request_id, job.command.epoch, "INVALID_ARGUMENT", problem)
 
     def _settle(self, event: TransferEvent) -> None:
         match event.kind:

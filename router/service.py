@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator
 
 from baton import wire, wire_types
 from baton.errors import InvalidRequestError
+from baton.grammars import GrammarThreads, check_structured_output
 from baton.outputs import FinishReason, TextDelta
 from baton.prompt import check_prompt, check_sampling_params, draw_seed
 from baton.rpc import Context
 from baton.sampling_params import MAX_STOP_TOKEN_IDS
 from baton.stop_strings import OutputText
+from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.dispatcher import Call, CallOutput, Dispatcher
@@ -49,6 +51,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
+        self._grammar_threads = GrammarThreads(1)
 
     async def Generate(  # gRPC's naming
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -106,6 +109,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         check_sampling_params(params, vocab_size=self._vocab_size)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
+        if params.structured_output is not None:
+            await self._check_structured_output(params.structured_output)
         if params.seed is None:
             # Drawn here, so that both nodes (and a retry) sample the same.
             params = dataclasses.replace(params, seed=draw_seed())
@@ -118,6 +123,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             sampling_params=params,
             received_at=received_at,
             timeout_s=self._default_timeout_s if remaining is None else remaining,
+        )
+
+    async def _check_structured_output(self, structured_output: StructuredOutput) -> None:
+        if self._tokenizer is None:
+            raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
+        await asyncio.wrap_future(
+            self._grammar_threads.submit(check_structured_output, structured_output)
         )
 
     async def _tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:

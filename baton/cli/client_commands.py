@@ -15,6 +15,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton.cli.receipt_table import receipt_line
+from baton.cli.structured_output_options import (
+    ChoiceOption,
+    GrammarOption,
+    JsonObjectOption,
+    JsonSchemaOption,
+    RegexOption,
+    make_structured_output,
+)
 from baton.client import DEFAULT_ADDRESS, Client, Prompt
 from baton.errors import BatonError
 from baton.outputs import TextDelta
@@ -50,6 +58,11 @@ def generate(
     min_p: MinPOption = 0.0,
     repetition_penalty: RepetitionPenaltyOption = 1.0,
     stop: StopOption = None,
+    json_schema: JsonSchemaOption = None,
+    regex: RegexOption = None,
+    grammar: GrammarOption = None,
+    choice: ChoiceOption = None,
+    json_object: JsonObjectOption = False,
     seed: SeedOption = None,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
@@ -65,6 +78,9 @@ def generate(
             repetition_penalty=repetition_penalty,
             stop=tuple(stop or ()),
             seed=seed,
+            structured_output=make_structured_output(
+                json_schema, regex, grammar, choice, json_object
+            ),
         )
         with Client(router) as client:
             _, last = _print_stream(client, prompt, params, timeout_s)

@@ -199,6 +199,11 @@ def test_bad_parameter_from_any_client(
         ["--min-p", "2"],
         ["--repetition-penalty", "0"],
         ["--stop", ""],
+        ["--regex", "([a-z"],
+        ["--json-schema", '{"type": "thing"}'],
+        ["--json-schema", "no/such/file.json"],
+        ["--grammar", "start: nothing"],
+        ["--choice", ""],
     ],
 )
 def test_bad_parameter_on_the_command_line(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from baton.errors import InvalidRequestError
 from baton.link import BlocksRemoved, BlocksStored
+from baton.sampling_params import SamplingParams
+from baton.structured_output import StructuredOutput
+from engine.grammar_compiler import GrammarCompiler
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler
@@ -19,6 +24,9 @@ NUM_BLOCKS = 8  # in each KV cache group, the null block included
 BLOCK_SIZE = 2
 MAX_MODEL_LEN = NUM_BLOCKS * BLOCK_SIZE
 LONGEST = 15
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+COMPILER = GrammarCompiler(DEMO, 4096, frozenset({4093, 4095}))
+ANYTHING = StructuredOutput(regex="(?s:.*)")  # the tokens of these tests are chosen by hand
 
 # Short ones run side by side and preempt each other; long ones fill the pool alone.
 shared_lengths = st.integers(1, 5) | st.integers(1, 5) | st.integers(1, LONGEST)
@@ -83,11 +91,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     def new_request(
-        self, prompt: list[int], max_tokens: int, priority: int, extra_keys: tuple[str, ...]
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        extra_keys: tuple[str, ...],
+        structured: bool = False,
     ) -> Request:
         request = make_request(
             f"r{len(self.requests)}",
-            max_tokens=max_tokens,
+            params=SamplingParams(
+                max_tokens=max_tokens, structured_output=ANYTHING if structured else None
+            ),
             max_model_len=self.max_model_len,
             prompt=prompt,
             priority=priority,
@@ -108,12 +123,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         priority=priorities,
         salt=salts,
+        structured=st.booleans(),
     )
     def add(
-        self, num_shared: int, num_own: int, max_tokens: int, priority: int, salt: tuple[str, ...]
+        self,
+        num_shared: int,
+        num_own: int,
+        max_tokens: int,
+        priority: int,
+        salt: tuple[str, ...],
+        structured: bool,
     ) -> None:
         prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 1]
-        self.scheduler.add(self.new_request(prompt, max_tokens, priority, salt))
+        self.scheduler.add(self.new_request(prompt, max_tokens, priority, salt, structured))
 
     @rule(
         num_prompt_tokens=st.integers(1, LONGEST - 1),
@@ -141,12 +163,39 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(2, 12),
         priority=priorities,
         salt=salts,
+        structured=st.booleans(),
     )
     def park(
-        self, num_shared: int, num_own: int, max_tokens: int, priority: int, salt: tuple[str, ...]
+        self,
+        num_shared: int,
+        num_own: int,
+        max_tokens: int,
+        priority: int,
+        salt: tuple[str, ...],
+        structured: bool,
     ) -> None:
         prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 2]
-        self.scheduler.park(self.new_request(prompt, max_tokens, priority, salt))
+        self.scheduler.park(self.new_request(prompt, max_tokens, priority, salt, structured))
+
+    @rule(data=st.data(), compiles=st.sampled_from([True, True, False]))
+    def compile(self, data: st.DataObject, compiles: bool) -> None:
+        waiting = [r.request_id for r in self.scheduler.requests.values() if r.awaits_grammar]
+        if waiting:
+            self.compile_one(data.draw(st.sampled_from(waiting)), compiles)
+
+    def compile_one(self, request_id: str, compiles: bool) -> None:
+        request = self.requests[request_id]
+        if compiles:
+            was = request.status
+            self.scheduler.set_grammar(request, COMPILER.compile_now(request.sampling_params))
+            if was is RequestStatus.WAITING_FOR_GRAMMAR and request.block_ids:
+                self.just_committed.add(request_id)
+            return
+        self.scheduler.set_grammar(request, InvalidRequestError("structured_output", "no"))
+        assert [failed for failed, _ in self.scheduler.failures] == [request_id]
+        self.scheduler.failures.clear()
+        self.scheduler.abort(request_id)  # if it was parked
+        self.end(request_id, "failed")
 
     @rule()
     def forget_all_prefixes(self) -> None:
@@ -190,7 +239,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner.write_what_travels(request)
         self.scheduler.commit(request_id, 5)
         self.outputs[request_id].append(5)
-        self.just_committed.add(request_id)
+        if not request.awaits_grammar:
+            self.just_committed.add(request_id)
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -314,6 +364,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(3000):
+            for request_id in self.having(*RequestStatus):
+                if self.requests[request_id].awaits_grammar:
+                    self.compile_one(request_id, True)
             parked = self.having(RequestStatus.WAITING_FOR_REMOTE_KVS)
             for request_id in parked:
                 if self.requests[request_id].block_ids or self.scheduler.grant(request_id):

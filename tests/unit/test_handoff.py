@@ -7,12 +7,14 @@ import pytest
 
 from baton.link import AbortAll, PeerUpdate
 from baton.sampling_params import SamplingParams
+from baton.structured_output import StructuredOutput
 from decode_node import reservations
 from kvconnector.base import TransferEventKind
 from kvconnector.messages import Grant
 from kvconnector.peer_info import PeerInfo
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport
+from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -336,4 +338,29 @@ def test_of_a_mixed_model_travels_what_the_decode_node_needs_and_no_more() -> No
         )
     cluster.settle()
     assert cluster.d_engine.num_commits == 2  # and their KV was right: see CheckedEngine
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_a_grammar_that_cannot_be_compiled_is_refused_by_both_nodes_and_nothing_is_left(
+    num_steps: int,
+) -> None:
+    """This checkpoint has no tokenizer, so no grammar at all; a plain request goes on meanwhile."""
+    cluster = make_cluster(40)
+    structured = SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex="a"))
+    place(cluster, "other", 12)
+    cluster.place("wrong", 1, prompt_of(1, 12), structured)
+    go_on(cluster, num_steps)
+
+    def is_refused() -> bool:
+        go_on(cluster)
+        return bool(cluster.attempts["wrong", 1].error)
+
+    wait_until(is_refused)
+    cluster.settle()
+    assert cluster.attempts["wrong", 1].error.startswith(
+        "structured_output: this checkpoint has no"
+    )
+    assert cluster.attempts["other", 1].is_complete
+    assert_right(cluster)
     assert_clean(cluster)

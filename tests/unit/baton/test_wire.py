@@ -22,6 +22,7 @@ from baton.outputs import (
     TokenLogprobs,
 )
 from baton.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
+from baton.structured_output import StructuredOutput
 from baton.v1 import node_pb2, types_pb2
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
@@ -38,6 +39,16 @@ token_ids = st.lists(uint32, max_size=5)
 seconds = st.floats(0, 1e6)
 finish_reasons = st.sampled_from([None, *FinishReason])
 known_ids = st.integers(0, MAX_TOKEN_ID)
+some_text = st.text(min_size=1, max_size=12)
+structured_outputs = st.one_of(
+    st.dictionaries(some_text, some_text).map(lambda schema: StructuredOutput(json_schema=schema)),
+    some_text.map(lambda text: StructuredOutput(regex=text)),
+    some_text.map(lambda text: StructuredOutput(grammar=text)),
+    st.lists(some_text, min_size=1, max_size=4).map(
+        lambda texts: StructuredOutput(choice=tuple(texts))
+    ),
+    st.just(StructuredOutput(json_object=True)),
+)
 params = st.builds(
     SamplingParams,
     max_tokens=st.integers(10, 2**31 - 1),
@@ -57,6 +68,7 @@ params = st.builds(
     banned_token_ids=st.lists(known_ids, max_size=3).map(tuple),
     min_tokens=st.integers(0, 10),
     stop=st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
+    structured_output=st.none() | structured_outputs,
 )
 prefill_receipts = st.builds(
     PrefillReceipt,

@@ -98,6 +98,15 @@ def test_preempted_ones_come_before_later_ones_and_in_their_own_order(policy: st
     assert drain(queue) == ["r0", "r1", "r2", "r3"]
 
 
+@every_policy
+def test_one_that_comes_late_goes_before_those_that_arrived_after_it(policy: str) -> None:
+    requests = arrived(0, 0, 0, 0)
+    queue = filled(policy, [requests[1], requests[3]])
+    queue.add(requests[2])
+    queue.add(requests[0])
+    assert drain(queue) == ["r0", "r1", "r2", "r3"]
+
+
 def test_a_preempted_one_does_not_overtake_a_better_priority() -> None:
     requests = arrived(1, 0, 1)
     queue = filled("priority", requests[:1])

@@ -16,6 +16,7 @@ from baton.link import CancelCommand, PrefillCommand, RequestDelta
 from baton.outputs import FinishReason, RequestOutput, TextDelta, TokenLogprobs
 from baton.rpc import Context
 from baton.sampling_params import SamplingParams
+from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, types_pb2
 from router.dispatcher import Dispatcher
@@ -157,6 +158,46 @@ async def test_a_token_id_outside_the_vocabulary_reaches_no_node(
     with pytest.raises(InvalidRequestError, match=f"^{problem}"):
         await scene.run()
     assert scene.prefill.of(PrefillCommand) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"regex": "([a-z"}, r"structured_output\.regex: .*unclosed character class"),
+        (
+            {"json_schema": {"type": "thing"}},
+            r"structured_output\.json_schema: Invalid type: thing",
+        ),
+        ({"json_schema": '{"not":' * 500 + "1" + "}" * 500}, r"structured_output\.json_schema: "),
+        ({"grammar": "start: other"}, r"structured_output\.grammar: .*unknown name"),
+        ({"grammar": "root := x"}, r"structured_output\.grammar: Expected ::="),
+        ({"grammar": "a: b\n" * 1001}, r"structured_output\.grammar: must have at most 1000 rules"),
+    ],
+)
+@asynchronous
+async def test_a_grammar_that_cannot_be_read_reaches_no_node(
+    given: dict[str, Any], problem: str
+) -> None:
+    scene = Scene(structured_output=StructuredOutput(**given))
+    with pytest.raises(InvalidRequestError, match=f"^{problem}") as caught:
+        await anext(scene.service.Generate(scene.request, cast(Context, _NoDeadline())))
+    assert "\n" not in str(caught.value)
+    assert scene.prefill.of(PrefillCommand) == []
+
+
+@asynchronous
+async def test_an_empty_structured_output_says_what_is_missing() -> None:
+    scene = Scene()
+    scene.request.sampling_params.structured_output.SetInParent()
+    with pytest.raises(InvalidRequestError, match=r"^structured_output: must have exactly one of"):
+        await scene.run()
+
+
+@asynchronous
+async def test_structured_output_needs_a_tokenizer() -> None:
+    scene = Scene(tokenizer=None, structured_output=StructuredOutput(json_object=True))
+    with pytest.raises(InvalidRequestError, match=r"^structured_output: .* no tokenizer\.json$"):
+        await scene.run()
 
 
 @asynchronous

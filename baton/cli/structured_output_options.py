@@ -1,0 +1,61 @@
+"""Options of `baton generate` that say what the output must look like. Knows no grammar library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.errors import InvalidRequestError
+from baton.structured_output import StructuredOutput
+
+JsonSchemaOption = Annotated[
+    str | None,
+    typer.Option(help="The output is JSON that fits this schema: a file, or the schema itself."),
+]
+RegexOption = Annotated[
+    str | None, typer.Option(help="The whole output matches this regular expression.")
+]
+GrammarOption = Annotated[
+    str | None,
+    typer.Option(help="The output fits this Lark or GBNF grammar: a file, or the grammar itself."),
+]
+ChoiceOption = Annotated[
+    list[str] | None,
+    typer.Option(help="The output is this text, or another one; give it several times."),
+]
+JsonObjectOption = Annotated[bool, typer.Option(help="The output is any JSON object.")]
+
+
+def make_structured_output(
+    json_schema: str | None,
+    regex: str | None,
+    grammar: str | None,
+    choice: list[str] | None,
+    json_object: bool,
+) -> StructuredOutput | None:
+    """None when no option is given; raises InvalidRequestError."""
+    if json_schema is None and regex is None and grammar is None and not choice and not json_object:
+        return None
+    return StructuredOutput(
+        json_schema=_read("json_schema", json_schema),
+        regex=regex,
+        grammar=_read("grammar", grammar),
+        choice=tuple(choice or ()),
+        json_object=json_object,
+    )
+
+
+def _read(kind: str, value: str | None) -> str | None:
+    """The content of a file of that name if there is one, else the value itself."""
+    if value is None:
+        return None
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"structured_output.{kind}", f"{value} is not text: {error.reason}"
+        ) from None
+    except (OSError, ValueError):  # no such file, or nothing that could be a file's name
+        return value

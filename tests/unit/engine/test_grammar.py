@@ -1,0 +1,254 @@
+"""Unit tests of grammars in the engine: against a definition of what may follow, token by token."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.errors import InvalidRequestError
+from baton.outputs import FinishReason
+from baton.sampling_params import SamplingParams
+from baton.structured_output import StructuredOutput
+from baton.tokenizer import Tokenizer
+from engine import LLM
+from engine.crash_dump import describe
+from engine.grammar import GrammarState
+from engine.grammar_compiler import MAX_CACHED, GrammarCompiler
+from engine.logits import adjust_logits
+from engine.request import Request, RequestStatus
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+ENDS = {4093, 4095}
+VOCAB_SIZE = 4096
+TOKENIZER = Tokenizer(DEMO)
+TEXTS = [TOKENIZER.decode([token_id]) for token_id in range(VOCAB_SIZE)]
+CHOICES = ("apple pie", "apple", "banana", "a\n")
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(DEMO, VOCAB_SIZE, frozenset(ENDS))
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(DEMO), dtype="float32", num_blocks=64, num_threads=1)
+
+
+def choosing(*texts: str, **params: object) -> SamplingParams:
+    return SamplingParams(structured_output=StructuredOutput(choice=texts), **params)  # type: ignore[arg-type]  # fields
+
+
+def allowed(state: GrammarState) -> set[int]:
+    bits = np.unpackbits(state.allowed_bits(), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def allowed_by_definition(written: str) -> set[int]:
+    """All tokens that lead on to one of `CHOICES`; an end where one is complete."""
+    left = [text[len(written) :] for text in CHOICES if text.startswith(written)]
+    found = {i for i, text in enumerate(TEXTS) if text and any(t.startswith(text) for t in left)}
+    return found | (ENDS if "" in left else set())
+
+
+@pytest.mark.parametrize("path", [(), ("a",), ("app", "le"), ("app", "le", " p"), ("b", "an")])
+def test_the_allowed_tokens_are_those_of_the_definition(
+    compiler: GrammarCompiler, path: tuple[str, ...]
+) -> None:
+    state = compiler.compile_now(choosing(*CHOICES))
+    for text in path:
+        assert state.accept(TEXTS.index(text))
+    found, right = allowed(state), allowed_by_definition("".join(path))
+    assert found
+    # Where one text only can follow, the library allows the tokens that it is usually cut into.
+    assert found == right if len(path) < 3 and path != ("b", "an") else found <= right
+    assert not state.is_terminated
+
+
+def test_it_is_terminated_where_nothing_can_follow_and_after_an_end(
+    compiler: GrammarCompiler,
+) -> None:
+    whole = compiler.compile_now(choosing("a"))
+    assert whole.accept(TEXTS.index("a"))
+    assert whole.is_terminated
+    for end in ENDS:
+        state = compiler.compile_now(choosing("a", "ab"))
+        assert state.accept(TEXTS.index("a"))
+        assert not state.is_terminated
+        assert state.accept(end)
+        assert state.is_terminated
+
+
+def test_a_token_that_does_not_fit_is_refused_and_so_is_all_after_it(
+    compiler: GrammarCompiler,
+) -> None:
+    state = compiler.compile_now(choosing("a"))
+    assert not state.accept(TEXTS.index("b"))
+    assert state.problem.startswith("structured_output: ")
+    assert "\n" not in state.problem
+    assert not state.accept(TEXTS.index("a"))
+    assert not state.is_terminated
+
+
+@pytest.mark.parametrize("vocab_size", [100, 4090, 4096, 4099, 5000])
+def test_logits_may_be_wider_or_narrower_than_the_tokenizer(vocab_size: int) -> None:
+    compiler = GrammarCompiler(DEMO, vocab_size, frozenset({9000} | ENDS))
+    params = SamplingParams(structured_output=StructuredOutput(regex="(?s:.*)"))
+    found = allowed(compiler.compile_now(params))
+    assert found
+    assert max(found) < min(vocab_size, VOCAB_SIZE)
+
+
+def test_bans_that_leave_nothing_are_a_problem_of_this_request_alone(
+    compiler: GrammarCompiler,
+) -> None:
+    first = TEXTS.index("a")
+    for params in (
+        choosing("a", banned_token_ids=(first,)),
+        choosing("a", allowed_token_ids=(first + 1,)),
+    ):
+        state = compiler.compile_now(params)
+        assert allowed(state) >= set(range(VOCAB_SIZE))  # any: what is drawn is thrown away
+        assert "no token is left" in state.problem
+        assert not state.accept(first)
+
+
+def test_equal_grammars_are_compiled_once_and_not_all_are_kept(compiler: GrammarCompiler) -> None:
+    once = compiler._compile(StructuredOutput(regex="[ab]"))
+    assert compiler._compile(StructuredOutput(regex="[ab]")) is once
+    for number in range(MAX_CACHED):
+        compiler._compile(StructuredOutput(choice=(f"{number}",))).result()
+    assert len(compiler._cache) == MAX_CACHED
+    assert compiler._compile(StructuredOutput(regex="[ab]")) is not once
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        StructuredOutput(regex="([a-z"),
+        StructuredOutput(grammar="start: start"),
+        StructuredOutput(json_schema={"type": "thing"}),
+        StructuredOutput(json_schema={"type": "integer", "multipleOf": 999_999_937}),
+        StructuredOutput(json_schema='{"not":' * 300 + "1" + "}" * 300),
+    ],
+)
+def test_one_that_cannot_be_compiled_is_a_wrong_request(
+    compiler: GrammarCompiler, wrong: StructuredOutput
+) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^structured_output\.{wrong.kind}: .") as error:
+        compiler.compile_now(SamplingParams(structured_output=wrong))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [None, "not json", "{}"])
+def test_it_needs_a_tokenizer(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
+    with pytest.raises(InvalidRequestError, match=r"^structured_output: .*tokenizer\.json"):
+        GrammarCompiler(tmp_path, VOCAB_SIZE, frozenset(ENDS)).compile_now(choosing("a"))
+
+
+# ---------------------------------------------------------------- logits
+
+
+def request_of(params: SamplingParams, compiler: GrammarCompiler | None) -> Request:
+    return Request.create(
+        "a",
+        [1],
+        params,
+        seed=0,
+        eos_token_ids=frozenset(ENDS),
+        max_model_len=100,
+        grammar=compiler.compile_now(params) if compiler else None,
+    )
+
+
+def test_each_row_has_its_own_grammar_and_others_have_none(compiler: GrammarCompiler) -> None:
+    logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    requests = [
+        request_of(choosing("a"), compiler),
+        request_of(SamplingParams(banned_token_ids=(5,)), None),
+        request_of(choosing("banana"), compiler),
+        request_of(choosing("a", logit_bias={TEXTS.index("z"): 100}), compiler),
+    ]
+    finite = adjust_logits(logits, requests).isfinite()
+    for row, first in ((0, "a"), (2, "b"), (3, "a")):
+        tokens = {TEXTS[token_id] for token_id in finite[row].nonzero().flatten().tolist()}
+        assert first in tokens
+        assert all(text and (first + "nana").startswith(text) for text in tokens)
+    assert int(finite[1].sum()) == VOCAB_SIZE - 1
+
+
+def test_min_tokens_keeps_the_end_away_only_while_something_else_fits(
+    compiler: GrammarCompiler,
+) -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    for texts, has_end in ((("a", "ab"), False), (("a",), True)):
+        request = request_of(choosing(*texts, min_tokens=5), compiler)
+        assert request.grammar is not None
+        request.token_ids.append(TEXTS.index("a"))
+        assert request.grammar.accept(TEXTS.index("a"))
+        left = set(adjust_logits(logits, [request])[0].isfinite().nonzero().flatten().tolist())
+        assert bool(left & ENDS) is has_end
+        assert left
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def test_an_engine_is_woken_when_a_grammar_is_ready_and_says_what_waits(llm: LLM) -> None:
+    woken = threading.Event()
+    engine = llm.engine
+    engine.wake_with(woken.set)
+    params = choosing("some text that nobody compiled before", max_tokens=60, temperature=0)
+    request = request_of(params, None)
+    engine.add(request)
+    assert [r["status"] for r in describe(engine, ValueError())["requests"]] == [
+        "WAITING_FOR_GRAMMAR"
+    ]
+    assert not engine.has_work
+    assert woken.wait(30)
+    outputs = [engine.step()]
+    assert request.status is RequestStatus.RUNNING
+    while engine.has_work:
+        outputs.append(engine.step())
+    text = TOKENIZER.decode([t for step in outputs for o in step.outputs for t in o.token_ids])
+    assert text == "some text that nobody compiled before"
+    engine.wake_with(lambda: None)
+
+
+def test_an_output_ends_with_its_grammar_whatever_is_said_of_ends(llm: LLM) -> None:
+    params = choosing("abc", ignore_eos=True, min_tokens=10, max_tokens=10, temperature=0)
+    completion, streamed = llm.generate("x", params)[0], list(llm.stream("x", params))
+    assert (completion.text, completion.finish_reason) == ("abc", FinishReason.STOP)
+    assert "".join(delta.text for delta in streamed) == "abc"
+    conversation = [{"role": "user", "content": "Well?"}]
+    assert llm.chat(conversation, params)[0].text == "abc"
+
+
+def test_a_request_without_a_token_left_ends_alone(llm: LLM) -> None:
+    stuck = choosing("abc", banned_token_ids=tuple(i for i, t in enumerate(TEXTS) if "c" in t))
+    first, second = llm.generate(["x", "x"], [stuck, choosing("abc")])
+    assert first.finish_reason is FinishReason.ABORT
+    assert first.text in ("", "a", "ab")
+    assert (second.text, second.finish_reason) == ("abc", FinishReason.STOP)
+    assert not llm.engine.requests
+    llm.engine.check()
+
+
+def test_a_wrong_grammar_runs_nothing(llm: LLM) -> None:
+    wrong = SamplingParams(structured_output=StructuredOutput(regex="(["))
+    with pytest.raises(InvalidRequestError, match=r"^structured_output\.regex: "):
+        llm.generate(["x", "x"], [choosing("abc"), wrong])
+    assert not llm.engine.requests
+
+
+def test_a_stop_token_may_cut_an_output_short(llm: LLM) -> None:
+    last = TEXTS.index("a")
+    params = choosing("aaaaaaaa", stop_token_ids=(last,), allowed_token_ids=(last,), max_tokens=9)
+    completion = llm.generate("x", params)[0]
+    assert (completion.text, completion.finish_reason) == ("a", FinishReason.STOP)
