@@ -19,14 +19,14 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How probable the model held an output token, and its best ones, to be.
+    """How probable the model held a token of output or prompt, and its best ones, to be.
 
     Natural logarithms, of the model's own distribution: before penalties, biases, bans,
     temperature and filters.
 
     Attributes:
         top: the most probable tokens, best first, as (token id, logprob); as many as were asked
-            for. The output token need not be among them.
+            for. The token itself need not be among them.
     """
 
     logprob: float
@@ -40,6 +40,8 @@ class RequestOutput:
     Attributes:
         output_index: position in the output of ``token_ids[0]``; makes duplicates harmless.
         logprobs: one per token, or none when the request does not ask for them.
+        prompt_logprobs: with the first output, one per prompt token, if the request asks for them;
+            None for the first, which nothing comes before.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """One streamed piece of a completion, as a client sees it."""
+    """One streamed piece of a completion, as a client sees it; see RequestOutput."""
 
     request_id: str
     output_index: int
@@ -121,6 +124,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     receipt: Receipt | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,7 @@ class Completion:
 
     Attributes:
         logprobs: one per token, or none when they were not asked for.
+        prompt_logprobs: the same of the prompt; the first is None.
     """
 
     request_id: str
@@ -137,3 +142,4 @@ class Completion:
     finish_reason: FinishReason
     receipt: Receipt | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()

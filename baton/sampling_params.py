@@ -51,6 +51,8 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: give the logprob of each output token, and of this many most probable ones, 0 to
             20; None gives none. Of the model's own distribution, before all of the above.
+        prompt_logprobs: the same of each prompt token, given those before it; None for the first.
+            They come with the first output token; the prompt is computed without the prefix cache.
     """
 
     max_tokens: int = 128
@@ -70,6 +72,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -85,6 +88,8 @@ class SamplingParams:
             _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._keep("logit_bias", _biases(self.logit_bias))
         self._keep("stop", _stop_strings(self.stop))
         self._keep_ids("stop_token_ids", MAX_STOP_TOKEN_IDS)

@@ -6,6 +6,8 @@ that a peer or a client should not have sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from baton.outputs import (
     DecodeReceipt,
     FinishReason,
@@ -52,6 +54,7 @@ _SCALAR_PARAMS = (
     "min_tokens",
     "ignore_eos",
     "logprobs",
+    "prompt_logprobs",
 )
 
 
@@ -76,6 +79,7 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
         min_tokens=params.min_tokens,
         stop=params.stop,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
@@ -191,3 +195,17 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
 def logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
     top = zip(message.top_token_ids, message.top_logprobs, strict=False)  # a peer may send anything
     return TokenLogprobs(message.logprob, tuple(top))
+
+
+def prompt_logprobs_to_proto(
+    logprobs: tuple[TokenLogprobs | None, ...],
+) -> Iterator[types_pb2.TokenLogprobs]:
+    """A list can hold no None: the first one, which is always None, travels empty."""
+    for one in logprobs:
+        yield types_pb2.TokenLogprobs() if one is None else logprobs_to_proto(one)
+
+
+def prompt_logprobs_from_proto(
+    messages: Sequence[types_pb2.TokenLogprobs],
+) -> tuple[TokenLogprobs | None, ...]:
+    return (None, *map(logprobs_from_proto, messages[1:])) if messages else ()

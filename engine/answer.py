@@ -31,6 +31,7 @@ class Answer:
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self._finish_reason: FinishReason | None = None
         self._streams = streams
         self._unread: list[TextDelta] = []
@@ -52,6 +53,7 @@ class Answer:
         self._pieces.append(piece)
         self._token_ids += token_ids
         self._logprobs += logprobs
+        self._prompt_logprobs += output.prompt_logprobs
         self._finish_reason = finish_reason
         if self._streams:
             self._unread.append(
@@ -62,6 +64,7 @@ class Answer:
                     piece,
                     finish_reason,
                     logprobs=logprobs,
+                    prompt_logprobs=output.prompt_logprobs,
                 )
             )
 
@@ -81,4 +84,5 @@ class Answer:
             token_ids=tuple(self._token_ids),
             finish_reason=self._finish_reason or FinishReason.ABORT,
             logprobs=tuple(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
         )

@@ -1,4 +1,4 @@
-"""InputBatch: a step's requests as tensors. Buffers are made once and filled every step."""
+"""InputBatch: a step's requests as tensors. Rows stay between steps; a step writes what is new."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
+from engine.block_table import BlockTable
+from engine.logprobs import PromptRows
 from engine.outputs import ScheduledRequest
+from engine.request import Request
+from engine.sampling_input import PARAMETERS, SamplingInput, parameters_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +27,24 @@ class ModelInput:
     attention: AttentionMetadata
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """All that a step's forward and sampler read; no Request in it.
+
+    Its tensors are views of buffers: preparing the next step overwrites them.
+    """
+
+    model: ModelInput
+    sampling: SamplingInput
+    prompt_rows: tuple[PromptRows, ...]
+
+
 class InputBatch:
     """Persistent host buffers (pinned where there is a GPU) and the copy to the device.
+
+    A request keeps a row of block ids and parameters from step to step. Rows are a cache and
+    nothing is told of who ended: a request that was preempted is seen by its count, another one
+    of the same id is another object, and where no row is free all that are not in the step are.
 
     Args:
         max_num_requests: most requests in a step.
@@ -43,7 +63,6 @@ class InputBatch:
         block_size: int,
         device: torch.device,
     ) -> None:
-        self._block_size = block_size
         self._device = device
         pin = device.type == "cuda"
 
@@ -55,55 +74,113 @@ class InputBatch:
         self._slot_mapping = buffer(max_num_tokens, dtype=torch.int64)
         self._query_start_loc = buffer(max_num_requests + 1, dtype=torch.int32)
         self._seq_lens = buffer(max_num_requests, dtype=torch.int32)
-        self._block_table = buffer(max_num_requests, max_blocks, dtype=torch.int32)
         self._last_token_rows = buffer(max_num_requests, dtype=torch.int64)
+        self._block_table = BlockTable(max_num_requests, max_blocks, block_size, pin_memory=pin)
+        self._parameters = np.zeros(max_num_requests, dtype=PARAMETERS)
+        self._row_of: dict[Request, int] = {}
+        self._num_preemptions = [0] * max_num_requests  # of the request in each row, when written
+        self._free_rows = list(range(max_num_requests))
 
-    def fill(self, scheduled: Sequence[ScheduledRequest]) -> ModelInput:
+    def fill(self, scheduled: Sequence[ScheduledRequest]) -> PreparedStep:
         """Write the step's requests into the buffers and give views of them on the device."""
-        input_ids, positions = self._input_ids.numpy(), self._positions.numpy()
-        slot_mapping, block_table = self._slot_mapping.numpy(), self._block_table.numpy()
-        query_start_loc, seq_lens = self._query_start_loc.numpy(), self._seq_lens.numpy()
-        last_token_rows = self._last_token_rows.numpy()
-        row = num_sampling = max_num_blocks = 0
-        for index, item in enumerate(scheduled):
-            request, start = item.request, item.request.num_computed_tokens
-            end = start + item.num_scheduled_tokens
-            rows = slice(row, row + item.num_scheduled_tokens)
-            blocks = np.asarray(request.block_ids, dtype=np.int32)
-            input_ids[rows] = request.token_ids[start:end]
-            positions[rows] = token_positions = np.arange(start, end)
-            slot_mapping[rows] = (
-                blocks[token_positions // self._block_size].astype(np.int64) * self._block_size
-                + token_positions % self._block_size
-            )
-            block_table[index, : len(blocks)] = blocks
-            max_num_blocks = max(max_num_blocks, len(blocks))
-            row = rows.stop
-            query_start_loc[index + 1] = row
-            seq_lens[index] = end
-            if item.samples:
-                last_token_rows[num_sampling] = row - 1
-                num_sampling += 1
         num_requests = len(scheduled)
-        query_lens = tuple(item.num_scheduled_tokens for item in scheduled)
-        seq_lens_host = tuple(int(length) for length in seq_lens[:num_requests])
-        return ModelInput(
-            input_ids=self._to_device(self._input_ids[:row]),
-            positions=self._to_device(self._positions[:row]),
-            last_token_rows=self._to_device(self._last_token_rows[:num_sampling]),
+        token_ids: list[int] = []
+        columns = np.array(self._collect(scheduled, token_ids), dtype=np.int64).T.copy()
+        rows, starts, query_lens, num_known = columns  # [num_requests] each
+        num_tokens = len(token_ids)
+        ends = starts + query_lens
+        self._input_ids.numpy()[:num_tokens] = token_ids
+        query_start_loc = self._query_start_loc.numpy()[: num_requests + 1]
+        query_start_loc[1:] = query_lens.cumsum()
+        self._seq_lens.numpy()[:num_requests] = ends
+        positions = self._positions.numpy()[:num_tokens]
+        if num_tokens == num_requests:  # one token each
+            positions[:], token_rows = starts, rows
+        else:
+            shifts = starts - query_start_loc[:-1]
+            np.add(np.arange(num_tokens), shifts.repeat(query_lens), out=positions)
+            token_rows = rows.repeat(query_lens)
+        slot_mapping = self._slot_mapping.numpy()[:num_tokens]
+        self._block_table.slots(token_rows, positions, out=slot_mapping)
+        parameters = self._parameters[rows]
+        sampling = (ends == num_known).nonzero()[0]
+        self._last_token_rows.numpy()[: len(sampling)] = query_start_loc[sampling + 1] - 1
+        asking = (parameters["num_prompt_logprobs"] >= 0).nonzero()[0].tolist()
+        max_seq_len = int(ends.max())
+        model_input = ModelInput(
+            input_ids=self._to_device(self._input_ids[:num_tokens]),
+            positions=self._to_device(self._positions[:num_tokens]),
+            last_token_rows=self._to_device(self._last_token_rows[: len(sampling)]),
             attention=AttentionMetadata(
                 num_requests=num_requests,
-                num_tokens=row,
+                num_tokens=num_tokens,
                 query_start_loc=self._to_device(self._query_start_loc[: num_requests + 1]),
                 seq_lens=self._to_device(self._seq_lens[:num_requests]),
-                block_table=self._to_device(self._block_table[:num_requests, :max_num_blocks]),
-                slot_mapping=self._to_device(self._slot_mapping[:row]),
-                max_query_len=max(query_lens),
-                max_seq_len=max(seq_lens_host),
-                query_lens=query_lens,
-                seq_lens_host=seq_lens_host,
+                block_table=self._to_device(self._block_table.gather(rows, max_seq_len)),
+                slot_mapping=self._to_device(self._slot_mapping[:num_tokens]),
+                max_query_len=int(query_lens.max()),
+                max_seq_len=max_seq_len,
+                query_lens=tuple(query_lens.tolist()),
+                seq_lens_host=tuple(ends.tolist()),
             ),
         )
+        return PreparedStep(
+            model_input,
+            SamplingInput.of(
+                [scheduled[index].request for index in sampling.tolist()], parameters[sampling]
+            ),
+            tuple(PromptRows.of(scheduled[index], int(query_start_loc[index])) for index in asking),
+        )
+
+    def _collect(
+        self, scheduled: Sequence[ScheduledRequest], token_ids: list[int]
+    ) -> list[tuple[int, int, int, int]]:
+        """(row, first position, number of tokens, known tokens) of each, its blocks in its row.
+
+        The only loop over the requests of every step: it runs once per output token.
+
+        Args:
+            token_ids: gets the tokens to compute.
+        """
+        collected: list[tuple[int, int, int, int]] = []
+        row_of, num_preemptions = self._row_of, self._num_preemptions
+        block_table, num_blocks = self._block_table, self._block_table.num_blocks
+        for item in scheduled:
+            request, num_tokens = item.request, item.num_scheduled_tokens
+            row = row_of.get(request)
+            if row is None or request.num_preemptions != num_preemptions[row]:
+                row = self._place(request, scheduled)
+            block_ids, known, start = (
+                request.block_ids,
+                request.token_ids,
+                request.num_computed_tokens,
+            )
+            if len(block_ids) != num_blocks[row]:
+                block_table.extend(row, block_ids)
+            if num_tokens == 1:
+                token_ids.append(known[start])
+            else:
+                token_ids += known[start : start + num_tokens]
+            collected.append((row, start, num_tokens, len(known)))
+        return collected
+
+    def _place(self, request: Request, scheduled: Sequence[ScheduledRequest]) -> int:
+        """A row for a request that has none, or whose blocks are others by now."""
+        row = self._row_of.get(request)
+        if row is None:
+            if not self._free_rows:
+                self._free_others(scheduled)
+            row = self._row_of[request] = self._free_rows.pop()
+            self._parameters[row] = parameters_row(request)
+        self._num_preemptions[row] = request.num_preemptions
+        self._block_table.clear(row)
+        return row
+
+    def _free_others(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Free the rows of all that this step does not compute: most of them have ended."""
+        present = {item.request for item in scheduled}
+        for request in [request for request in self._row_of if request not in present]:
+            self._free_rows.append(self._row_of.pop(request))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)

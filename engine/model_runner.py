@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from baton_kernels.attention.base import AttentionBackend
-from engine.input_batch import InputBatch
-from engine.logprobs import compute_logprobs
+from engine.input_batch import InputBatch, PreparedStep
+from engine.logprobs import compute_logprobs, compute_prompt_logprobs
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.sampler import sample
 from models.base import CausalLM, ForwardContext
@@ -14,6 +14,10 @@ from models.base import CausalLM, ForwardContext
 
 class ModelRunner:
     """Runs a model over the paged cache.
+
+    `prepare` reads requests and must run where they are written; `run` touches none of them and
+    may run on another thread meanwhile. Their buffers are the same in every step: a step is
+    prepared when `run` of the one before has returned.
 
     Args:
         model: the network, on its device.
@@ -34,10 +38,18 @@ class ModelRunner:
         self._backend = backend
         self._input_batch = input_batch
 
-    @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens; returns when their KV is in the cache."""
-        inputs = self._input_batch.fill(scheduled.scheduled)
+        return self.run(self.prepare(scheduled))
+
+    def prepare(self, scheduled: SchedulerOutput) -> PreparedStep:
+        """Copy what the step needs of its requests."""
+        return self._input_batch.fill(scheduled.scheduled)
+
+    @torch.inference_mode()
+    def run(self, prepared: PreparedStep) -> ModelRunnerOutput:
+        """Compute a prepared step; returns when its KV is in the cache."""
+        inputs = prepared.model
         self._backend.plan(inputs.attention)
         context = ForwardContext(
             positions=inputs.positions,
@@ -46,12 +58,18 @@ class ModelRunner:
             kv_cache=self._kv_cache,
         )
         hidden_states = self._model.forward(inputs.input_ids, context)  # [num_tokens, hidden_size]
-        requests = [item.request for item in scheduled.scheduled if item.samples]
-        if not requests:
+        prompt_logprobs = compute_prompt_logprobs(
+            hidden_states, self._model.compute_logits, prepared.prompt_rows
+        )
+        sampling = prepared.sampling
+        if not sampling.request_ids:
             if self._kv_cache.is_cuda:  # nothing is read back that would wait for the device
                 torch.cuda.current_stream().synchronize()
-            return ModelRunnerOutput({})
+            return ModelRunnerOutput({}, prompt_logprobs=prompt_logprobs)
         logits = self._model.compute_logits(hidden_states[inputs.last_token_rows])
-        token_ids = sample(logits, requests)
-        sampled = {r.request_id: t for r, t in zip(requests, token_ids, strict=True)}
-        return ModelRunnerOutput(sampled, compute_logprobs(logits, requests, token_ids))
+        token_ids = sample(logits, sampling)
+        return ModelRunnerOutput(
+            dict(zip(sampling.request_ids, token_ids, strict=True)),
+            compute_logprobs(logits, sampling, token_ids),
+            prompt_logprobs,
+        )

@@ -159,10 +159,15 @@ class Scheduler:
             if request.status.is_finished:  # aborted while the step ran
                 continue
             self._note_computed(request, item.num_scheduled_tokens)
+            if output.prompt_logprobs:
+                chunk = output.prompt_logprobs.get(request.request_id)
+                if chunk is not None:
+                    request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
             token_id = output.sampled_token_ids.get(request.request_id)
             if token_id is None:
                 continue
             output_index = request.num_output_tokens
+            prompt_logprobs = request.take_prompt_logprobs() if output_index == 0 else ()
             request.token_ids.append(token_id)
             status = self._status_after(request, token_id)
             if status.is_finished:
@@ -176,6 +181,7 @@ class Scheduler:
                     (token_id,),
                     status.finish_reason,
                     () if logprobs is None else (logprobs,),
+                    prompt_logprobs,
                 )
             )
         if finished:

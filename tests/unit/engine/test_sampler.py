@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from baton.sampling_params import SamplingParams
 from engine.request import Request
-from engine.sampler import TOP_VALUES, counter_uniform, sample
+from engine.sampler import TOP_VALUES
 from tests.fakes.engine_parts import make_request
+from tests.fakes.sampling import counter_uniform, sample
 
 VOCAB_SIZE = 40
 
@@ -172,11 +173,11 @@ def test_equally_probable_tokens_stay_or_go_together(params: dict[str, Any]) -> 
 
 
 def test_top_p_looks_at_the_whole_vocabulary_where_the_top_does_not_hold_enough() -> None:
-    num_tokens = 3 * TOP_VALUES
+    num_tokens = 3 * TOP_VALUES[-1]
     logits = torch.linspace(0.0, 0.5, num_tokens).unsqueeze(0)  # flat: no token matters much
     probabilities = logits.double().softmax(-1).flip(-1).cumsum(-1)[0]
     num_kept = int((probabilities < 0.9).sum()) + 1
-    assert num_kept > TOP_VALUES
+    assert num_kept > TOP_VALUES[-1]
     requests = [request(seed, top_p=0.9) for seed in range(3000)]
     drawn = sample(logits.expand(len(requests), -1), requests)
     assert min(drawn) >= num_tokens - num_kept
