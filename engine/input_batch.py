@@ -127,7 +127,9 @@ class InputBatch:
         return PreparedStep(
             model_input,
             SamplingInput.of(
-                [scheduled[index].request for index in sampling.tolist()], parameters[sampling]
+                [scheduled[index].request for index in sampling.tolist()],
+                parameters[sampling],
+                num_known[sampling],
             ),
             tuple(PromptRows.of(scheduled[index], int(query_start_loc[index])) for index in asking),
         )

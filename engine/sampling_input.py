@@ -90,16 +90,17 @@ class SamplingInput:
 
     @classmethod
     def of(
-        cls, requests: Sequence[Request], parameters: npt.NDArray[np.void] | None = None
+        cls,
+        requests: Sequence[Request],
+        parameters: npt.NDArray[np.void],
+        num_tokens: npt.NDArray[np.int64],
     ) -> SamplingInput:
         """Copy what is needed of the requests.
 
         Args:
-            parameters: theirs, where the caller has them at hand.
+            parameters: `[num_requests]` of `PARAMETERS`, theirs.
+            num_tokens: `[num_requests]`, known tokens of each.
         """
-        if parameters is None:
-            parameters = np.array([parameters_row(r) for r in requests], dtype=PARAMETERS)
-        num_tokens = np.array([len(r.token_ids) for r in requests], dtype=np.int64)
         return cls(
             tuple([r.request_id for r in requests]),
             parameters,

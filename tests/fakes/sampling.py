@@ -10,12 +10,19 @@ from torch import Tensor
 import engine.sampler
 from engine.philox import counter_uniforms
 from engine.request import Request
-from engine.sampling_input import SamplingInput
+from engine.sampling_input import PARAMETERS, SamplingInput, parameters_row
+
+
+def sampling_input(requests: Sequence[Request]) -> SamplingInput:
+    """What the sampler reads of requests, each row made for itself."""
+    parameters = np.array([parameters_row(request) for request in requests], dtype=PARAMETERS)
+    num_tokens = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
+    return SamplingInput.of(requests, parameters, num_tokens)
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
     """One next token per request; logits are `[num_requests, vocab_size]`."""
-    return engine.sampler.sample(logits, SamplingInput.of(requests))
+    return engine.sampler.sample(logits, sampling_input(requests))
 
 
 def counter_uniform(seed: int, position: int) -> float:

@@ -13,8 +13,8 @@ from baton.sampling_params import SamplingParams
 from engine.input_batch import InputBatch, PreparedStep
 from engine.outputs import ScheduledRequest, SchedulerOutput
 from engine.request import RequestStatus
-from engine.sampling_input import SamplingInput
 from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler
+from tests.fakes.sampling import sampling_input
 
 NUM_BLOCKS = 9
 BLOCK_SIZE = 2
@@ -88,7 +88,7 @@ def assert_filled(
         oldest = 0 if window is None else max(item.request.num_computed_tokens - window + 1, 0)
         visible = slice(oldest // BLOCK_SIZE, -(-attention.seq_lens_host[row] // BLOCK_SIZE))
         assert attention.block_table[row].tolist()[visible] == item.request.block_ids[visible]
-    sampling = SamplingInput.of([item.request for item in scheduled if item.samples])
+    sampling = sampling_input([item.request for item in scheduled if item.samples])
     assert prepared.sampling.request_ids == sampling.request_ids
     assert prepared.sampling.adjusted == sampling.adjusted
     np.testing.assert_array_equal(prepared.sampling.parameters, sampling.parameters)
