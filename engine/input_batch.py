@@ -13,6 +13,7 @@ from baton_kernels.attention.base import AttentionMetadata
 from engine.block_table import BlockTable
 from engine.logprobs import PromptRows
 from engine.outputs import ScheduledRequest
+from engine.philox import UniformTable
 from engine.request import Request
 from engine.sampling_input import PARAMETERS, SamplingInput, parameters_row
 
@@ -37,6 +38,14 @@ class PreparedStep:
     model: ModelInput
     sampling: SamplingInput
     prompt_rows: tuple[PromptRows, ...]
+
+
+class _Buffer:
+    """One host tensor, and the same memory as an array."""
+
+    def __init__(self, size: int, dtype: torch.dtype, pin_memory: bool) -> None:
+        self.tensor = torch.zeros(size, dtype=dtype, pin_memory=pin_memory)  # [size]
+        self.array = self.tensor.numpy()
 
 
 class InputBatch:
@@ -64,19 +73,17 @@ class InputBatch:
         device: torch.device,
     ) -> None:
         self._device = device
-        pin = device.type == "cuda"
+        self._on_gpu = pin = device.type == "cuda"
 
-        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pin)
-
-        self._input_ids = buffer(max_num_tokens, dtype=torch.int64)
-        self._positions = buffer(max_num_tokens, dtype=torch.int64)
-        self._slot_mapping = buffer(max_num_tokens, dtype=torch.int64)
-        self._query_start_loc = buffer(max_num_requests + 1, dtype=torch.int32)
-        self._seq_lens = buffer(max_num_requests, dtype=torch.int32)
-        self._last_token_rows = buffer(max_num_requests, dtype=torch.int64)
+        self._input_ids = _Buffer(max_num_tokens, torch.int64, pin)
+        self._positions = _Buffer(max_num_tokens, torch.int64, pin)
+        self._slot_mapping = _Buffer(max_num_tokens, torch.int64, pin)
+        self._query_start_loc = _Buffer(max_num_requests + 1, torch.int32, pin)
+        self._seq_lens = _Buffer(max_num_requests, torch.int32, pin)
+        self._last_token_rows = _Buffer(max_num_requests, torch.int64, pin)
         self._block_table = BlockTable(max_num_requests, max_blocks, block_size, pin_memory=pin)
         self._parameters = np.zeros(max_num_requests, dtype=PARAMETERS)
+        self._uniforms = UniformTable(max_num_requests)
         self._row_of: dict[Request, int] = {}
         self._num_preemptions = [0] * max_num_requests  # of the request in each row, when written
         self._free_rows = list(range(max_num_requests))
@@ -89,35 +96,36 @@ class InputBatch:
         rows, starts, query_lens, num_known = columns  # [num_requests] each
         num_tokens = len(token_ids)
         ends = starts + query_lens
-        self._input_ids.numpy()[:num_tokens] = token_ids
-        query_start_loc = self._query_start_loc.numpy()[: num_requests + 1]
+        self._input_ids.array[:num_tokens] = token_ids
+        query_start_loc = self._query_start_loc.array[: num_requests + 1]
         query_start_loc[1:] = query_lens.cumsum()
-        self._seq_lens.numpy()[:num_requests] = ends
-        positions = self._positions.numpy()[:num_tokens]
+        self._seq_lens.array[:num_requests] = ends
+        positions = self._positions.array[:num_tokens]
         if num_tokens == num_requests:  # one token each
             positions[:], token_rows = starts, rows
         else:
             shifts = starts - query_start_loc[:-1]
             np.add(np.arange(num_tokens), shifts.repeat(query_lens), out=positions)
             token_rows = rows.repeat(query_lens)
-        slot_mapping = self._slot_mapping.numpy()[:num_tokens]
+        slot_mapping = self._slot_mapping.array[:num_tokens]
         self._block_table.slots(token_rows, positions, out=slot_mapping)
         parameters = self._parameters[rows]
         sampling = (ends == num_known).nonzero()[0]
-        self._last_token_rows.numpy()[: len(sampling)] = query_start_loc[sampling + 1] - 1
+        chosen = parameters[sampling]
+        self._last_token_rows.array[: len(sampling)] = query_start_loc[sampling + 1] - 1
         asking = (parameters["num_prompt_logprobs"] >= 0).nonzero()[0].tolist()
         max_seq_len = int(ends.max())
         model_input = ModelInput(
-            input_ids=self._to_device(self._input_ids[:num_tokens]),
-            positions=self._to_device(self._positions[:num_tokens]),
-            last_token_rows=self._to_device(self._last_token_rows[: len(sampling)]),
+            input_ids=self._to_device(self._input_ids.tensor[:num_tokens]),
+            positions=self._to_device(self._positions.tensor[:num_tokens]),
+            last_token_rows=self._to_device(self._last_token_rows.tensor[: len(sampling)]),
             attention=AttentionMetadata(
                 num_requests=num_requests,
                 num_tokens=num_tokens,
-                query_start_loc=self._to_device(self._query_start_loc[: num_requests + 1]),
-                seq_lens=self._to_device(self._seq_lens[:num_requests]),
+                query_start_loc=self._to_device(self._query_start_loc.tensor[: num_requests + 1]),
+                seq_lens=self._to_device(self._seq_lens.tensor[:num_requests]),
                 block_table=self._to_device(self._block_table.gather(rows, max_seq_len)),
-                slot_mapping=self._to_device(self._slot_mapping[:num_tokens]),
+                slot_mapping=self._to_device(self._slot_mapping.tensor[:num_tokens]),
                 max_query_len=int(query_lens.max()),
                 max_seq_len=max_seq_len,
                 query_lens=tuple(query_lens.tolist()),
@@ -128,8 +136,12 @@ class InputBatch:
             model_input,
             SamplingInput.of(
                 [scheduled[index].request for index in sampling.tolist()],
-                parameters[sampling],
-                num_known[sampling],
+                chosen,
+                self._uniforms.take(
+                    rows[sampling],
+                    chosen["seed"],
+                    num_known[sampling] - chosen["num_prompt_tokens"],
+                ),
             ),
             tuple(PromptRows.of(scheduled[index], int(query_start_loc[index])) for index in asking),
         )
@@ -174,6 +186,7 @@ class InputBatch:
                 self._free_others(scheduled)
             row = self._row_of[request] = self._free_rows.pop()
             self._parameters[row] = parameters_row(request)
+            self._uniforms.clear(row)
         self._num_preemptions[row] = request.num_preemptions
         self._block_table.clear(row)
         return row
@@ -185,4 +198,4 @@ class InputBatch:
             self._free_rows.append(self._row_of.pop(request))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+        return tensor.to(self._device, non_blocking=True) if self._on_gpu else tensor

@@ -1,10 +1,15 @@
-"""Randomness as a function of (seed, output position): there is no generator state to lose."""
+"""Randomness as a function of (seed, output position): there is no generator state to lose.
+
+What is kept here between steps was only computed ahead.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
+POSITIONS_AHEAD = 16
+_NOWHERE = -(2**62)
 _ROUNDS = 10
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -35,3 +40,39 @@ def counter_uniforms(
     bits = (multiplied[0] << _HALF | mixed[0]) >> np.uint64(11)
     uniforms: npt.NDArray[np.float64] = bits * 2.0**-53
     return uniforms
+
+
+class UniformTable:
+    """Uniforms of the next output positions of each row's request.
+
+    A call of `counter_uniforms` costs the same for one position and for some.
+
+    Args:
+        num_rows: one per request.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._uniforms = np.zeros((num_rows, POSITIONS_AHEAD))
+        self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # position of each row's first
+
+    def clear(self, row: int) -> None:
+        """The row is another request's from now on."""
+        self._first[row] = _NOWHERE
+
+    def take(
+        self,
+        rows: npt.NDArray[np.int64],
+        seeds: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.float64]:
+        """`counter_uniforms` of seeds and positions; all are `[n]`, rows without repetition."""
+        ahead = positions - self._first[rows]
+        if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
+            # All of them, so that they run out together and not one in every step.
+            wanted = positions[:, None] + np.arange(POSITIONS_AHEAD)  # [n, POSITIONS_AHEAD]
+            uniforms = counter_uniforms(seeds.repeat(POSITIONS_AHEAD), wanted.reshape(-1))
+            self._uniforms[rows] = uniforms.reshape(wanted.shape)
+            self._first[rows] = positions
+            ahead = np.zeros_like(positions)
+        taken: npt.NDArray[np.float64] = self._uniforms[rows, ahead]
+        return taken

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from engine.logits import adjust_logits
-from engine.philox import counter_uniforms
 from engine.sampling_input import SamplingInput
 
 Floats = npt.NDArray[np.float64]
@@ -38,16 +37,16 @@ def sample(logits: Tensor, sampling: SamplingInput) -> list[int]:
     Args:
         logits: `[num_requests, vocab_size]` float32; row i belongs to request i of ``sampling``.
     """
-    parameters, positions = sampling.parameters, sampling.positions
+    parameters, uniforms = sampling.parameters, sampling.uniforms
     if not sampling.adjusted:
-        return _as_list(_choose(logits, parameters, positions))
+        return _as_list(_choose(logits, parameters, uniforms))
     token_ids = np.empty(len(logits), dtype=np.int64)
     adjusted = np.fromiter(sampling.adjusted, dtype=np.int64)
     plain = np.delete(np.arange(len(logits)), adjusted)
     changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()))
-    token_ids[adjusted] = _choose(changed, parameters[adjusted], positions[adjusted])
+    token_ids[adjusted] = _choose(changed, parameters[adjusted], uniforms[adjusted])
     if len(plain):
-        token_ids[plain] = _choose(_rows(logits, plain), parameters[plain], positions[plain])
+        token_ids[plain] = _choose(_rows(logits, plain), parameters[plain], uniforms[plain])
     return _as_list(token_ids)
 
 
@@ -56,7 +55,7 @@ def _as_list(token_ids: TokenIds) -> list[int]:
     return as_list
 
 
-def _choose(logits: Tensor, parameters: npt.NDArray[np.void], positions: TokenIds) -> TokenIds:
+def _choose(logits: Tensor, parameters: npt.NDArray[np.void], uniforms: Floats) -> TokenIds:
     """The most probable token of greedy requests, a drawn one of the others."""
     greedy = parameters["temperature"] == 0
     if greedy.all():
@@ -64,7 +63,6 @@ def _choose(logits: Tensor, parameters: npt.NDArray[np.void], positions: TokenId
     filtered = (
         (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
     ) & ~greedy
-    uniforms = counter_uniforms(parameters["seed"], positions)
     token_ids = np.empty(len(logits), dtype=np.int64)
     if greedy.any():
         rows = greedy.nonzero()[0]
@@ -136,7 +134,7 @@ def _invert(weights: npt.NDArray[Any], uniforms: Floats) -> tuple[TokenIds, Floa
     weight = weights[rows, entry].astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         share = 1 - (cumulative[rows, entry] - target) / weight
-    return entry, np.clip(share, 0.0, _BELOW_ONE)
+    return entry, np.fmin(np.fmax(share, 0.0), _BELOW_ONE)
 
 
 def _scaled(logits: Tensor, parameters: npt.NDArray[np.void]) -> Tensor:

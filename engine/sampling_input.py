@@ -79,13 +79,13 @@ class SamplingInput:
 
     Attributes:
         parameters: `[num_requests]` of `PARAMETERS`.
-        positions: `[num_requests]`, the output index that each samples for.
+        uniforms: `[num_requests]`, in [0, 1), by seed and output position; what chance decides.
         adjusted: by row, the requests whose choice depends on more than the model's logits.
     """
 
     request_ids: tuple[str, ...]
     parameters: npt.NDArray[np.void]
-    positions: npt.NDArray[np.int64]
+    uniforms: npt.NDArray[np.float64]
     adjusted: dict[int, RequestSnapshot]
 
     @classmethod
@@ -93,18 +93,18 @@ class SamplingInput:
         cls,
         requests: Sequence[Request],
         parameters: npt.NDArray[np.void],
-        num_tokens: npt.NDArray[np.int64],
+        uniforms: npt.NDArray[np.float64],
     ) -> SamplingInput:
         """Copy what is needed of the requests.
 
         Args:
             parameters: `[num_requests]` of `PARAMETERS`, theirs.
-            num_tokens: `[num_requests]`, known tokens of each.
+            uniforms: `[num_requests]`, theirs.
         """
         return cls(
             tuple([r.request_id for r in requests]),
             parameters,
-            num_tokens - parameters["num_prompt_tokens"],
+            uniforms,
             {
                 row: RequestSnapshot.of(requests[row])
                 for row in parameters["changes_logits"].nonzero()[0].tolist()

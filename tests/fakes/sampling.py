@@ -16,8 +16,9 @@ from engine.sampling_input import PARAMETERS, SamplingInput, parameters_row
 def sampling_input(requests: Sequence[Request]) -> SamplingInput:
     """What the sampler reads of requests, each row made for itself."""
     parameters = np.array([parameters_row(request) for request in requests], dtype=PARAMETERS)
-    num_tokens = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
-    return SamplingInput.of(requests, parameters, num_tokens)
+    positions = np.array([request.num_output_tokens for request in requests], dtype=np.int64)
+    uniforms = counter_uniforms(parameters["seed"], positions)
+    return SamplingInput.of(requests, parameters, uniforms)
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.sampling_params import SamplingParams
+from engine.philox import UniformTable, counter_uniforms
 from engine.request import Request
 from engine.sampler import TOP_VALUES
 from tests.fakes.engine_parts import make_request
@@ -116,6 +117,23 @@ def test_uniforms_of_one_seed_and_of_neighbouring_seeds_fill_the_interval_evenly
         counts = np.histogram(uniforms, bins=20, range=(0, 1))[0]
         chi_square = float(((counts - 200.0) ** 2 / 200.0).sum())
         assert chi_square < 43.8  # 19 degrees of freedom, one in a thousand; the seeds are fixed
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60) | st.just(2**40)), max_size=30))
+def test_uniforms_computed_ahead_are_those_computed_alone(
+    asked: list[tuple[int, int]],
+) -> None:
+    """Rows that run on, go back, jump, and change hands."""
+    table = UniformTable(4)
+    seeds = np.arange(4, dtype=np.uint64)
+    for number, (row, position) in enumerate(asked):
+        if number % 7 == 6:
+            table.clear(row)
+            seeds[row] += np.uint64(10)
+        rows = np.array([row, (row + 1) % 4])
+        positions = np.array([position, number])
+        taken = table.take(rows, seeds[rows], positions)
+        np.testing.assert_array_equal(taken, counter_uniforms(seeds[rows], positions))
 
 
 # ---------------------------------------------------------------- the choice of a token
