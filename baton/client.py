@@ -183,6 +183,7 @@ def _join(deltas: Sequence[TextDelta]) -> Completion:
         finish_reason=last.finish_reason or FinishReason.ABORT,
         receipt=last.receipt,
         logprobs=tuple(one for delta in deltas for one in delta.logprobs),
+        prompt_logprobs=tuple(one for delta in deltas for one in delta.prompt_logprobs),
     )
 
 

@@ -19,14 +19,14 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How probable the model held an output token, and its best ones, to be.
+    """How probable the model held a token of output or prompt, and its best ones, to be.
 
     Natural logarithms, of the model's own distribution: before penalties, biases, bans,
     temperature and filters.
 
     Attributes:
         top: the most probable tokens, best first, as (token id, logprob); as many as were asked
-            for. The output token need not be among them.
+            for. The token itself need not be among them.
     """
 
     logprob: float
@@ -40,6 +40,8 @@ class RequestOutput:
     Attributes:
         output_index: position in the output of ``token_ids[0]``; makes duplicates harmless.
         logprobs: one per token, or none when the request does not ask for them.
+        prompt_logprobs: with the first output, one per prompt token, if the request asks for them;
+            None for the first, which nothing comes before.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +141,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """One streamed piece of a completion, as a client sees it.
+    """One streamed piece of a completion, as a client sees it; see RequestOutput.
 
     Attributes:
         choice_index: which of a prompt's ``n`` outputs it belongs to.
@@ -151,6 +154,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     receipt: Receipt | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     choice_index: int = 0
 
 
@@ -162,6 +166,7 @@ class Completion:
         choice_index: which of a prompt's ``n`` outputs it is.
         receipt: of a served request.
         logprobs: one per token, or none when they were not asked for.
+        prompt_logprobs: the same of the prompt; the first is None.
         metrics: of a request that `engine.LLM` completed.
     """
 
@@ -172,4 +177,5 @@ class Completion:
     receipt: Receipt | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     choice_index: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     metrics: RequestMetrics | None = field(default=None, compare=False)

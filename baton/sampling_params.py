@@ -61,6 +61,8 @@ class SamplingParams:
             it ends by itself, before ``min_tokens`` if need be. Where the bans leave no token that
             fits, the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut
             it short.
+        prompt_logprobs: the same of each prompt token, given those before it; None for the first.
+            They come with the first output token; the prompt is computed without the prefix cache.
     """
 
     n: int = 1
@@ -82,6 +84,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     structured_output: StructuredOutput | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -101,6 +104,8 @@ class SamplingParams:
         if not isinstance(self.structured_output, StructuredOutput | None):
             got = type(self.structured_output).__name__
             raise InvalidRequestError("structured_output", f"must be a StructuredOutput, got {got}")
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._keep("logit_bias", _biases(self.logit_bias))
         self._keep("stop", _stop_strings(self.stop))
         self._keep_ids("stop_token_ids", MAX_STOP_TOKEN_IDS)

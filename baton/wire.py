@@ -18,6 +18,8 @@ from baton.wire_types import (
     logprobs_to_proto,
     prefill_receipt_from_proto,
     prefill_receipt_to_proto,
+    prompt_logprobs_from_proto,
+    prompt_logprobs_to_proto,
     receipt_from_proto,
     receipt_to_proto,
     sampling_params_from_proto,
@@ -42,6 +44,7 @@ def text_delta_to_proto(delta: TextDelta) -> inference_pb2.GenerateResponse:
         finish_reason=finish_to_proto(delta.finish_reason),
         receipt=receipt_to_proto(delta.receipt) if delta.receipt else None,
         logprobs=map(logprobs_to_proto, delta.logprobs),
+        prompt_logprobs=prompt_logprobs_to_proto(delta.prompt_logprobs),
     )
 
 
@@ -54,6 +57,7 @@ def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
         finish_reason=finish_from_proto(message.finish_reason),
         receipt=receipt_from_proto(message.receipt) if message.HasField("receipt") else None,
         logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
+        prompt_logprobs=prompt_logprobs_from_proto(message.prompt_logprobs),
     )
 
 
@@ -112,6 +116,7 @@ def _delta_to_proto(delta: link.RequestDelta) -> node_pb2.RequestDelta:
         decode=decode_receipt_to_proto(delta.decode) if delta.decode else None,
         error=node_pb2.RequestError(code=error.code, message=error.message) if error else None,
         logprobs=map(logprobs_to_proto, delta.output.logprobs),
+        prompt_logprobs=prompt_logprobs_to_proto(delta.output.prompt_logprobs),
     )
 
 
@@ -122,6 +127,7 @@ def _delta_from_proto(message: node_pb2.RequestDelta) -> link.RequestDelta:
         tuple(message.token_ids),
         finish_from_proto(message.finish_reason),
         tuple(map(logprobs_from_proto, message.logprobs)),
+        prompt_logprobs_from_proto(message.prompt_logprobs),
     )
     has = message.HasField
     return link.RequestDelta(

@@ -6,6 +6,8 @@ that a peer or a client should not have sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from baton.errors import InvalidRequestError
 from baton.outputs import (
     DecodeReceipt,
@@ -54,6 +56,7 @@ _SCALAR_PARAMS = (
     "min_tokens",
     "ignore_eos",
     "logprobs",
+    "prompt_logprobs",
 )
 
 
@@ -84,6 +87,7 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
         structured_output=_structured_output_to_proto(params.structured_output)
         if params.structured_output is not None
         else None,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
@@ -224,3 +228,17 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
 def logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
     top = zip(message.top_token_ids, message.top_logprobs, strict=False)  # a peer may send anything
     return TokenLogprobs(message.logprob, tuple(top))
+
+
+def prompt_logprobs_to_proto(
+    logprobs: tuple[TokenLogprobs | None, ...],
+) -> Iterator[types_pb2.TokenLogprobs]:
+    """A list can hold no None: the first one, which is always None, travels empty."""
+    for one in logprobs:
+        yield types_pb2.TokenLogprobs() if one is None else logprobs_to_proto(one)
+
+
+def prompt_logprobs_from_proto(
+    messages: Sequence[types_pb2.TokenLogprobs],
+) -> tuple[TokenLogprobs | None, ...]:
+    return (None, *map(logprobs_from_proto, messages[1:])) if messages else ()

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +22,8 @@ import engine.model_runner
 from baton.engine_config import EngineConfig
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
+from engine.input_batch import InputBatch
+from engine.outputs import ScheduledRequest
 from engine.request import Request
 from environment import record_environment, summary, write_results
 
@@ -137,6 +140,42 @@ def measure(repetitions: int, num_steps: int) -> dict[tuple[int, str], Steps]:
     return steps
 
 
+def measure_fill(num_repetitions: int = 300) -> dict[str, float]:
+    """Microseconds per request of `InputBatch.fill` for 256 decodes of so many tokens each."""
+    num_requests, found = 256, {}
+    for num_tokens in (128, 1000):
+        num_blocks = num_tokens // 16 + 1
+        scheduled = []
+        for index in range(num_requests):
+            request = Request.create(
+                str(index),
+                [1] * num_tokens,
+                SamplingParams(),
+                seed=index,
+                eos_token_ids=frozenset(),
+                max_model_len=2048,
+            )
+            request.token_ids.append(1)
+            request.num_computed_tokens = num_tokens
+            request.block_ids = list(range(index * num_blocks, (index + 1) * num_blocks))
+            scheduled.append(ScheduledRequest(request, 1))
+        input_batch = InputBatch(
+            max_num_requests=num_requests,
+            max_num_tokens=8192,
+            max_blocks=129,
+            block_size=16,
+            device=torch.device("cpu"),
+        )
+        seconds = []
+        for _ in range(num_repetitions):
+            start = time.perf_counter()
+            input_batch.fill(scheduled)
+            seconds.append(time.perf_counter() - start)
+        fastest = sorted(seconds)[num_repetitions // 20]  # the median of the fastest tenth
+        found[f"{num_tokens} tokens"] = round(fastest / num_requests * 1e6, 3)
+    return found
+
+
 def report(console: Console, steps: dict[tuple[int, str], Steps]) -> dict[str, object]:
     """Print the table; returns what goes into the JSON."""
     columns = ("step ms", "outside (fastest)", "outside", *OTHER_PARTS, "rest")
@@ -183,7 +222,10 @@ def main() -> None:
     arguments = parser.parse_args()
     environment = record_environment()
     steps = measure(arguments.repetitions, arguments.steps)
-    shares = report(Console(highlight=False, width=120), steps)
+    console = Console(highlight=False, width=120)
+    shares = report(console, steps)
+    fill = measure_fill()
+    console.print(f"InputBatch.fill, 256 decodes, us per request: {fill}")
     shape = {
         "model": "examples/demo_model",
         "num_threads": 1,
@@ -192,7 +234,11 @@ def main() -> None:
         "steps_per_repetition": arguments.steps,
         "target_share_outside_at_batch_32": TARGET_SHARE,
     }
-    write_results("engine_overhead", environment, {"shape": shape, "decode": shares})
+    write_results(
+        "engine_overhead",
+        environment,
+        {"shape": shape, "decode": shares, "fill_256_us_per_request": fill},
+    )
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Answer:
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self._finish_reason: FinishReason | None = None
         self._streams = streams
         self._unread: list[TextDelta] = []
@@ -73,6 +74,7 @@ class Answer:
         self._pieces.append(piece)
         self._token_ids += token_ids
         self._logprobs += logprobs
+        self._prompt_logprobs += output.prompt_logprobs
         self._finish_reason = finish_reason
         self._last_at = time.monotonic()
         self._first_at = self._first_at or self._last_at
@@ -86,6 +88,7 @@ class Answer:
                     finish_reason,
                     logprobs=logprobs,
                     choice_index=self._choice_index,
+                    prompt_logprobs=output.prompt_logprobs,
                 )
             )
 
@@ -106,6 +109,7 @@ class Answer:
             finish_reason=self._finish_reason or FinishReason.ABORT,
             logprobs=tuple(self._logprobs),
             choice_index=self._choice_index,
+            prompt_logprobs=tuple(self._prompt_logprobs),
             metrics=self._metrics(),
         )
 

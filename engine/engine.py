@@ -23,6 +23,7 @@ from baton.sampling_params import SamplingParams
 from baton_kernels.attention import choose_attention_backend
 from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
+from engine.input_batch import PreparedStep
 from engine.kv_cache import (
     KVCacheSpec,
     allocate_kv_cache,
@@ -33,7 +34,7 @@ from engine.kv_cache import (
 from engine.kv_cache_manager import KVCacheManager
 from engine.memory_profile import measure_kv_cache_bytes
 from engine.metrics import EngineMetrics
-from engine.model_runner import PreparedStep, make_model_runner
+from engine.model_runner import make_model_runner
 from engine.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""InputBatch: a step's requests as tensors. Buffers are made once and filled every step."""
+"""InputBatch: a step's requests as tensors. Rows stay between steps; a step writes what is new."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
+from engine.block_table import BlockTable
+from engine.logprobs import PromptRows
 from engine.outputs import ScheduledRequest
+from engine.philox import UniformTable
+from engine.request import Request
+from engine.sampling_input import PARAMETERS, SamplingInput, parameters_row
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +31,37 @@ class ModelInput:
     attention: tuple[AttentionMetadata, ...]  # of each KV cache group
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """All that a step's forward and sampler read; no Request in it.
+
+    Its tensors are views of buffers: preparing the next step overwrites them.
+    """
+
+    model: ModelInput
+    sampling: SamplingInput
+    prompt_rows: tuple[PromptRows, ...]
+
+
+class _Buffer:
+    """One host tensor, and the same memory as an array."""
+
+    def __init__(self, size: int, dtype: torch.dtype, pin_memory: bool) -> None:
+        self.tensor = torch.zeros(size, dtype=dtype, pin_memory=pin_memory)  # [size]
+        self.array = self.tensor.numpy()
+
+
 class InputBatch:
     """Persistent host buffers (pinned where there is a GPU) and the copy to the device.
+
+    A request keeps a row of block ids and parameters from step to step. Rows are a cache and
+    nothing is told of who ended: a request that was preempted is seen by its count, another one
+    of the same id is another object, and where no row is free all that are not in the step are.
 
     Args:
         max_num_requests: most requests in a step.
         max_num_tokens: most tokens in a step.
-        num_groups: KV cache groups, each with its own blocks of a request.
+        sliding_windows: of each KV cache group; None: full attention.
         max_blocks: most blocks of one request in one group.
         block_size: tokens per block.
         device: where the model runs.
@@ -40,81 +72,165 @@ class InputBatch:
         *,
         max_num_requests: int,
         max_num_tokens: int,
-        num_groups: int,
+        sliding_windows: Sequence[int | None] = (None,),
         max_blocks: int,
         block_size: int,
         device: torch.device,
     ) -> None:
-        self._block_size = block_size
-        self._num_groups = num_groups
         self._device = device
-        pin = device.type == "cuda"
+        self._on_gpu = pin = device.type == "cuda"
 
-        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pin)
+        self._input_ids = _Buffer(max_num_tokens, torch.int64, pin)
+        self._positions = _Buffer(max_num_tokens, torch.int64, pin)
+        self._slot_mappings = [_Buffer(max_num_tokens, torch.int64, pin) for _ in sliding_windows]
+        self._query_start_loc = _Buffer(max_num_requests + 1, torch.int32, pin)
+        self._seq_lens = _Buffer(max_num_requests, torch.int32, pin)
+        self._last_token_rows = _Buffer(max_num_requests, torch.int64, pin)
+        self._block_tables = [
+            BlockTable(
+                max_num_requests,
+                max_blocks,
+                block_size,
+                group=group,
+                num_groups=len(sliding_windows),
+                slides=window is not None,
+                pin_memory=pin,
+            )
+            for group, window in enumerate(sliding_windows)
+        ]
+        self._slides = any(window is not None for window in sliding_windows)
+        self._parameters = np.zeros(max_num_requests, dtype=PARAMETERS)
+        self._uniforms = UniformTable(max_num_requests)
+        self._row_of: dict[Request, int] = {}
+        self._num_preemptions = [0] * max_num_requests  # of the request in each row, when written
+        self._num_blocks = [0] * max_num_requests  # of all groups, as written
+        self._free_rows = list(range(max_num_requests))
 
-        self._input_ids = buffer(max_num_tokens, dtype=torch.int64)
-        self._positions = buffer(max_num_tokens, dtype=torch.int64)
-        self._slot_mapping = buffer(num_groups, max_num_tokens, dtype=torch.int64)
-        self._query_start_loc = buffer(max_num_requests + 1, dtype=torch.int32)
-        self._seq_lens = buffer(max_num_requests, dtype=torch.int32)
-        self._block_table = buffer(num_groups, max_num_requests, max_blocks, dtype=torch.int32)
-        self._last_token_rows = buffer(max_num_requests, dtype=torch.int64)
-
-    def fill(self, scheduled: Sequence[ScheduledRequest]) -> ModelInput:
+    def fill(self, scheduled: Sequence[ScheduledRequest]) -> PreparedStep:
         """Write the step's requests into the buffers and give views of them on the device."""
-        input_ids, positions = self._input_ids.numpy(), self._positions.numpy()
-        groups = list(zip(self._slot_mapping.numpy(), self._block_table.numpy(), strict=True))
-        query_start_loc, seq_lens = self._query_start_loc.numpy(), self._seq_lens.numpy()
-        last_token_rows = self._last_token_rows.numpy()
-        row = num_sampling = max_num_blocks = 0
-        for index, item in enumerate(scheduled):
-            request, start = item.request, item.request.num_computed_tokens
-            end = start + item.num_scheduled_tokens
-            rows = slice(row, row + item.num_scheduled_tokens)
-            block_ids = np.asarray(request.block_ids, dtype=np.int32)
-            input_ids[rows] = request.token_ids[start:end]
-            positions[rows] = token_positions = np.arange(start, end)
-            block_of_token = token_positions // self._block_size
-            offsets = token_positions % self._block_size
-            for group, (slot_mapping, block_table) in enumerate(groups):
-                blocks = block_ids[group :: self._num_groups]
-                slot_mapping[rows] = (
-                    blocks[block_of_token].astype(np.int64) * self._block_size + offsets
-                )
-                block_table[index, : len(blocks)] = blocks
-            max_num_blocks = max(max_num_blocks, len(block_ids) // self._num_groups)
-            row = rows.stop
-            query_start_loc[index + 1] = row
-            seq_lens[index] = end
-            if item.samples:
-                last_token_rows[num_sampling] = row - 1
-                num_sampling += 1
         num_requests = len(scheduled)
-        query_lens = tuple(item.num_scheduled_tokens for item in scheduled)
-        seq_lens_host = tuple(int(length) for length in seq_lens[:num_requests])
-        query_starts = self._to_device(self._query_start_loc[: num_requests + 1])
-        seq_lens_device = self._to_device(self._seq_lens[:num_requests])
-        return ModelInput(
-            input_ids=self._to_device(self._input_ids[:row]),
-            positions=self._to_device(self._positions[:row]),
-            last_token_rows=self._to_device(self._last_token_rows[:num_sampling]),
-            attention=tuple(
-                AttentionMetadata(
-                    num_requests=num_requests,
-                    num_tokens=row,
-                    query_start_loc=query_starts,
-                    seq_lens=seq_lens_device,
-                    block_table=self._to_device(table[:num_requests, :max_num_blocks]),
-                    slot_mapping=self._to_device(slots[:row]),
-                    max_query_len=max(query_lens),
-                    max_seq_len=max(seq_lens_host),
-                    query_lens=query_lens,
-                    seq_lens_host=seq_lens_host,
-                )
-                for table, slots in zip(self._block_table, self._slot_mapping, strict=True)
+        token_ids: list[int] = []
+        columns = np.array(self._collect(scheduled, token_ids), dtype=np.int64).T.copy()
+        rows, starts, query_lens, num_known = columns  # [num_requests] each
+        num_tokens = len(token_ids)
+        ends = starts + query_lens
+        self._input_ids.array[:num_tokens] = token_ids
+        query_start_loc = self._query_start_loc.array[: num_requests + 1]
+        query_start_loc[1:] = query_lens.cumsum()
+        self._seq_lens.array[:num_requests] = ends
+        positions = self._positions.array[:num_tokens]
+        if num_tokens == num_requests:  # one token each
+            positions[:], token_rows = starts, rows
+        else:
+            shifts = starts - query_start_loc[:-1]
+            np.add(np.arange(num_tokens), shifts.repeat(query_lens), out=positions)
+            token_rows = rows.repeat(query_lens)
+        parameters = self._parameters[rows]
+        sampling = (ends == num_known).nonzero()[0]
+        chosen = parameters[sampling]
+        self._last_token_rows.array[: len(sampling)] = query_start_loc[sampling + 1] - 1
+        asking = (parameters["num_prompt_logprobs"] >= 0).nonzero()[0].tolist()
+        model_input = ModelInput(
+            input_ids=self._to_device(self._input_ids.tensor[:num_tokens]),
+            positions=self._to_device(self._positions.tensor[:num_tokens]),
+            last_token_rows=self._to_device(self._last_token_rows.tensor[: len(sampling)]),
+            attention=self._attention(rows, query_lens, ends, token_rows, positions),
+        )
+        return PreparedStep(
+            model_input,
+            SamplingInput.of(
+                [scheduled[index].request for index in sampling.tolist()],
+                chosen,
+                self._uniforms.take(
+                    rows[sampling],
+                    chosen["seed"],
+                    num_known[sampling] - chosen["num_prompt_tokens"],
+                ),
             ),
+            tuple(PromptRows.of(scheduled[index], int(query_start_loc[index])) for index in asking),
         )
 
+    def _attention(
+        self, rows: Ints, query_lens: Ints, ends: Ints, token_rows: Ints, positions: Ints
+    ) -> tuple[AttentionMetadata, ...]:
+        """The groups differ in their blocks alone."""
+        num_requests, num_tokens = len(rows), len(positions)
+        max_query_len, max_seq_len = int(query_lens.max()), int(ends.max())
+        query_lens_host, seq_lens_host = tuple(query_lens.tolist()), tuple(ends.tolist())
+        query_start_loc = self._to_device(self._query_start_loc.tensor[: num_requests + 1])
+        seq_lens = self._to_device(self._seq_lens.tensor[:num_requests])
+        groups = []
+        for block_table, slot_mapping in zip(self._block_tables, self._slot_mappings, strict=True):
+            block_table.slots(token_rows, positions, out=slot_mapping.array[:num_tokens])
+            metadata = AttentionMetadata(
+                num_requests=num_requests,
+                num_tokens=num_tokens,
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                block_table=self._to_device(block_table.gather(rows, max_seq_len)),
+                slot_mapping=self._to_device(slot_mapping.tensor[:num_tokens]),
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                query_lens=query_lens_host,
+                seq_lens_host=seq_lens_host,
+            )
+            groups.append(metadata)
+        return tuple(groups)
+
+    def _collect(
+        self, scheduled: Sequence[ScheduledRequest], token_ids: list[int]
+    ) -> list[tuple[int, int, int, int]]:
+        """(row, first position, number of tokens, known tokens) of each, its blocks in its row.
+
+        The only loop over the requests of every step: it runs once per output token.
+
+        Args:
+            token_ids: gets the tokens to compute.
+        """
+        collected: list[tuple[int, int, int, int]] = []
+        row_of, num_preemptions = self._row_of, self._num_preemptions
+        num_blocks, slides = self._num_blocks, self._slides
+        for item in scheduled:
+            request, num_tokens = item.request, item.num_scheduled_tokens
+            row = row_of.get(request)
+            if row is None or request.num_preemptions != num_preemptions[row]:
+                row = self._place(request, scheduled)
+            block_ids, known, start = (
+                request.block_ids,
+                request.token_ids,
+                request.num_computed_tokens,
+            )
+            if slides or len(block_ids) != num_blocks[row]:
+                num_blocks[row] = len(block_ids)
+                for block_table in self._block_tables:
+                    block_table.extend(row, block_ids)
+            if num_tokens == 1:
+                token_ids.append(known[start])
+            else:
+                token_ids += known[start : start + num_tokens]
+            collected.append((row, start, num_tokens, len(known)))
+        return collected
+
+    def _place(self, request: Request, scheduled: Sequence[ScheduledRequest]) -> int:
+        """A row for a request that has none, or whose blocks are others by now."""
+        row = self._row_of.get(request)
+        if row is None:
+            if not self._free_rows:
+                self._free_others(scheduled)
+            row = self._row_of[request] = self._free_rows.pop()
+            self._parameters[row] = parameters_row(request)
+            self._uniforms.clear(row)
+        self._num_preemptions[row] = request.num_preemptions
+        self._num_blocks[row] = 0
+        for block_table in self._block_tables:
+            block_table.clear(row)
+        return row
+
+    def _free_others(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Free the rows of all that this step does not compute: most of them have ended."""
+        present = {item.request for item in scheduled}
+        for request in [request for request in self._row_of if request not in present]:
+            self._free_rows.append(self._row_of.pop(request))
+
     def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+        return tensor.to(self._device, non_blocking=True) if self._on_gpu else tensor

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from baton.block_hash import BlockHash
 from engine.block_pool import BlockPool
-from engine.kv_retention import Find, FullAttention, KVRetention, SlidingWindow
+from engine.kv_retention import NULL_BLOCK, Find, FullAttention, KVRetention, SlidingWindow
 
 
 class KVCacheCoordinator:
@@ -37,9 +37,9 @@ class KVCacheCoordinator:
         self._pool = block_pool
         if any(window is not None for window in sliding_windows):
             # What slid out is pointed at one block that nobody writes.
-            null_block = block_pool.allocate(1)
-            assert null_block is not None
-            self.null_block = null_block[0]
+            self.null_block = NULL_BLOCK
+            taken = block_pool.allocate(1)
+            assert taken == [NULL_BLOCK]
         self._retentions: list[KVRetention] = []
         for window in sliding_windows:
             if window is None:

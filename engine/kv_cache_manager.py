@@ -54,9 +54,10 @@ class KVCacheManager:
     def find_cached_blocks(self, request: Request) -> list[int]:
         """Blocks that hold the longest cached prefix of a request, without taking them.
 
-        The last known token is left out: it must be computed for its logits.
+        The last known token is left out: it must be computed for its logits. Who wants logprobs of
+        the prompt needs the logits of all of it, and finds nothing.
         """
-        if self._hasher is None:
+        if self._hasher is None or request.wants_prompt_logprobs:
             return []
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
         num_usable = (request.num_tokens - 1) // self.block_size

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from baton.block_hash import BlockHash
 
+NULL_BLOCK = 0  # where blocks can slide out: never written nor given out
 Find = Callable[[BlockHash], int | None]
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 from engine.grammar import allowed_token_masks
-from engine.request import Request
+from engine.sampling_input import RequestSnapshot
 
 # A penalty next to 0 or to infinity would make numbers that temperature cannot divide.
 _LARGEST_LOGIT = 1e300
 
 
-def adjust_logits(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+def adjust_logits(logits: Tensor, requests: Sequence[RequestSnapshot]) -> Tensor:
     """Penalties, then biases, then bans and grammars; `[num_requests, vocab_size]` in and out.
 
     Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858. Presence and frequency penalty,
@@ -62,7 +62,7 @@ def _penalize_output(row: Tensor, counts: Counter[int], params: SamplingParams) 
         row[_index(counts.keys(), row)] -= penalty
 
 
-def _ban(row: Tensor, request: Request, allowed: Tensor | None) -> None:
+def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
     """Minus infinity for what must not be drawn. End tokens stay if nothing else would."""
     params = request.sampling_params
     if params.allowed_token_ids is not None:

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from baton.engine_config import EngineConfig
 from baton_kernels.attention import ATTENTION_BACKENDS
 from baton_kernels.attention.base import AttentionBackend
-from engine.input_batch import InputBatch, ModelInput
+from engine.input_batch import InputBatch, PreparedStep
 from engine.kv_cache import KVCacheSpec
-from engine.logprobs import compute_logprobs
+from engine.logprobs import compute_logprobs, compute_prompt_logprobs
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.request import Request
 from engine.sampler import sample
 from models.base import CausalLM, ForwardContext
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """All that `run` reads."""
-
-    inputs: ModelInput
-    requests: list[Request]  # that sample
-
-
 class ModelRunner:
     """Runs a model over the paged cache.
+
+    `prepare` reads requests and must run where they are written; `run` touches none of them and
+    may run on another thread meanwhile. Their buffers are the same in every step: a step is
+    prepared when `run` of the one before has returned.
 
     Args:
         model: the network, on its device.
@@ -58,14 +52,13 @@ class ModelRunner:
         return self.run(self.prepare(scheduled))
 
     def prepare(self, scheduled: SchedulerOutput) -> PreparedStep:
-        """Write the step's inputs; the step before has ended."""
-        requests = [item.request for item in scheduled.scheduled if item.samples]
-        return PreparedStep(self._input_batch.fill(scheduled.scheduled), requests)
+        """Copy what the step needs of its requests."""
+        return self._input_batch.fill(scheduled.scheduled)
 
     @torch.inference_mode()
     def run(self, prepared: PreparedStep) -> ModelRunnerOutput:
-        """Compute a prepared step, on any thread; returns when its KV is in the cache."""
-        inputs, requests = prepared.inputs, prepared.requests
+        """Compute a prepared step; returns when its KV is in the cache."""
+        inputs = prepared.model
         for backend, attention in zip(self._backends, inputs.attention, strict=True):
             backend.plan(attention)
         context = ForwardContext(
@@ -75,14 +68,21 @@ class ModelRunner:
             layer_caches=self._layer_caches,
         )
         hidden_states = self._model.forward(inputs.input_ids, context)  # [num_tokens, hidden_size]
-        if not requests:
+        prompt_logprobs = compute_prompt_logprobs(
+            hidden_states, self._model.compute_logits, prepared.prompt_rows
+        )
+        sampling = prepared.sampling
+        if not sampling.request_ids:
             if self._kv_cache.is_cuda:  # nothing is read back that would wait for the device
                 torch.cuda.current_stream().synchronize()
-            return ModelRunnerOutput({})
+            return ModelRunnerOutput({}, prompt_logprobs=prompt_logprobs)
         logits = self._model.compute_logits(hidden_states[inputs.last_token_rows])
-        token_ids = sample(logits, requests)
-        sampled = {r.request_id: t for r, t in zip(requests, token_ids, strict=True)}
-        return ModelRunnerOutput(sampled, compute_logprobs(logits, requests, token_ids))
+        token_ids = sample(logits, sampling)
+        return ModelRunnerOutput(
+            dict(zip(sampling.request_ids, token_ids, strict=True)),
+            compute_logprobs(logits, sampling, token_ids),
+            prompt_logprobs,
+        )
 
 
 def make_model_runner(
@@ -102,7 +102,7 @@ def make_model_runner(
         InputBatch(
             max_num_requests=config.max_num_requests,
             max_num_tokens=config.max_num_batched_tokens,
-            num_groups=spec.num_groups,
+            sliding_windows=spec.sliding_windows,
             max_blocks=-(-max_model_len // config.block_size) + 1,
             block_size=config.block_size,
             device=kv_cache.device,

@@ -31,16 +31,26 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of the prompt tokens from ``first_position`` on, one chunk's share of them."""
+
+    first_position: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """What was sampled, by request id.
 
     Attributes:
         sampled_token_ids: of the scheduled requests that sample, in their order.
         logprobs: of those tokens, where a request asks for them.
+        prompt_logprobs: of the prompt tokens that this step predicts, likewise.
     """
 
     sampled_token_ids: dict[str, int]
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ There are no phases: each step lets computed catch up with known.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.block_hash import BlockHash
 from baton.link import RequestView
-from baton.outputs import FinishReason
+from baton.outputs import FinishReason, TokenLogprobs
 from baton.sampling_params import SamplingParams
 from engine.grammar import GrammarState
 
@@ -74,6 +75,7 @@ class Request:
         num_tokens_pending: tokens (0 or 1) that it will sample.
         siblings: requests with the same prompt, that take its blocks once they are computed.
         started_at: when it was first scheduled (`time.monotonic`).
+        prompt_logprobs: of the prompt tokens from the second on, as far as they were computed.
     """
 
     request_id: str
@@ -101,6 +103,7 @@ class Request:
     num_tokens_pending: int = 0
     siblings: list[Request] = field(default_factory=list)
     started_at: float | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def create(
@@ -155,6 +158,23 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether they are asked for and still to be given: with the first output."""
+        asks = self.sampling_params.prompt_logprobs is not None
+        return asks and self.num_output_tokens == 0
+
+    def keep_prompt_logprobs(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Add a chunk's; what was computed before a preemption is replaced."""
+        self.prompt_logprobs[first_position - 1 :] = logprobs
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        """One per prompt token, the first of them None; nothing where they are not wanted."""
+        if not self.wants_prompt_logprobs:
+            return ()
+        taken, self.prompt_logprobs = self.prompt_logprobs, []
+        return None, *taken
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -220,6 +220,10 @@ class Scheduler:
             if request.status.is_finished:  # aborted while the step ran
                 self.kv_cache_manager.free(request)
                 continue
+            if output.prompt_logprobs:
+                chunk = output.prompt_logprobs.get(request.request_id)
+                if chunk is not None:
+                    request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
             self._note_computed(request, item.num_scheduled_tokens)
             token_id = output.sampled_token_ids.get(request.request_id)
             if token_id is None:
@@ -228,6 +232,7 @@ class Scheduler:
                 self._fail(request, request.grammar.problem)
                 continue
             output_index = request.num_output_tokens
+            prompt_logprobs = request.take_prompt_logprobs() if output_index == 0 else ()
             request.token_ids.append(token_id)
             status = self._status_after(request, token_id)
             if status.is_finished:
@@ -241,6 +246,7 @@ class Scheduler:
                     (token_id,),
                     status.finish_reason,
                     () if logprobs is None else (logprobs,),
+                    prompt_logprobs,
                 )
             )
         if finished:
@@ -427,6 +433,8 @@ class Scheduler:
             if sibling.status.is_finished:
                 continue
             self.kv_cache_manager.share_prompt(request, sibling)
+            # Each computed position but the prompt's last predicts the one behind it.
+            sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
             self._queue(sibling)
 
     @staticmethod

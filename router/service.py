@@ -88,6 +88,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             finish_reason,
             receipt,
             output.logprobs[: len(token_ids)],
+            prompt_logprobs=output.prompt_logprobs,
         )
 
     async def _make_call(

@@ -57,7 +57,7 @@ class StepDeltas(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ...) -> None: ...
 
 class RequestDelta(_message.Message):
-    __slots__ = ("request_id", "epoch", "output_index", "token_ids", "finish_reason", "prefill", "decode", "error", "logprobs")
+    __slots__ = ("request_id", "epoch", "output_index", "token_ids", "finish_reason", "prefill", "decode", "error", "logprobs", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class RequestDelta(_message.Message):
     DECODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     output_index: int
@@ -76,7 +77,8 @@ class RequestDelta(_message.Message):
     decode: _types_pb2.DecodeReceipt
     error: RequestError
     logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., prefill: _Optional[_Union[_types_pb2.PrefillReceipt, _Mapping]] = ..., decode: _Optional[_Union[_types_pb2.DecodeReceipt, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., prefill: _Optional[_Union[_types_pb2.PrefillReceipt, _Mapping]] = ..., decode: _Optional[_Union[_types_pb2.DecodeReceipt, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class RequestError(_message.Message):
     __slots__ = ("code", "message")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/types.proto\x12\x08\x62\x61ton.v1\"\x83\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x12H\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12;\n\nlogit_bias\x18\x0c \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12-\n\x11\x61llowed_token_ids\x18\r \x01(\x0b\x32\x12.baton.v1.TokenIds\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0e \x03(\r\x12\x17\n\nmin_tokens\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12\x35\n\x11structured_output\x18\x14 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobs\"\x90\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x10.baton.v1.ChoiceH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x80\x01\n\x0ePrefillReceipt\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x12\n\nnum_chunks\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\"c\n\x0bPushReceipt\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1a\n\x12\x65xposed_transfer_s\x18\x04 \x01(\x01\"\xca\x01\n\rDecodeReceipt\x12\x10\n\x08parked_s\x18\x01 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x02 \x01(\x01\x12\x19\n\x11steps_until_first\x18\x03 \x01(\r\x12\"\n\x1anum_prompt_tokens_computed\x18\x04 \x01(\r\x12\x14\n\x0cnum_forwards\x18\x05 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\r\x12#\n\x04push\x18\x07 \x01(\x0b\x32\x15.baton.v1.PushReceipt\"\xdf\x01\n\x07Receipt\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x0e\n\x06ttft_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\x12\x14\n\x0cprefill_node\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x06 \x01(\t\x12)\n\x07prefill\x18\x07 \x01(\x0b\x32\x18.baton.v1.PrefillReceipt\x12\'\n\x06\x64\x65\x63ode\x18\x08 \x01(\x0b\x32\x17.baton.v1.DecodeReceipt*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/types.proto\x12\x08\x62\x61ton.v1\"\xb5\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x12H\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12;\n\nlogit_bias\x18\x0c \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12-\n\x11\x61llowed_token_ids\x18\r \x01(\x0b\x32\x12.baton.v1.TokenIds\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0e \x03(\r\x12\x17\n\nmin_tokens\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x0c\x88\x01\x01\x12\x35\n\x11structured_output\x18\x14 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x90\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x10.baton.v1.ChoiceH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x80\x01\n\x0ePrefillReceipt\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x12\n\nnum_chunks\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\"c\n\x0bPushReceipt\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1a\n\x12\x65xposed_transfer_s\x18\x04 \x01(\x01\"\xca\x01\n\rDecodeReceipt\x12\x10\n\x08parked_s\x18\x01 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x02 \x01(\x01\x12\x19\n\x11steps_until_first\x18\x03 \x01(\r\x12\"\n\x1anum_prompt_tokens_computed\x18\x04 \x01(\r\x12\x14\n\x0cnum_forwards\x18\x05 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\r\x12#\n\x04push\x18\x07 \x01(\x0b\x32\x15.baton.v1.PushReceipt\"\xdf\x01\n\x07Receipt\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x0e\n\x06ttft_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\x12\x14\n\x0cprefill_node\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x06 \x01(\t\x12)\n\x07prefill\x18\x07 \x01(\x0b\x32\x18.baton.v1.PrefillReceipt\x12\'\n\x06\x64\x65\x63ode\x18\x08 \x01(\x0b\x32\x17.baton.v1.DecodeReceipt*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1747
-  _globals['_FINISHREASON']._serialized_end=1867
-  _globals['_NODEROLE']._serialized_start=1869
-  _globals['_NODEROLE']._serialized_end=1951
+  _globals['_FINISHREASON']._serialized_start=1797
+  _globals['_FINISHREASON']._serialized_end=1917
+  _globals['_NODEROLE']._serialized_start=1919
+  _globals['_NODEROLE']._serialized_end=2001
   _globals['_SAMPLINGPARAMS']._serialized_start=35
-  _globals['_SAMPLINGPARAMS']._serialized_end=806
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=579
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=627
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=809
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=953
-  _globals['_CHOICE']._serialized_start=955
-  _globals['_CHOICE']._serialized_end=978
-  _globals['_TOKENLOGPROBS']._serialized_start=980
-  _globals['_TOKENLOGPROBS']._serialized_end=1057
-  _globals['_TOKENIDS']._serialized_start=1059
-  _globals['_TOKENIDS']._serialized_end=1082
-  _globals['_PREFILLRECEIPT']._serialized_start=1085
-  _globals['_PREFILLRECEIPT']._serialized_end=1213
-  _globals['_PUSHRECEIPT']._serialized_start=1215
-  _globals['_PUSHRECEIPT']._serialized_end=1314
-  _globals['_DECODERECEIPT']._serialized_start=1317
-  _globals['_DECODERECEIPT']._serialized_end=1519
-  _globals['_RECEIPT']._serialized_start=1522
-  _globals['_RECEIPT']._serialized_end=1745
+  _globals['_SAMPLINGPARAMS']._serialized_end=856
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=609
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=657
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=859
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1003
+  _globals['_CHOICE']._serialized_start=1005
+  _globals['_CHOICE']._serialized_end=1028
+  _globals['_TOKENLOGPROBS']._serialized_start=1030
+  _globals['_TOKENLOGPROBS']._serialized_end=1107
+  _globals['_TOKENIDS']._serialized_start=1109
+  _globals['_TOKENIDS']._serialized_end=1132
+  _globals['_PREFILLRECEIPT']._serialized_start=1135
+  _globals['_PREFILLRECEIPT']._serialized_end=1263
+  _globals['_PUSHRECEIPT']._serialized_start=1265
+  _globals['_PUSHRECEIPT']._serialized_end=1364
+  _globals['_DECODERECEIPT']._serialized_start=1367
+  _globals['_DECODERECEIPT']._serialized_end=1569
+  _globals['_RECEIPT']._serialized_start=1572
+  _globals['_RECEIPT']._serialized_end=1795
 # @@protoc_insertion_point(module_scope)

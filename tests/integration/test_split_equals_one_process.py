@@ -171,6 +171,28 @@ def test_split_equals_one_process_with_penalties_and_logprobs(
             assert len(mine.top) == param.logprobs
 
 
+def test_prompt_logprobs_are_those_of_one_process_and_need_no_cold_cache(
+    split: list[Completion], deployment: LocalDeployment, llm: LLM, prompts: list[list[int]]
+) -> None:
+    chosen = prompts[::7]  # the prefill node has computed them before, for `split`
+    params = [
+        SamplingParams(max_tokens=1 + index % 3, temperature=0, prompt_logprobs=index % 4)
+        for index in range(len(chosen))
+    ]
+    found = complete_all(deployment.config.listen, chosen, params)
+    alone = llm.generate(chosen, params)
+    for prompt, param, one, other in zip(chosen, params, found, alone, strict=True):
+        assert one.token_ids == other.token_ids
+        assert len(one.prompt_logprobs) == len(other.prompt_logprobs) == len(prompt)
+        assert one.prompt_logprobs[0] is other.prompt_logprobs[0] is None
+        for mine, theirs in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert mine is not None
+            assert theirs is not None
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+            assert len(mine.top) == len(theirs.top) == param.prompt_logprobs
+            assert [p for _, p in mine.top] == pytest.approx([p for _, p in theirs.top], abs=1e-3)
+
+
 def test_a_stop_string_ends_the_output_at_the_same_token(
     deployment: LocalDeployment, llm: LLM, prompts: list[list[int]]
 ) -> None:

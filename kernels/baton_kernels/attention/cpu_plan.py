@@ -5,12 +5,17 @@ Refuses to know: layers, heads, dtypes; it sees lengths and block tables only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
+
+Ints = npt.NDArray[np.int_]
 
 # Decodes with the same number of blocks are gathered into one buffer before one SDPA call. Joining
 # requests of different block counts by padding lost on a 2-core Xeon at every length (up to 1.4x);
@@ -61,60 +66,63 @@ class StepPlan:
 
 def plan_step(metadata: AttentionMetadata, block_size: int) -> StepPlan:
     """Cut one step into SDPA calls; every index tensor that the layers share is made here."""
+    query_lens, seq_lens = np.array(metadata.query_lens), np.array(metadata.seq_lens_host)
+    ends = query_lens.cumsum()  # [num_requests], in rows of the query
     prompts: list[PromptChunk] = []
-    decodes: list[tuple[int, int, int]] = []  # (seq_len, request, row)
-    row = 0
-    lens = zip(metadata.query_lens, metadata.seq_lens_host, strict=True)
-    for request, (query_len, seq_len) in enumerate(lens):
-        if query_len == 1:
-            decodes.append((seq_len, request, row))
-        elif query_len > 1:
-            blocks = metadata.block_table[request, : -(-seq_len // block_size)]
-            prompts.append(PromptChunk(slice(row, row + query_len), blocks, query_len, seq_len))
-        row += query_len
-    groups = _group_by_blocks(decodes, block_size)
+    for request in (query_lens > 1).nonzero()[0].tolist():
+        query_len, seq_len, end = (int(of[request]) for of in (query_lens, seq_lens, ends))
+        blocks = metadata.block_table[request, : -(-seq_len // block_size)]
+        prompts.append(PromptChunk(slice(end - query_len, end), blocks, query_len, seq_len))
+    decodes = (query_lens == 1).nonzero()[0]
+    # numpy: its small operations take a fraction of torch's time, and there are many in each group.
+    device = metadata.block_table.device
+    table = metadata.block_table.cpu().numpy()
     return StepPlan(
         prompts=tuple(prompts),
-        decodes=tuple(_decode_group(group, metadata.block_table, block_size) for group in groups),
-        num_rows=row,
+        decodes=tuple(
+            _decode_group(ends[group] - 1, seq_lens[group], table[group], block_size, device)
+            for group in _group_by_blocks(decodes, -(-seq_lens[decodes] // block_size), block_size)
+        ),
+        num_rows=int(ends[-1]) if len(ends) else 0,
     )
 
 
-def _group_by_blocks(
-    decodes: list[tuple[int, int, int]], block_size: int
-) -> list[list[tuple[int, int, int]]]:
+def _group_by_blocks(decodes: Ints, num_blocks: Ints, block_size: int) -> Iterator[Ints]:
     """Requests with the same number of blocks, in batch order, in groups of limited size."""
-    by_blocks: dict[int, list[tuple[int, int, int]]] = {}
-    for decode in decodes:
-        by_blocks.setdefault(-(-decode[0] // block_size), []).append(decode)
-    groups: list[list[tuple[int, int, int]]] = []
-    for num_blocks, alike in by_blocks.items():
-        size = max(1, MAX_GROUP_TOKENS // (num_blocks * block_size))
-        groups += [alike[start : start + size] for start in range(0, len(alike), size)]
-    return groups
+    if not len(decodes):
+        return
+    order = num_blocks.argsort(kind="stable")
+    num_blocks = num_blocks[order]
+    borders = np.flatnonzero(num_blocks[1:] != num_blocks[:-1]) + 1
+    for alike in np.split(order, borders):
+        size = max(1, MAX_GROUP_TOKENS // (int(num_blocks[0]) * block_size))
+        num_blocks = num_blocks[len(alike) :]
+        for start in range(0, len(alike), size):
+            yield decodes[alike[start : start + size]]
 
 
 def _decode_group(
-    group: list[tuple[int, int, int]], block_table: Tensor, block_size: int
+    rows: Ints, lens: Ints, table: Ints, block_size: int, device: torch.device
 ) -> DecodeGroup:
-    lens = [decode[0] for decode in group]
-    rows = [decode[2] for decode in group]
-    neighbours = rows[-1] - rows[0] == len(rows) - 1
-    device = block_table.device
-    blocks_each = -(-max(lens) // block_size)
-    padded_len = blocks_each * block_size
-    seq_lens = torch.tensor(lens, device=device).unsqueeze(1)  # [num_requests, 1]
-    requests = torch.tensor([decode[1] for decode in group], device=device)  # [num_requests]
-    table = block_table[requests, :blocks_each]  # [num_requests, blocks_each]
-    slots = torch.arange(padded_len, device=device)  # [padded_len]
-    pad_slots = (slots >= seq_lens).flatten().nonzero().squeeze(1)  # [p]
+    """``rows`` and ``lens`` are ``[num_requests]``, ``table`` is ``[num_requests, max_blocks]``."""
+    num_requests, max_len, min_len = len(lens), int(lens.max()), int(lens.min())
+    num_blocks = -(-max_len // block_size)
+    padded_len = num_blocks * block_size
+    pad_slots = None
+    if min_len < max_len:  # pads are in each request's last block, as all have equally many
+        slots = np.arange(padded_len - block_size, padded_len)  # [block_size]
+        requests, offsets = (slots >= lens[:, None]).nonzero()
+        pad_slots = torch.from_numpy(requests * padded_len + slots[offsets]).to(device)
+    first, last = int(rows[0]), int(rows[-1])
     return DecodeGroup(
-        rows=slice(rows[0], rows[-1] + 1) if neighbours else torch.tensor(rows, device=device),
-        block_ids=table.flatten(),
-        seq_lens=seq_lens,
-        num_requests=len(group),
+        rows=slice(first, last + 1)
+        if last - first == num_requests - 1
+        else torch.from_numpy(rows).to(device),
+        block_ids=torch.from_numpy(table[:, :num_blocks].reshape(-1)).to(device),
+        seq_lens=torch.from_numpy(lens).to(device).unsqueeze(1),
+        num_requests=num_requests,
         padded_len=padded_len,
-        max_len=max(lens),
-        same_len=min(lens) == max(lens),
-        pad_slots=None if min(lens) == max(lens) else pad_slots,
+        max_len=max_len,
+        same_len=min_len == max_len,
+        pad_slots=pad_slots,
     )

@@ -43,6 +43,9 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("logprobs", None),
     ("logprobs", 0),
     ("logprobs", 20),
+    ("prompt_logprobs", None),
+    ("prompt_logprobs", 0),
+    ("prompt_logprobs", 20),
     ("min_tokens", 0),
     ("min_tokens", 128),  # the default of max_tokens
     ("stop", ("a",) * 16),
@@ -97,6 +100,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("banned_token_ids", (2.5,)),
     ("logprobs", -1),
     ("logprobs", 21),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", 21),
     ("logprobs", True),
     ("min_tokens", -1),
     ("min_tokens", 129),

@@ -59,6 +59,7 @@ params = st.builds(
     stop_token_ids=st.lists(known_ids, max_size=3).map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     min_p=st.floats(0, 1),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
@@ -108,9 +109,18 @@ receipts = st.builds(
 float32 = st.floats(max_value=0, width=32)
 logprobs = st.builds(TokenLogprobs, float32, st.lists(st.tuples(uint32, float32)).map(tuple))
 some_logprobs = st.lists(logprobs, max_size=3).map(tuple)
+prompt_logprobs = st.just(()) | some_logprobs.map(lambda rest: (None, *rest))
 deltas = st.builds(
     link.RequestDelta,
-    st.builds(RequestOutput, texts, uint32, token_ids.map(tuple), finish_reasons, some_logprobs),
+    st.builds(
+        RequestOutput,
+        texts,
+        uint32,
+        token_ids.map(tuple),
+        finish_reasons,
+        some_logprobs,
+        prompt_logprobs,
+    ),
     uint32,
     prefill=st.none() | prefill_receipts,
     decode=st.none() | decode_receipts,
@@ -173,6 +183,7 @@ text_deltas = st.builds(
     finish_reasons,
     st.none() | receipts,
     some_logprobs,
+    prompt_logprobs,
 )
 
 

@@ -16,6 +16,7 @@ from baton.sampling_params import SamplingParams
 from engine import LLM
 from engine.logprobs import compute_logprobs
 from tests.fakes.engine_parts import make_request
+from tests.fakes.sampling import sampling_input
 from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
@@ -74,7 +75,7 @@ def test_logprobs_of_a_small_distribution_by_hand() -> None:
         make_request("a", params=SamplingParams(logprobs=1)),
         make_request("b", params=SamplingParams(logprobs=20)),  # more than there are
     ]
-    found = compute_logprobs(logits, requests, [1, 2])
+    found = compute_logprobs(logits, sampling_input(requests), [1, 2])
     assert found["a"].logprob == pytest.approx(math.log(0.25))
     [(best_id, best)] = found["a"].top
     assert best_id == 0

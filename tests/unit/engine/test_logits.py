@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from baton.sampling_params import SamplingParams
 from engine.logits import adjust_logits
 from engine.request import Request
-from engine.sampler import counter_uniform, sample
+from engine.sampling_input import RequestSnapshot
+from tests.fakes.sampling import counter_uniform, sample
 
 VOCAB_SIZE = 24
 EOS = 9
@@ -106,7 +107,7 @@ requests = st.builds(
 @given(st.integers(0, 10_000), requests)
 def test_adjusted_logits_are_those_of_the_definition(seed: int, request: Request) -> None:
     logits = random_logits(seed)
-    found = adjust_logits(logits, [request])[0].numpy()
+    found = adjust_logits(logits, [RequestSnapshot.of(request)])[0].numpy()
     np.testing.assert_allclose(found, adjusted_by_definition(logits[0], request), rtol=1e-12)
 
 

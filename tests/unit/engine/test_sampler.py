@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.sampling_params import SamplingParams
+from engine.philox import UniformTable, counter_uniforms
 from engine.request import Request
-from engine.sampler import TOP_VALUES, counter_uniform, sample
+from engine.sampler import TOP_VALUES
 from tests.fakes.engine_parts import make_request
+from tests.fakes.sampling import counter_uniform, sample
 
 VOCAB_SIZE = 40
 
@@ -117,6 +119,23 @@ def test_uniforms_of_one_seed_and_of_neighbouring_seeds_fill_the_interval_evenly
         assert chi_square < 43.8  # 19 degrees of freedom, one in a thousand; the seeds are fixed
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60) | st.just(2**40)), max_size=30))
+def test_uniforms_computed_ahead_are_those_computed_alone(
+    asked: list[tuple[int, int]],
+) -> None:
+    """Rows that run on, go back, jump, and change hands."""
+    table = UniformTable(4)
+    seeds = np.arange(4, dtype=np.uint64)
+    for number, (row, position) in enumerate(asked):
+        if number % 7 == 6:
+            table.clear(row)
+            seeds[row] += np.uint64(10)
+        rows = np.array([row, (row + 1) % 4])
+        positions = np.array([position, number])
+        taken = table.take(rows, seeds[rows], positions)
+        np.testing.assert_array_equal(taken, counter_uniforms(seeds[rows], positions))
+
+
 # ---------------------------------------------------------------- the choice of a token
 
 
@@ -172,11 +191,11 @@ def test_equally_probable_tokens_stay_or_go_together(params: dict[str, Any]) -> 
 
 
 def test_top_p_looks_at_the_whole_vocabulary_where_the_top_does_not_hold_enough() -> None:
-    num_tokens = 3 * TOP_VALUES
+    num_tokens = 3 * TOP_VALUES[-1]
     logits = torch.linspace(0.0, 0.5, num_tokens).unsqueeze(0)  # flat: no token matters much
     probabilities = logits.double().softmax(-1).flip(-1).cumsum(-1)[0]
     num_kept = int((probabilities < 0.9).sum()) + 1
-    assert num_kept > TOP_VALUES
+    assert num_kept > TOP_VALUES[-1]
     requests = [request(seed, top_p=0.9) for seed in range(3000)]
     drawn = sample(logits.expand(len(requests), -1), requests)
     assert min(drawn) >= num_tokens - num_kept

@@ -1,0 +1,78 @@
+"""Randomness as a function of (seed, output position): there is no generator state to lose.
+
+What is kept here between steps was only computed ahead.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+POSITIONS_AHEAD = 16
+_NOWHERE = -(2**62)
+_ROUNDS = 10
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)  # [2, 1]
+_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # [2, 1]
+# What each round adds to the two halves of the key.
+_KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * _WEYL  # [rounds, 2, 1]
+
+
+def counter_uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1), one per seed and output position; `[n]` in and out.
+
+    Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) with
+    the seed as key and the position as counter; 53 bits of its output.
+    """
+    counters = positions.astype(np.uint64)
+    keys = np.stack((seeds & _LOW, seeds >> _HALF))  # [2, n]
+    round_keys = (keys + _KEY_STEPS) & _LOW  # [rounds, 2, n]
+    # Words 0 and 2 of the counter are multiplied, words 1 and 3 are mixed in.
+    multiplied = np.stack((counters & _LOW, np.zeros_like(counters)))  # [2, n]
+    mixed = np.stack((counters >> _HALF, np.zeros_like(counters)))  # [2, n]
+    for round_key in round_keys:
+        products = multiplied * _MULTIPLIERS
+        multiplied = (products >> _HALF)[::-1] ^ mixed ^ round_key
+        mixed = (products & _LOW)[::-1]
+    bits = (multiplied[0] << _HALF | mixed[0]) >> np.uint64(11)
+    uniforms: npt.NDArray[np.float64] = bits * 2.0**-53
+    return uniforms
+
+
+class UniformTable:
+    """Uniforms of the next output positions of each row's request.
+
+    A call of `counter_uniforms` costs the same for one position and for some.
+
+    Args:
+        num_rows: one per request.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._uniforms = np.zeros((num_rows, POSITIONS_AHEAD))
+        self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # position of each row's first
+
+    def clear(self, row: int) -> None:
+        """The row is another request's from now on."""
+        self._first[row] = _NOWHERE
+
+    def take(
+        self,
+        rows: npt.NDArray[np.int64],
+        seeds: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.float64]:
+        """`counter_uniforms` of seeds and positions; all are `[n]`, rows without repetition."""
+        ahead = positions - self._first[rows]
+        if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
+            # All of them, so that they run out together and not one in every step.
+            wanted = positions[:, None] + np.arange(POSITIONS_AHEAD)  # [n, POSITIONS_AHEAD]
+            uniforms = counter_uniforms(seeds.repeat(POSITIONS_AHEAD), wanted.reshape(-1))
+            self._uniforms[rows] = uniforms.reshape(wanted.shape)
+            self._first[rows] = positions
+            ahead = np.zeros_like(positions)
+        taken: npt.NDArray[np.float64] = self._uniforms[rows, ahead]
+        return taken

@@ -1,0 +1,266 @@
+"""State machine over Scheduler and InputBatch: rows that stay must say what a fresh fill says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from baton.sampling_params import SamplingParams
+from engine.input_batch import InputBatch, PreparedStep
+from engine.outputs import ScheduledRequest, SchedulerOutput
+from engine.request import RequestStatus
+from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler
+from tests.fakes.sampling import counter_uniform, sampling_input
+
+NUM_BLOCKS = 9
+BLOCK_SIZE = 2
+MAX_MODEL_LEN = (NUM_BLOCKS - 1) * BLOCK_SIZE
+MAX_NUM_REQUESTS = 3
+
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 12),
+    temperature=st.sampled_from([0.0, 0.7]),
+    top_k=st.sampled_from([0, 3]),
+    top_p=st.sampled_from([0.5, 1.0]),
+    min_p=st.sampled_from([0.0, 0.2]),
+    presence_penalty=st.sampled_from([0.0, 1.0]),
+    logprobs=st.none() | st.integers(0, 3),
+    prompt_logprobs=st.none() | st.none() | st.integers(0, 3),
+)
+
+
+def simple_fill(
+    scheduled: tuple[ScheduledRequest, ...], group: int, num_groups: int
+) -> dict[str, list[int]]:
+    """The step's tensors by definition, one request and one token at a time."""
+    tensors: dict[str, list[int]] = {
+        name: []
+        for name in (
+            "input_ids",
+            "positions",
+            "slot_mapping",
+            "query_start_loc",
+            "seq_lens",
+            "last_token_rows",
+        )
+    }
+    tensors["query_start_loc"].append(0)
+    for item in scheduled:
+        request, start = item.request, item.request.num_computed_tokens
+        end = start + item.num_scheduled_tokens
+        for position in range(start, end):
+            block_id = request.block_ids[position // BLOCK_SIZE * num_groups + group]
+            tensors["input_ids"].append(request.token_ids[position])
+            tensors["positions"].append(position)
+            tensors["slot_mapping"].append(block_id * BLOCK_SIZE + position % BLOCK_SIZE)
+        tensors["query_start_loc"].append(len(tensors["input_ids"]))
+        tensors["seq_lens"].append(end)
+        if item.samples:
+            tensors["last_token_rows"].append(len(tensors["input_ids"]) - 1)
+    return tensors
+
+
+def assert_filled(prepared: PreparedStep, scheduled: tuple[ScheduledRequest, ...]) -> None:
+    """The prepared step is the simple one."""
+    for group in range(len(prepared.model.attention)):
+        assert_group_filled(prepared, scheduled, group)
+    sampling = sampling_input([item.request for item in scheduled if item.samples])
+    assert prepared.sampling.request_ids == sampling.request_ids
+    assert prepared.sampling.adjusted == sampling.adjusted
+    np.testing.assert_array_equal(prepared.sampling.parameters, sampling.parameters)
+    np.testing.assert_array_equal(prepared.sampling.uniforms, sampling.uniforms)
+
+
+def assert_group_filled(
+    prepared: PreparedStep, scheduled: tuple[ScheduledRequest, ...], group: int
+) -> None:
+    model, attention = prepared.model, prepared.model.attention[group]
+    num_groups = len(prepared.model.attention)
+    found = {
+        "input_ids": model.input_ids,
+        "positions": model.positions,
+        "slot_mapping": attention.slot_mapping,
+        "query_start_loc": attention.query_start_loc,
+        "seq_lens": attention.seq_lens,
+        "last_token_rows": model.last_token_rows,
+    }
+    expected = simple_fill(scheduled, group, num_groups)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == expected
+    assert attention.num_requests == len(scheduled)
+    assert attention.num_tokens == len(expected["input_ids"])
+    assert attention.seq_lens_host == tuple(expected["seq_lens"])
+    assert attention.query_lens == tuple(item.num_scheduled_tokens for item in scheduled)
+    assert attention.max_query_len == max(attention.query_lens)
+    assert attention.max_seq_len == max(attention.seq_lens_host)
+    for row, item in enumerate(scheduled):
+        num_blocks = -(-attention.seq_lens_host[row] // BLOCK_SIZE)
+        own = item.request.block_ids[group::num_groups]
+        assert attention.block_table[row].tolist()[:num_blocks] == own[:num_blocks]
+
+
+class InputBatchMachine(RuleBasedStateMachine):
+    """Random arrivals, aborts, ids that come again, chunks, and preemptions for want of blocks."""
+
+    @initialize(
+        max_num_batched_tokens=st.integers(4, 20),
+        long_prefill_threshold=st.integers(1, 20),
+        prefix_cache=st.booleans(),
+        windows=st.sampled_from([[None], [3], [5], [None, 3], [3, None, 5]]),
+    )
+    def make(
+        self,
+        max_num_batched_tokens: int,
+        long_prefill_threshold: int,
+        prefix_cache: bool,
+        windows: list[int | None],
+    ) -> None:
+        self.runner = FakeRunner(lambda request: 2 + len(request.token_ids) % 5)
+        self.scheduler = make_scheduler(
+            NUM_BLOCKS * len(windows),
+            BLOCK_SIZE,
+            max_num_requests=MAX_NUM_REQUESTS,
+            max_num_batched_tokens=max_num_batched_tokens,
+            long_prefill_threshold=long_prefill_threshold,
+            prefix_cache=prefix_cache,
+            sliding_windows=windows,
+        )
+        self.input_batch = InputBatch(
+            max_num_requests=MAX_NUM_REQUESTS,
+            max_num_tokens=max_num_batched_tokens,
+            sliding_windows=windows,
+            max_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            device=torch.device("cpu"),
+        )
+        self.num_seeds = 0
+
+    @rule(
+        name=st.sampled_from("abcde"),
+        num_tokens=st.integers(1, 9),
+        token_id=st.integers(10, 12),
+        params=params,
+    )
+    def add(self, name: str, num_tokens: int, token_id: int, params: SamplingParams) -> None:
+        if name not in self.scheduler.requests:
+            self.num_seeds += 1
+            self.scheduler.add(
+                make_request(
+                    name,
+                    prompt=[token_id] * num_tokens,
+                    params=params,
+                    seed=-self.num_seeds,
+                    max_model_len=MAX_MODEL_LEN,
+                )
+            )
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.scheduler.requests:
+            self.scheduler.abort(data.draw(st.sampled_from(sorted(self.scheduler.requests))))
+
+    @rule(name=st.sampled_from("vwxyz"))
+    def receive(self, name: str) -> None:
+        """A request whose prompt KV came from elsewhere."""
+        if name not in self.scheduler.requests:
+            self.scheduler.park(make_request(name, 5, 4, max_model_len=MAX_MODEL_LEN))
+            if self.scheduler.grant(name) is None:
+                self.scheduler.abort(name)
+            else:
+                self.scheduler.commit(name, 7)
+
+    @rule(num_steps=st.integers(1, 4))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            scheduled = self.scheduler.schedule()
+            if scheduled.scheduled:
+                prepared = self.input_batch.fill(scheduled.scheduled)
+                assert_filled(prepared, scheduled.scheduled)
+            self.scheduler.update(scheduled, self.runner.execute(scheduled))
+
+    @rule()
+    def step_and_abort_meanwhile(self) -> None:
+        scheduled = self.scheduler.schedule()
+        if scheduled.scheduled:
+            assert_filled(self.input_batch.fill(scheduled.scheduled), scheduled.scheduled)
+            self.scheduler.abort(scheduled.scheduled[0].request.request_id)
+        self.scheduler.update(scheduled, self.runner.execute(scheduled))
+
+    def teardown(self) -> None:
+        rows = self.input_batch._row_of
+        free_rows = self.input_batch._free_rows
+        assert sorted([*rows.values(), *free_rows]) == list(range(MAX_NUM_REQUESTS))
+
+
+TestInputBatch = InputBatchMachine.TestCase
+TestInputBatch.settings = settings(max_examples=150, stateful_step_count=30)
+
+
+# ---------------------------------------------------------------- corners
+
+
+@pytest.fixture
+def input_batch() -> InputBatch:
+    return InputBatch(
+        max_num_requests=2,
+        max_num_tokens=16,
+        max_blocks=8,
+        block_size=2,
+        device=torch.device("cpu"),
+    )
+
+
+def block_row(input_batch: InputBatch, *scheduled: ScheduledRequest) -> list[list[int]]:
+    table: list[list[int]] = input_batch.fill(scheduled).model.attention[0].block_table.tolist()
+    return table
+
+
+def test_a_preempted_request_that_comes_back_with_as_many_other_blocks_gets_those(
+    input_batch: InputBatch,
+) -> None:
+    request = make_request("a", 4)
+    request.block_ids = [3, 4]
+    assert block_row(input_batch, ScheduledRequest(request, 4)) == [[3, 4]]
+    request.block_ids = [6, 5]
+    request.num_preemptions += 1
+    assert block_row(input_batch, ScheduledRequest(request, 4)) == [[6, 5]]
+
+
+def test_another_request_of_the_same_id_is_another_one(input_batch: InputBatch) -> None:
+    for block_ids, seed in (([3, 4], 1), ([6, 5], 2)):
+        request = make_request("a", 4, seed=seed)
+        request.block_ids = block_ids
+        prepared = input_batch.fill([ScheduledRequest(request, 4)])
+        assert prepared.model.attention[0].block_table.tolist() == [block_ids]
+        assert prepared.sampling.parameters["seed"].tolist() == [seed]
+
+
+def test_requests_that_were_aborted_in_silence_take_no_row_for_ever(
+    input_batch: InputBatch,
+) -> None:
+    for index in range(50):
+        request = make_request(f"r{index}", 4)
+        request.block_ids = [index, index + 1]
+        assert block_row(input_batch, ScheduledRequest(request, 4)) == [[index, index + 1]]
+        assert request.status is not RequestStatus.FINISHED_ABORTED  # nobody told anybody
+    assert len(input_batch._row_of) <= 2
+
+
+def test_a_prepared_step_does_not_change_when_its_requests_do(input_batch: InputBatch) -> None:
+    request = make_request(
+        "a", 4, params=SamplingParams(presence_penalty=1.0, prompt_logprobs=2), seed=3
+    )
+    request.block_ids = [3, 4]
+    scheduled = SchedulerOutput((ScheduledRequest(request, 4),), 4)
+    prepared = input_batch.fill(scheduled.scheduled)
+    request.token_ids += [8, 8]
+    request.num_computed_tokens = 4
+    request.block_ids.append(7)
+    assert prepared.sampling.uniforms.tolist() == [counter_uniform(3, 0)]
+    assert prepared.sampling.adjusted[0].token_ids == [1] * 4
+    assert prepared.prompt_rows[0].token_ids == (1, 1, 1)
+    assert prepared.model.attention[0].block_table.tolist() == [[3, 4]]
