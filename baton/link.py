@@ -129,7 +129,12 @@ class PeerUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCommand:
-    """Compute a prompt's KV, sample token 1, hand over. Ends here if no decode node is named."""
+    """Compute a prompt's KV, sample token 1, hand over. Ends here if no decode node is named.
+
+    Attributes:
+        output_token_ids: sampled in earlier attempts. Their KV is computed as well, and the token
+            behind them is sampled in place of token 1.
+    """
 
     request_id: str
     epoch: int
@@ -137,11 +142,16 @@ class PrefillCommand:
     sampling_params: SamplingParams
     decode_engine_id: str
     timeout_s: float
+    output_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCommand:
-    """Park a request until its KV arrives, then decode it from token 2 on."""
+    """Park a request until its KV arrives, then decode it from token 2 on.
+
+    Attributes:
+        output_token_ids: sampled in earlier attempts; their KV arrives with the prompt's.
+    """
 
     request_id: str
     epoch: int
@@ -149,6 +159,7 @@ class DecodeCommand:
     sampling_params: SamplingParams
     prefill_engine_id: str
     timeout_s: float
+    output_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

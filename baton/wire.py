@@ -225,6 +225,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 sampling_params=sampling_params_to_proto(command.sampling_params),
                 decode_engine_id=command.decode_engine_id,
                 timeout_s=command.timeout_s,
+                output_token_ids=command.output_token_ids,
             )
         )
     if isinstance(command, link.DecodeCommand):
@@ -236,6 +237,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 sampling_params=sampling_params_to_proto(command.sampling_params),
                 prefill_engine_id=command.prefill_engine_id,
                 timeout_s=command.timeout_s,
+                output_token_ids=command.output_token_ids,
             )
         )
     return node_pb2.RouterMessage(
@@ -260,6 +262,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             sampling_params=sampling_params_from_proto(prefill.sampling_params),
             decode_engine_id=prefill.decode_engine_id,
             timeout_s=prefill.timeout_s,
+            output_token_ids=tuple(prefill.output_token_ids),
         )
     if kind == "decode":
         decode = message.decode
@@ -270,6 +273,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             sampling_params=sampling_params_from_proto(decode.sampling_params),
             prefill_engine_id=decode.prefill_engine_id,
             timeout_s=decode.timeout_s,
+            output_token_ids=tuple(decode.output_token_ids),
         )
     if kind == "cancel":
         return link.CancelCommand(message.cancel.request_id, message.cancel.epoch)

@@ -147,7 +147,7 @@ class DecodeNode:
         engine = self.engine
         try:
             check_prompt(
-                command.prompt_token_ids,
+                [*command.prompt_token_ids, *command.output_token_ids],
                 vocab_size=engine.model_config.vocab_size,
                 max_model_len=engine.max_model_len,
             )
@@ -164,6 +164,7 @@ class DecodeNode:
             seed=command.sampling_params.seed or 0,
             eos_token_ids=engine.eos_token_ids,
             max_model_len=engine.max_model_len,
+            output_token_ids=command.output_token_ids,
         )
         reservation = self.reservations.park(
             request, command.epoch, command.prefill_engine_id, received_at

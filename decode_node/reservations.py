@@ -231,7 +231,7 @@ class Reservations:
         request = reservation.request
         if (
             reservation.state is ReservationState.PARKED
-            or event.num_tokens != request.num_prompt_tokens
+            or event.num_tokens != request.num_initial_tokens
             or not 0 <= event.token_id < self._engine.model_config.vocab_size
         ):
             logger.warning("refused a commit that does not fit request %s", request.request_id)

@@ -140,9 +140,9 @@ class KVCacheManager:
             False, with nothing changed, when too few blocks are free.
         """
         assert not request.block_ids
-        num_prompt_blocks = self.num_blocks_for(request.num_prompt_tokens)
+        num_prompt_blocks = self.num_blocks_for(request.num_initial_tokens)
         num_blocks = self.num_blocks_for(num_tokens)
-        places = self.handoff_indices(request.num_prompt_tokens)
+        places = self.handoff_indices(request.num_initial_tokens)
         places += range(num_prompt_blocks, num_blocks)
         new_block_ids = self.block_pool.allocate(len(places))
         if new_block_ids is None:

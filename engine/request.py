@@ -60,6 +60,8 @@ class Request:
         seed: of the sampler; a request without one is given one where it enters the system.
         max_num_tokens: ends the output (``LENGTH``) when ``token_ids`` is that long.
         stop_token_ids: end the output (``STOP``).
+        num_initial_tokens: known when it came: the prompt and what earlier attempts sampled. What
+            is handed over from one node to another is the KV of these.
         changes_logits: whether the choice of a token depends on more than the model's logits.
         grammar: what its output must look like, and how far it has come.
         priority: smaller goes first, where the scheduler looks at it.
@@ -85,6 +87,7 @@ class Request:
     seed: int
     max_num_tokens: int
     stop_token_ids: frozenset[int]
+    num_initial_tokens: int
     changes_logits: bool = False
     grammar: GrammarState | None = None
     priority: int = 0
@@ -116,6 +119,7 @@ class Request:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         max_tokens: int | None = None,
+        output_token_ids: Sequence[int] = (),
         priority: int = 0,
         extra_keys: tuple[str, ...] = (),
         grammar: GrammarState | None = None,
@@ -123,22 +127,27 @@ class Request:
         """Make a request from what a user gave.
 
         Args:
-            max_tokens: fewer output tokens than ``sampling_params`` allows; a prefill node gives 1.
+            max_tokens: fewer new tokens than ``sampling_params`` allows; a prefill node gives 1.
+            output_token_ids: that earlier attempts sampled; the output goes on behind them.
             grammar: of its structured output, if it is compiled already.
         """
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
         # Where a grammar lets the output end, an end token ends it.
         if not sampling_params.ignore_eos or sampling_params.structured_output is not None:
             stop_token_ids |= eos_token_ids
-        limit = sampling_params.max_tokens if max_tokens is None else max_tokens
         num_prompt_tokens = len(prompt_token_ids)
+        num_initial_tokens = num_prompt_tokens + len(output_token_ids)
+        limit = num_prompt_tokens + sampling_params.max_tokens
+        if max_tokens is not None:
+            limit = min(limit, num_initial_tokens + max_tokens)
         return cls(
             request_id=request_id,
-            token_ids=list(prompt_token_ids),
+            token_ids=[*prompt_token_ids, *output_token_ids],
             num_prompt_tokens=num_prompt_tokens,
             sampling_params=sampling_params,
             seed=seed,
-            max_num_tokens=min(num_prompt_tokens + limit, max_model_len),
+            num_initial_tokens=num_initial_tokens,
+            max_num_tokens=min(limit, max_model_len),
             stop_token_ids=stop_token_ids,
             changes_logits=sampling_params.changes_logits,
             grammar=grammar,

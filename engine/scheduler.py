@@ -106,19 +106,19 @@ class Scheduler:
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         assert not request.block_ids
         manager = self.kv_cache_manager
-        num_prompt_tokens, block_size = request.num_prompt_tokens, manager.block_size
+        num_tokens, block_size = request.num_initial_tokens, manager.block_size
         # The decode block: room for the tokens up to the end of the block after the prompt's last.
-        room = min((-(-num_prompt_tokens // block_size) + 1) * block_size, request.max_num_tokens)
-        if not manager.allocate_for_handoff(request, max(room, num_prompt_tokens)):
+        room = min((-(-num_tokens // block_size) + 1) * block_size, request.max_num_tokens)
+        if not manager.allocate_for_handoff(request, max(room, num_tokens)):
             return None
-        return [request.block_ids[index] for index in manager.handoff_indices(num_prompt_tokens)]
+        return [request.block_ids[index] for index in manager.handoff_indices(num_tokens)]
 
     def commit(self, request_id: str, token_id: int) -> None:
         """The prompt's KV is complete and the remote node sampled ``token_id``: run from here."""
         request = self.requests[request_id]
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         request.token_ids.append(token_id)
-        request.num_computed_tokens = request.num_prompt_tokens
+        request.num_computed_tokens = request.num_initial_tokens
         self.kv_cache_manager.cache_blocks(request)
         self._queue(request)
         if request.grammar is not None and not request.grammar.accept(token_id):

@@ -148,7 +148,7 @@ class PrefillNode:
         engine = self.engine
         try:
             check_prompt(
-                command.prompt_token_ids,
+                [*command.prompt_token_ids, *command.output_token_ids],
                 vocab_size=engine.model_config.vocab_size,
                 max_model_len=engine.max_model_len,
             )
@@ -166,6 +166,7 @@ class PrefillNode:
             eos_token_ids=engine.eos_token_ids,
             max_model_len=engine.max_model_len,
             max_tokens=1,
+            output_token_ids=command.output_token_ids,
         )
         self._jobs[command.request_id] = _Job(command, request, received_at)
         engine.add(request)

@@ -74,7 +74,7 @@ class PushTracker:
         self.drop(request.request_id, "")
         self._handoffs[request.request_id] = _Handoff(
             request,
-            self._engine.handoff_indices(request.num_prompt_tokens),
+            self._engine.handoff_indices(request.num_initial_tokens),
             epoch,
             engine_id,
             expires_at=time.monotonic() + timeout_s,
@@ -93,7 +93,7 @@ class PushTracker:
                     request.request_id,
                     handoff.epoch,
                     handoff.engine_id,
-                    num_tokens=request.num_prompt_tokens,
+                    num_tokens=request.num_initial_tokens,
                     num_blocks=len(handoff.indices),
                 )
             if request.num_preemptions != handoff.num_preemptions:  # computed anew elsewhere
