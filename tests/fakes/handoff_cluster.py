@@ -32,6 +32,7 @@ from kvconnector.messages import Message
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
+from tests.fakes.dead_engines import let_die
 from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
 
 Key = tuple[str, int]  # (request_id, epoch)
@@ -219,6 +220,7 @@ class Cluster:
         """One node's process ends, and the router tells the other."""
         self.dead.add(engine_id)
         self.network.kill(engine_id)
+        let_die((self.p if engine_id == "p" else self.d).engine)
         survivor = self.d if engine_id == "p" else self.p
         survivor.submit(PeerUpdate(engine_id, removed=True))
 
