@@ -3,21 +3,18 @@
 One rule: computed tokens catch up with known tokens. Chunked prefill, decoding, prefix hits,
 resuming after preemption and starting from remote KV are all the same case of it.
 
-    waiting -------\\
-    arrived --------> running --> finished          parked: WAITING_FOR_REMOTE_KVS, until `commit`,
-       ^               |  ^                         or WAITING_FOR_SHARED_KVS, until a sibling has
-    parked    preempted --/                         computed their prompt; costs nothing per step
+    waiting room --> running --> finished
+         ^              |
+         \\-- preempted -/
 
-WAITING_FOR_GRAMMAR comes before waiting or arrived, in no queue, and costs nothing either.
-
-A step costs time in proportion to what it schedules, not to what waits.
+Who does not run is in the waiting room (`engine/waiting_room.py`). A step costs time in proportion
+to what it schedules, not to what waits.
 """
 
 from __future__ import annotations
 
 import bisect
 import time
-from collections import deque
 
 from baton.errors import InvalidRequestError
 from baton.outputs import RequestOutput
@@ -26,7 +23,7 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.metrics import EngineCounters
 from engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
 from engine.request import Request, RequestStatus
-from engine.waiting_queue import make_waiting_queue
+from engine.waiting_room import WaitingRoom
 
 # Blocks kept free when a waiting request is admitted, as a share of all: those that run need them
 # next, and taking them back later means computing everything again.
@@ -67,13 +64,8 @@ class Scheduler:
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
         self._long_prefill_threshold = long_prefill_threshold
-        self._num_arrivals = 0
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
-        self._waiting = make_waiting_queue(policy)
-        self._by_priority = policy == "priority"
-        self._num_waiting = 0
-        self._arrived: deque[Request] = deque()  # their prompt's KV is there; they hold blocks
-        self._num_arrived = 0
+        self._room = WaitingRoom(policy)
         self._running: list[Request] = []  # by rank: the last one is preempted first
         self._step_in_flight = False
 
@@ -82,15 +74,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request whose KV this engine computes; its siblings follow it."""
         self._register(request)
-        self._queue(request)
+        self._room.queue(request)
         for sibling in request.siblings:
             self._register(sibling)
-            sibling.status = RequestStatus.WAITING_FOR_SHARED_KVS
+            self._room.park(sibling, RequestStatus.WAITING_FOR_SHARED_KVS)
 
     def park(self, request: Request) -> None:
         """Take a request whose prompt KV a remote node will write."""
         self._register(request)
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._room.park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def grant(self, request_id: str) -> list[int] | None:
         """Give a parked request blocks for its prompt and one decode block.
@@ -100,7 +92,7 @@ class Scheduler:
             `KVCacheManager.handoff_indices`), or None when too few are free or others wait for
             blocks: who was preempted comes before who comes anew.
         """
-        if self._num_waiting:
+        if self._room.num_waiting:
             return None
         request = self.requests[request_id]
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -120,7 +112,7 @@ class Scheduler:
         request.token_ids.append(token_id)
         request.num_computed_tokens = request.num_prompt_tokens
         self.kv_cache_manager.cache_blocks(request)
-        self._queue(request)
+        self._room.queue(request)
         if request.grammar is not None and not request.grammar.accept(token_id):
             self._fail(request, request.grammar.problem)
 
@@ -133,7 +125,7 @@ class Scheduler:
             return
         request.grammar = grammar
         if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            self._queue(request)
+            self._room.queue(request)
         if not all(grammar.accept(token_id) for token_id in request.output_token_ids):
             self._fail(request, grammar.problem)
 
@@ -148,17 +140,13 @@ class Scheduler:
             return None
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            # It stays in its queue until it comes to the front.
-            if request.block_ids:
-                self._num_arrived -= 1
-            else:
-                self._num_waiting -= 1
+        else:
+            self._room.leave(request)
         self._finish(request, RequestStatus.FINISHED_ABORTED)
-        left = [s for s in request.siblings if not s.status.is_finished]
-        if left:  # the next one computes the prompt
-            left[0].siblings = left[1:]
-            self._queue(left[0])
+        siblings = request.take_siblings()
+        if siblings:  # the next one computes the prompt
+            siblings[0].siblings = siblings[1:]
+            self._room.queue(siblings[0])
         return request
 
     # ------------------------------------------------------------------ a step
@@ -166,8 +154,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could compute anything now."""
-        waits = self._num_arrived or self._num_waiting
-        return bool(self._running or waits or self._step_in_flight)
+        return bool(self._running or self._room or self._step_in_flight)
 
     @property
     def num_running(self) -> int:
@@ -176,7 +163,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that could run, were there room; parked ones are not among them."""
-        return self._num_waiting + self._num_arrived
+        return len(self._room)
 
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes, and give it blocks.
@@ -234,7 +221,7 @@ class Scheduler:
             output_index = request.num_output_tokens
             prompt_logprobs = request.take_prompt_logprobs() if output_index == 0 else ()
             request.token_ids.append(token_id)
-            status = self._status_after(request, token_id)
+            status = request.status_after(token_id)
             if status.is_finished:
                 self._finish(request, status)
                 finished.append(request)
@@ -257,25 +244,14 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants; for tests and debug runs."""
         self.kv_cache_manager.block_pool.check()
+        self._room.check(self.requests.values())
         assert self._running == sorted(self._running, key=lambda r: r.rank)
-        waiting = arrived = 0
+        assert not any(request.awaits_grammar for request in self._running)
         for request in self.requests.values():
             assert not request.status.is_finished
             assert request.num_computed_tokens <= request.num_tokens
             assert request.num_computed_tokens <= self.kv_cache_manager.num_tokens_held(request)
             assert (request.status is RequestStatus.RUNNING) == (request in self._running)
-            if request.awaits_grammar:
-                assert request.status in (
-                    RequestStatus.WAITING_FOR_GRAMMAR,
-                    RequestStatus.WAITING_FOR_REMOTE_KVS,
-                    RequestStatus.WAITING_FOR_SHARED_KVS,
-                )
-            else:
-                assert request.status is not RequestStatus.WAITING_FOR_GRAMMAR
-            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-                arrived += bool(request.block_ids)
-                waiting += not request.block_ids
-        assert (waiting, arrived) == (self._num_waiting, self._num_arrived)
 
     # ------------------------------------------------------------------ parts of schedule
 
@@ -301,26 +277,25 @@ class Scheduler:
 
     def _admit_arrived(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Start requests whose prompt's KV is there: they hold blocks, so they come first."""
-        while self._arrived and budget > 0 and len(self._running) < self._max_num_requests:
-            request = self._arrived[0]
-            if not request.status.is_finished:
-                num_tokens = self._num_tokens_next(request, budget)
-                target = request.num_computed_tokens + num_tokens
-                if self.kv_cache_manager.allocate(request, target) is None:
-                    if self._running:
-                        break
-                    # They hold all there is among themselves, and none can begin.
-                    self._preempt_last_arrived()
-                    continue
-                self._num_arrived -= 1
-                budget -= self._run(request, num_tokens, scheduled)
-            self._arrived.popleft()
+        while budget > 0 and len(self._running) < self._max_num_requests:
+            request = self._room.peek_arrived()
+            if request is None:
+                break
+            num_tokens = self._num_tokens_next(request, budget)
+            target = request.num_computed_tokens + num_tokens
+            if self.kv_cache_manager.allocate(request, target) is None:
+                if self._running:
+                    break
+                # They hold all there is among themselves, and none can begin.
+                self._preempt(self._room.pop_last_arrived())
+                continue
+            budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)
         return budget
 
     def _admit_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Start waiting requests, from their cached prefix on."""
         while budget > 0 and len(self._running) < self._max_num_requests:
-            request = self._waiting.peek()
+            request = self._room.peek()
             if request is None:
                 break
             # Alone, a request may take all there is: it fits, and nobody else needs the spare.
@@ -330,8 +305,7 @@ class Scheduler:
             num_cached = self.kv_cache_manager.allocate_with_prefix(request, spare)
             if num_cached is None:
                 break
-            self._waiting.pop()
-            self._num_waiting -= 1
+            self._room.pop()
             request.num_computed_tokens = num_cached
             if request.num_preemptions == 0:
                 request.num_cached_tokens = num_cached
@@ -353,21 +327,7 @@ class Scheduler:
     def _register(self, request: Request) -> None:
         assert request.request_id not in self.requests, request.request_id
         self.requests[request.request_id] = request
-        request.rank = (request.priority if self._by_priority else 0, self._num_arrivals)
-        self._num_arrivals += 1
-
-    def _queue(self, request: Request) -> None:
-        """Let a request wait for its turn, unless it still waits for its grammar."""
-        if request.awaits_grammar:
-            request.status = RequestStatus.WAITING_FOR_GRAMMAR
-            return
-        request.status = RequestStatus.WAITING
-        if request.block_ids:  # its prompt's KV has come
-            self._arrived.append(request)
-            self._num_arrived += 1
-        else:
-            self._waiting.add(request)
-            self._num_waiting += 1
+        self._room.give_rank(request)
 
     def _fail(self, request: Request, problem: str) -> None:
         """End one request; a parked one is left to whoever knows who may still write its blocks."""
@@ -396,20 +356,12 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt_last_arrived(self) -> None:
-        request = self._arrived.pop()
-        if not request.status.is_finished:
-            self._num_arrived -= 1
-            self._preempt(request)
-
     def _preempt(self, request: Request) -> None:
         self.kv_cache_manager.free(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        request.status = RequestStatus.PREEMPTED
         self.num_preemptions += 1
-        self._waiting.put_back(request)
-        self._num_waiting += 1
+        self._room.put_back(request)
 
     def _note_computed(self, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
@@ -428,24 +380,11 @@ class Scheduler:
 
     def _begin_siblings(self, request: Request) -> None:
         """The prompt is computed: who has the same one goes on from its full blocks."""
-        siblings, request.siblings = request.siblings, []
-        for sibling in siblings:
-            if sibling.status.is_finished:
-                continue
+        for sibling in request.take_siblings():
             self.kv_cache_manager.share_prompt(request, sibling)
             # Each computed position but the prompt's last predicts the one behind it.
             sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
-            self._queue(sibling)
-
-    @staticmethod
-    def _status_after(request: Request, token_id: int) -> RequestStatus:
-        if token_id in request.stop_token_ids:
-            return RequestStatus.FINISHED_STOPPED
-        if request.grammar is not None and request.grammar.is_terminated:
-            return RequestStatus.FINISHED_STOPPED
-        if request.num_tokens >= request.max_num_tokens:
-            return RequestStatus.FINISHED_LENGTH
-        return request.status
+            self._room.queue(sibling)
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         request.status = status
