@@ -141,7 +141,7 @@ class BatonSubject:
             KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, hasher=hasher),
             max_num_requests=NUM_RUNNING,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
-            long_prefill_threshold=MAX_BATCHED_TOKENS,
+            long_prefill_token_threshold=MAX_BATCHED_TOKENS,
         )
         self._ids = itertools.count()
         for index, prompt in enumerate(prompts.running):

@@ -37,7 +37,7 @@ class Scheduler:
         kv_cache_manager: gives and takes blocks.
         max_num_requests: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
-        long_prefill_threshold: most tokens of one request in a step.
+        long_prefill_token_threshold: most tokens of one request in a step.
         policy: ``fcfs`` or ``priority``.
 
     Attributes:
@@ -53,7 +53,7 @@ class Scheduler:
         *,
         max_num_requests: int,
         max_num_batched_tokens: int,
-        long_prefill_threshold: int,
+        long_prefill_token_threshold: int,
         policy: str = "fcfs",
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
@@ -63,7 +63,7 @@ class Scheduler:
         self.failures: list[tuple[str, str]] = []
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._long_prefill_threshold = long_prefill_threshold
+        self._long_prefill_token_threshold = long_prefill_token_threshold
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom(policy)
         self._running: list[Request] = []  # by rank: the last one is preempted first
@@ -342,7 +342,7 @@ class Scheduler:
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
         missing = num_tokens - request.num_computed_tokens
-        return min(missing, budget, self._long_prefill_threshold)
+        return min(missing, budget, self._long_prefill_token_threshold)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int) -> bool:
         """Give a running request its blocks, taking them from the last ones if need be."""
