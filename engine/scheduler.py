@@ -98,12 +98,10 @@ class Scheduler:
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         assert not request.block_ids
         manager = self.kv_cache_manager
-        num_prompt_tokens, block_size = request.num_prompt_tokens, manager.block_size
-        # The decode block: room for the tokens up to the end of the block after the prompt's last.
-        room = min((-(-num_prompt_tokens // block_size) + 1) * block_size, request.max_num_tokens)
-        if not manager.allocate_for_handoff(request, max(room, num_prompt_tokens)):
+        if not manager.allocate_for_handoff(request, manager.num_tokens_to_grant(request)):
             return None
-        return [request.block_ids[index] for index in manager.handoff_indices(num_prompt_tokens)]
+        places = manager.handoff_indices(request.num_prompt_tokens)
+        return [request.block_ids[place] for place in places]
 
     def commit(self, request_id: str, token_id: int) -> None:
         """The prompt's KV is complete and the remote node sampled ``token_id``: run from here."""
@@ -200,39 +198,51 @@ class Scheduler:
         """Write a step's result into its requests and end those that are done."""
         outputs: list[RequestOutput] = []
         finished: list[Request] = []
-        self._step_in_flight = False
+        token_ids, logprobs = output.sampled_token_ids, output.logprobs
+        manager = self.kv_cache_manager
+        block_size, slides = manager.block_size, manager.slides
+        if self._step_in_flight:
+            self._step_in_flight = False
+            for item in scheduled.scheduled:
+                item.request.num_tokens_in_flight = item.request.num_tokens_pending = 0
         for item in scheduled.scheduled:
             request = item.request
-            request.num_tokens_in_flight = request.num_tokens_pending = 0
             if request.status.is_finished:  # aborted while the step ran
-                self.kv_cache_manager.free(request)
+                manager.free(request)
                 continue
             if output.prompt_logprobs:
                 chunk = output.prompt_logprobs.get(request.request_id)
                 if chunk is not None:
                     request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
-            self._note_computed(request, item.num_scheduled_tokens)
-            token_id = output.sampled_token_ids.get(request.request_id)
+            num_tokens, start = item.num_scheduled_tokens, request.num_computed_tokens
+            request.num_computed_tokens = end = start + num_tokens
+            request.num_forwards += 1
+            if num_tokens > 1 or end % block_size == 0:  # a block may be full
+                manager.cache_blocks(request)
+            if start < request.num_prompt_tokens:
+                self._note_prompt_computed(request, start, num_tokens)
+            if slides and not request.siblings:  # they may need what this one does not
+                manager.free_slid_out(request)
+            token_id = token_ids.get(request.request_id)
             if token_id is None:
                 continue
             if request.grammar is not None and not request.grammar.accept(token_id):
                 self._fail(request, request.grammar.problem)
                 continue
-            output_index = request.num_output_tokens
-            prompt_logprobs = request.take_prompt_logprobs() if output_index == 0 else ()
+            output_index = len(request.token_ids) - request.num_prompt_tokens
+            prompt_logprobs = () if output_index else request.take_prompt_logprobs()
             request.token_ids.append(token_id)
             status = request.status_after(token_id)
             if status.is_finished:
                 self._finish(request, status)
                 finished.append(request)
-            logprobs = output.logprobs.get(request.request_id)
             outputs.append(
                 RequestOutput(
                     request.request_id,
                     output_index,
                     (token_id,),
                     status.finish_reason,
-                    () if logprobs is None else (logprobs,),
+                    (logprobs[request.request_id],) if request.request_id in logprobs else (),
                     prompt_logprobs,
                 )
             )
@@ -260,14 +270,16 @@ class Scheduler:
 
         Returns what is left of the budget, or None when somebody must be preempted first.
         """
-        index = 0
-        while index < len(self._running) and budget > 0:
-            request = self._running[index]
-            index += 1
+        block_size, num_groups = self.kv_cache_manager.block_size, self.kv_cache_manager.num_groups
+        for request in self._running:  # preempting takes away its end, where we have not been
+            if budget <= 0:
+                break
             num_tokens = self._num_tokens_next(request, budget)
             if num_tokens == 0:  # the step in flight samples its last token
                 continue
-            if not self._allocate_or_preempt(request, num_tokens):
+            target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
+            fits = target * num_groups <= len(request.block_ids) * block_size  # most of the time
+            if not fits and not self._allocate_or_preempt(request, target):
                 if self._step_in_flight:
                     return None
                 break  # the request itself was preempted: it was the last
@@ -336,17 +348,15 @@ class Scheduler:
             self.abort(request.request_id)
 
     def _num_tokens_next(self, request: Request, budget: int) -> int:
-        num_tokens = len(request.token_ids)
+        missing = len(request.token_ids) - request.num_computed_tokens
         if request.num_tokens_in_flight:
-            num_tokens += request.num_tokens_pending - request.num_tokens_in_flight
+            missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
-        missing = num_tokens - request.num_computed_tokens
-        return min(missing, budget, self._long_prefill_token_threshold)
+        return 1 if missing == 1 else min(missing, budget, self._long_prefill_token_threshold)
 
-    def _allocate_or_preempt(self, request: Request, num_tokens: int) -> bool:
-        """Give a running request its blocks, taking them from the last ones if need be."""
-        target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
+    def _allocate_or_preempt(self, request: Request, target: int) -> bool:
+        """Have a running request hold ``target`` tokens, if need be at the cost of the last."""
         while self.kv_cache_manager.allocate(request, target) is None:
             if self._step_in_flight:
                 return False
@@ -363,20 +373,14 @@ class Scheduler:
         self.num_preemptions += 1
         self._room.put_back(request)
 
-    def _note_computed(self, request: Request, num_tokens: int) -> None:
-        start = request.num_computed_tokens
-        request.num_computed_tokens += num_tokens
-        request.num_forwards += 1
-        self.kv_cache_manager.cache_blocks(request)
+    def _note_prompt_computed(self, request: Request, start: int, num_tokens: int) -> None:
+        """Count a chunk that began at ``start``; with the prompt's last one, siblings begin."""
         prompt_left = request.num_prompt_tokens - start
-        if prompt_left > 0:
-            num_prompt_tokens = min(prompt_left, num_tokens)
-            request.num_prompt_tokens_computed += num_prompt_tokens
-            self.counters.prompt_tokens_computed += num_prompt_tokens
-            if num_tokens >= prompt_left:
-                self._begin_siblings(request)
-        if not request.siblings:  # they may need what this one does not look at any more
-            self.kv_cache_manager.free_slid_out(request)
+        num_prompt_tokens = min(prompt_left, num_tokens)
+        request.num_prompt_tokens_computed += num_prompt_tokens
+        self.counters.prompt_tokens_computed += num_prompt_tokens
+        if num_tokens >= prompt_left:
+            self._begin_siblings(request)
 
     def _begin_siblings(self, request: Request) -> None:
         """The prompt is computed: who has the same one goes on from its full blocks."""
