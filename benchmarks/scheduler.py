@@ -16,6 +16,7 @@ import functools
 import importlib
 import itertools
 import random
+import subprocess
 import sys
 import time
 from collections import deque
@@ -287,6 +288,13 @@ def subjects_of(load: Load, nano_vllm: Path | None) -> dict[str, Callable[[Promp
     return subjects
 
 
+def revision_of(checkout: Path) -> str:
+    """The git revision that was measured, so that a reader can do it again."""
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown: no git checkout, perhaps not the original code"
+
+
 def measure_steps(
     repetitions: int, num_steps: int, nano_vllm: Path | None
 ) -> dict[str, dict[str, list[list[float]]]]:
@@ -427,7 +435,7 @@ def main() -> None:
     )
     pool = measure_pool(arguments.repetitions)
     report_pool(console, pool)
-    shape = {
+    shape: dict[str, object] = {
         "num_running": NUM_RUNNING,
         "num_waiting": NUM_WAITING,
         "num_parked_of_these": NUM_PARKED,
@@ -436,6 +444,8 @@ def main() -> None:
         "steps_per_repetition": arguments.steps,
         "target_step_us": TARGET_US,
     }
+    if arguments.nano_vllm is not None:
+        shape["nano_vllm_revision"] = revision_of(arguments.nano_vllm)
     results = {"shape": shape, "steps": steps, "block_pool_thousand_blocks_per_s": pool}
     write_results("scheduler", environment, results)
 
