@@ -154,7 +154,7 @@ class Cluster:
             num_blocks=num_blocks * num_groups,
             max_num_requests=4,
             max_num_batched_tokens=12,
-            long_prefill_threshold=5,
+            long_prefill_token_threshold=5,
             async_scheduling=async_scheduling,
         )
         p_engine, self.d_engine = Engine(folder, config), CheckedEngine(folder, config)

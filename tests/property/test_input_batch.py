@@ -108,14 +108,14 @@ class InputBatchMachine(RuleBasedStateMachine):
 
     @initialize(
         max_num_batched_tokens=st.integers(4, 20),
-        long_prefill_threshold=st.integers(1, 20),
+        long_prefill_token_threshold=st.integers(1, 20),
         prefix_cache=st.booleans(),
         windows=st.sampled_from([[None], [3], [5], [None, 3], [3, None, 5]]),
     )
     def make(
         self,
         max_num_batched_tokens: int,
-        long_prefill_threshold: int,
+        long_prefill_token_threshold: int,
         prefix_cache: bool,
         windows: list[int | None],
     ) -> None:
@@ -125,7 +125,7 @@ class InputBatchMachine(RuleBasedStateMachine):
             BLOCK_SIZE,
             max_num_requests=MAX_NUM_REQUESTS,
             max_num_batched_tokens=max_num_batched_tokens,
-            long_prefill_threshold=long_prefill_threshold,
+            long_prefill_token_threshold=long_prefill_token_threshold,
             prefix_cache=prefix_cache,
             sliding_windows=windows,
         )
