@@ -107,7 +107,7 @@ def demo_logits(num_rows: int) -> Tensor:
         collected.append(compute_logits(hidden_states))
         return collected[-1]
 
-    model.compute_logits = keep  # type: ignore[method-assign]
+    model.compute_logits = keep  # type: ignore[assignment, method-assign]
     complete(llm, num_rows // OUTPUT_TOKENS)
     return torch.cat(collected).clone()
 

@@ -5,7 +5,8 @@
 With G of Gumbel's distribution that draws from softmax(logit / temperature): Maddison, Tarlow and
 Minka, "A* Sampling", NeurIPS 2014. Rounding that differs between batches or nodes can change a
 token only where the two best scores nearly tie; were the cumulative distribution inverted, every
-token would be a border. Knows no filters and no requests.
+token would be a border. Scores are float64 on a CPU, and of the logits' type on a GPU. Knows no
+filters and no requests.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
     """
     hashes = device_hashes(keys, logits.shape[1], logits.device)
     shares = hashes.to(logits.dtype)
-    shares += (hashes < 0) * 2.0**32 + 0.5  # read as unsigned
+    shares.add_((hashes < 0).to(shares), alpha=2**32).add_(0.5)  # read as unsigned
     noise = shares.mul_(-(2.0**-32)).log1p_().neg_().log_()  # -G
     return logits - torch.from_numpy(temperatures).to(logits).unsqueeze(1) * noise
 

@@ -2,7 +2,7 @@
 
 So the same request gives the same tokens whatever shares its batch, whichever node samples, and
 after any preemption or retry. Here is what the filters keep; which of that is drawn: gumbel.py.
-What the size of the vocabulary multiplies is float32; what decides is float64.
+What the size of the vocabulary multiplies is float32; on a CPU, what decides is float64.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from engine.sampling_input import SamplingInput
 # Most distributions have nearly all their mass in so many tokens, and sorting a whole vocabulary
 # for top-p costs many times more: where the first do not hold enough, the next are looked at.
 TOP_VALUES = (128, 2048)
+# Share of all logits beyond which picking the kept ones out takes longer than a draw of them all.
+MANY_KEPT = 1 / 32
 # Beyond these float32 overflows; below, sampling is greedy, above, all tokens are as probable.
 _LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e30
 
@@ -87,8 +89,19 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """With the noise that it has without filters, so that the winner is the same if it is kept."""
-    rows, token_ids, values = _at_least(logits, _least_kept(logits, parameters))
-    return best_scores(len(logits), rows, token_ids, values, _temperatures(parameters), keys)
+    temperatures = _temperatures(parameters)
+    least = _least_kept(logits, parameters)[:, None]
+    if logits.is_cuda:
+        gone = logits < torch.from_numpy(least).to(logits)
+        return draw(logits.masked_fill(gone, -torch.inf), temperatures, keys)
+    host = logits.numpy()
+    kept = host >= least.astype(host.dtype)  # [num_requests, vocab_size]
+    if np.count_nonzero(kept) > MANY_KEPT * kept.size:
+        return draw(torch.from_numpy(np.where(kept, host, -np.inf)), temperatures, keys)
+    index = np.flatnonzero(kept)
+    rows, token_ids = np.divmod(index, host.shape[1])
+    values = host.reshape(-1)[index].astype(np.float64)
+    return best_scores(len(host), rows, token_ids, values, temperatures, keys)
 
 
 def _least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
@@ -183,15 +196,3 @@ def _largest(logits: Tensor, num_values: int) -> Floats:
     largest = np.partition(values, first, axis=1)[:, first:] if first else values.copy()
     largest.sort(axis=1)
     return np.asarray(largest[:, ::-1], dtype=np.float64)
-
-
-def _at_least(logits: Tensor, least: Floats) -> tuple[TokenIds, TokenIds, Floats]:
-    """(row, token id, logit) of what reaches its request's least logit, in that order."""
-    if logits.is_cuda:
-        limit = torch.from_numpy(least).to(logits).unsqueeze(1)
-        rows, token_ids = (logits >= limit).nonzero(as_tuple=True)
-        values = logits[rows, token_ids].double()
-        return rows.cpu().numpy(), token_ids.cpu().numpy(), values.cpu().numpy()
-    host = logits.numpy()
-    index = np.flatnonzero(host >= least[:, None].astype(host.dtype))
-    return *np.divmod(index, host.shape[1]), host.reshape(-1)[index].astype(np.float64)

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 import engine.sampler
+from engine.gumbel import Floats, gumbel, noise_hashes
 from engine.philox import counter_words
 from engine.request import Request
 from engine.sampling_input import PARAMETERS, SamplingInput, parameters_row
@@ -31,3 +32,11 @@ def random_words(seed: int, position: int) -> list[int]:
     seeds = np.array([seed % 2**64], dtype=np.uint64)
     words: list[int] = counter_words(seeds, np.array([position]))[0].tolist()
     return words
+
+
+def scores(logits: Tensor, temperature: float, seed: int, position: int = 0) -> Floats:
+    """What decides a draw, by definition; logits and scores are `[vocab_size]`."""
+    keys = np.array([random_words(seed, position)], dtype=np.uint32)
+    noise = gumbel(noise_hashes(keys, np.arange(len(logits))))
+    values: Floats = logits.double().numpy()
+    return values + temperature * noise
