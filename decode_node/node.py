@@ -59,14 +59,20 @@ class DecodeNode:
         engine: stepped by this node only.
         receiver: from the prefill nodes.
         emit: takes events for the router; safe to call from this node's thread.
+        clock: seconds that never go back.
     """
 
     def __init__(
-        self, engine: Engine, receiver: KVReceiver, emit: Callable[[NodeEvent], None]
+        self,
+        engine: Engine,
+        receiver: KVReceiver,
+        emit: Callable[[NodeEvent], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.receiver = receiver
-        self.reservations = Reservations(engine, receiver)
+        self.reservations = Reservations(engine, receiver, clock)
+        self._clock = clock
         self._emit = emit
         self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
         self._jobs: dict[str, _Job] = {}
@@ -75,7 +81,7 @@ class DecodeNode:
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
-        self._inbox.append((time.monotonic(), command))
+        self._inbox.append((self._clock(), command))
 
     def step(self) -> bool:
         """One round; returns whether there is more to do now."""
@@ -204,7 +210,7 @@ class DecodeNode:
 
     def _answer(self, result: StepResult) -> None:
         """Tell the router of each new token, and of what a finished request cost."""
-        now = time.monotonic()
+        now = self._clock()
         for output in result.outputs:
             job = self._jobs[output.request_id]
             if not job.steps_until_first:
@@ -240,7 +246,7 @@ class DecodeNode:
         self.engine.abort(request_id)
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRY_INTERVAL_S

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -74,9 +75,16 @@ class Reservations:
     Args:
         engine: where the blocks are.
         receiver: where grants go.
+        clock: seconds that never go back.
     """
 
-    def __init__(self, engine: Engine, receiver: KVReceiver) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        receiver: KVReceiver,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._engine = engine
         self._receiver = receiver
         self._open: dict[Key, Reservation] = {}  # PARKED, GRANTED, RECEIVING
@@ -187,7 +195,7 @@ class Reservations:
 
     def tick(self) -> None:
         """Free what dead peers held, ask others again, forget what is old; call now and then."""
-        now = time.monotonic()
+        now = self._clock()
         if now < self._tick_at:
             return
         self._tick_at = now + TICK_S
@@ -240,7 +248,7 @@ class Reservations:
         reservation.state = ReservationState.COMMITTED
         reservation.num_received_tokens = event.num_tokens
         reservation.receipt = event.receipt
-        reservation.committed_at = time.monotonic()
+        reservation.committed_at = self._clock()
         reservation.committed_at_step = self._engine.num_steps
         self._engine.commit(request.request_id, event.token_id)
         return True
@@ -248,7 +256,7 @@ class Reservations:
     def _end(self, key: Key, reservation: Reservation, *, quiet: bool) -> None:
         """Take a reservation out of the engine; unless the wire is quiet, quarantine its blocks."""
         del self._open[key]
-        self._ended[key] = time.monotonic()
+        self._ended[key] = self._clock()
         reservation.state = ReservationState.QUARANTINED
         if reservation.block_ids and not quiet:
             self._engine.hold(reservation.block_ids)
@@ -258,7 +266,7 @@ class Reservations:
         self._engine.abort(key[0])
 
     def _cancel_remote(self, key: Key, reservation: Reservation) -> None:
-        reservation.cancelled_at = time.monotonic()
+        reservation.cancelled_at = self._clock()
         self._receiver.cancel(key[0], key[1], reservation.engine_id)
 
     def _settle_ended(self, key: Key, event: TransferEvent) -> None:
@@ -272,7 +280,7 @@ class Reservations:
             case TransferEventKind.STARTED if key in self._ended:
                 self._receiver.cancel(key[0], key[1], event.engine_id)
             case TransferEventKind.STARTED:
-                self._early_starts[key] = (time.monotonic(), event.engine_id)
+                self._early_starts[key] = (self._clock(), event.engine_id)
             case _:
                 pass
 
