@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequestError, TransferError
+from baton.ledger import Ledger
 from baton.link import (
     AbortAll,
     CancelCommand,
@@ -31,6 +32,7 @@ from baton.outputs import DecodeReceipt, RequestOutput
 from baton.prompt import check_prompt, check_sampling_params
 from decode_node.reservations import Reservation, Reservations, ReservationState
 from engine.engine import Engine
+from engine.ledger import take_ledger
 from engine.outputs import StepResult
 from engine.request import Request, RequestStatus, view_request
 from kvconnector.base import KVReceiver, TransferEvent, TransferEventKind
@@ -123,6 +125,10 @@ class DecodeNode:
             view_request(job.request, job.reservation.state.value, job.reservation.parked_at)
             for job in list(self._jobs.values())
         ]
+
+    def ledger(self) -> Ledger:
+        """Who holds which blocks; only between steps, on this node's thread."""
+        return take_ledger(self.engine, self.reservations.held())
 
     # ------------------------------------------------------------------ commands
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from baton.ledger import BlockHolding, BlockOwner
 from baton.outputs import PushReceipt
 from engine.engine import Engine
 from engine.request import Request
@@ -228,6 +229,17 @@ class Reservations:
         """Blocks of ended requests that a peer may still write."""
         return sum(len(r.block_ids) for r in list(self._quarantine.values()))
 
+    def held(self) -> list[BlockHolding]:
+        """Blocks that prefill nodes may write; for the ledger."""
+        now = self._clock()
+        granted = (
+            _holding(BlockOwner.GRANT, r, r.request.block_ids, now) for r in self._open.values()
+        )
+        quarantined = (
+            _holding(BlockOwner.QUARANTINE, r, r.block_ids, now) for r in self._quarantine.values()
+        )
+        return [*granted, *quarantined]
+
     # ------------------------------------------------------------------ inside
 
     def _want_grant(self, key: Key, reservation: Reservation) -> None:
@@ -288,6 +300,20 @@ class Reservations:
         reservation = self._quarantine.pop(key, None)
         if reservation is not None:
             self._engine.release(reversed(reservation.block_ids))
+
+
+def _holding(
+    owner: BlockOwner, reservation: Reservation, block_ids: Iterable[int], now: float
+) -> BlockHolding:
+    return BlockHolding(
+        owner=owner,
+        block_ids=tuple(block_ids),
+        request_id=reservation.request.request_id,
+        epoch=reservation.epoch,
+        state=reservation.state.value,
+        peer=reservation.engine_id,
+        age_s=now - reservation.parked_at,
+    )
 
 
 def _is_dead(peer: PeerInfo) -> bool:

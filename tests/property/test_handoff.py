@@ -256,6 +256,8 @@ class HandoffMachine(RuleBasedStateMachine):
         if hasattr(self, "cluster"):
             for node in (self.cluster.p, self.cluster.d):
                 node.engine.check()
+                ledger = node.ledger()
+                assert (ledger.orphans, ledger.overdrawn) == ((), ())
 
     @invariant()
     def what_a_peer_may_write_is_not_free(self) -> None:
