@@ -11,6 +11,7 @@ from decode_node.node import DecodeNode
 from engine.node_engine import load_engine
 from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
+from kvconnector.faults import FaultSpec, FaultyTransport
 from kvconnector.receiver import Receiver
 
 
@@ -29,6 +30,7 @@ def make_program(
     Raises:
         ConfigError: an option does not fit the model or the machine.
     """
+    faults = FaultSpec.parse(options.inject_faults)
     make_transport = KV_CONNECTORS.load(options.kv_connector)
     loaded = load_engine(
         options.model, options.engine, node_name=options.name, kv_connector=options.kv_connector
@@ -36,6 +38,8 @@ def make_program(
 
     def make_node(wake: Callable[[], None]) -> tuple[DecodeNode, Receiver]:
         transport = make_transport(loaded.engine_id, loaded.engine.kv_cache)
+        if faults is not None:
+            transport = FaultyTransport(transport, loaded.engine.kv_cache, faults)
         receiver = Receiver(transport, on_event=wake, on_death=on_death)
         return DecodeNode(loaded.engine, receiver, emit), receiver
 

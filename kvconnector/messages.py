@@ -5,6 +5,7 @@ P -> D   Start     I compute this prompt for you      D -> P   Grant     write i
 P -> D   Watermark tokens up to here are complete     D -> P   Cancel    write no more
 P -> D   Commit    all is complete; token 1 is ...
 P -> D   Quiet     I write no more, for this reason
+P -> D   Beat      I live                             D -> P   Beat      so do I: your beat came
 """
 
 from __future__ import annotations
@@ -32,11 +33,18 @@ class _RequestMessage(_Message, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """P asks whether D knows it and is awake."""
+    """P asks whether D knows it and is awake.
+
+    ``sent_at_s`` is of P's own clock. D sends it back and makes nothing of it.
+    """
+
+    sent_at_s: float = 0.0
 
 
 class HelloAck(_Message, frozen=True, kw_only=True):
     """D does."""
+
+    sent_at_s: float = 0.0
 
 
 class Start(_RequestMessage, frozen=True, kw_only=True):
@@ -78,7 +86,17 @@ class Quiet(_RequestMessage, frozen=True, kw_only=True):
     reason: str
 
 
-Message = Hello | HelloAck | Start | Grant | Watermark | Commit | Cancel | Quiet
+class Beat(_Message, frozen=True, kw_only=True):
+    """P lives; D answers with the same, which renews P's lease to write into D's memory.
+
+    ``sent_at_s`` is of P's own clock, as in `Hello`: a lease is as old as the beat that D
+    answered, however long the answer has lain in a queue.
+    """
+
+    sent_at_s: float = 0.0
+
+
+Message = Hello | HelloAck | Start | Grant | Watermark | Commit | Cancel | Quiet | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -6,12 +6,14 @@ node (`decode_node/reservations.py`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from baton.outputs import PushReceipt
 from kvconnector.base import KVReservation, KVTransport, TransferEvent, TransferEventKind
 from kvconnector.endpoint import Endpoint
 from kvconnector.messages import (
+    Beat,
     Cancel,
     Commit,
     Grant,
@@ -32,6 +34,7 @@ class Receiver:
         transport: how bytes travel; owned from now on.
         on_event: called (on another thread) when `poll` has something.
         on_death: called (on another thread) when the connector cannot continue.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -39,15 +42,17 @@ class Receiver:
         transport: KVTransport,
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._info = transport.peer_info
-        self._greeted: set[str] = set()
+        self._clock = clock
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
             progress=lambda: False,
             on_event=on_event,
             on_death=on_death,
+            clock=clock,
         )
         self._endpoint.start()
 
@@ -61,14 +66,10 @@ class Receiver:
         return self._info.encode()
 
     def connect(self, peer: PeerInfo) -> None:
-        def call() -> None:
-            self._greeted.discard(peer.engine_id)  # who asks anew wants to hear of it anew
-            self._endpoint.add_peer(peer)
-
-        self._endpoint.submit(call)
+        self._endpoint.submit(lambda: self._endpoint.add_peer(peer))
 
     def disconnect(self, engine_id: str) -> None:
-        self._endpoint.submit(lambda: self._disconnect(engine_id))
+        self._endpoint.submit(lambda: self._endpoint.peers.remove(engine_id))
 
     def grant(self, reservation: KVReservation) -> None:
         message = Grant(
@@ -95,21 +96,17 @@ class Receiver:
     # ------------------------------------------------------------------ the I/O thread
 
     def _send(self, engine_id: str, message: Message) -> None:
-        def call() -> None:
-            if not self._endpoint.send(engine_id, message) and engine_id in self._greeted:
-                self._greeted.discard(engine_id)
-                self._endpoint.fail_peer(engine_id, "it cannot be reached")
-
-        self._endpoint.submit(call)
-
-    def _disconnect(self, engine_id: str) -> None:
-        self._greeted.discard(engine_id)
-        self._endpoint.remove_peer(engine_id)
+        self._endpoint.submit(lambda: self._endpoint.peers.send(engine_id, message))
 
     def _on_message(self, message: Message) -> None:
+        self._endpoint.peers.note_alive(message.engine_id, self._clock())
         match message:
             case Hello():
-                self._greet(message.engine_id)
+                ack = HelloAck(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
+                self._answer(message.engine_id, ack)
+            case Beat():
+                beat = Beat(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
+                self._answer(message.engine_id, beat)
             case Start():
                 self._emit(TransferEventKind.STARTED, message, num_tokens=message.num_tokens)
             case Watermark():
@@ -121,19 +118,9 @@ class Receiver:
             case _:  # only a sender receives the others
                 pass
 
-    def _greet(self, engine_id: str) -> None:
-        if not self._endpoint.send(engine_id, HelloAck(engine_id=self._info.engine_id)):
-            return
-        if engine_id in self._greeted:
-            return
-        self._greeted.add(engine_id)
-        self._endpoint.emit(
-            TransferEvent(
-                kind=TransferEventKind.PEER_CONNECTED,
-                engine_id=engine_id,
-                transport=self._endpoint.paths[engine_id],
-            )
-        )
+    def _answer(self, engine_id: str, message: HelloAck | Beat) -> None:
+        if self._endpoint.peers.send(engine_id, message):
+            self._endpoint.peers.confirm(engine_id)
 
     def _emit(
         self,

@@ -26,10 +26,10 @@ from kvconnector.base import (
 from kvconnector.endpoint import Endpoint
 from kvconnector.layout import check_block_ids
 from kvconnector.messages import (
+    Beat,
     Cancel,
     Commit,
     Grant,
-    Hello,
     HelloAck,
     Message,
     Quiet,
@@ -37,12 +37,10 @@ from kvconnector.messages import (
     Watermark,
 )
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peers import PeerState
 
 logger = logging.getLogger(__name__)
 
-HELLO_INTERVAL_S = 0.05
-HELLO_TIMEOUT_S = 10.0  # then it is reported, and greeted less often
-SLOW_HELLO_INTERVAL_S = 1.0
 # One write is at most this long, so that aborts and other requests never wait for much.
 WRITE_BYTES = 8 * 2**20
 IN_FLIGHT_BYTES_PER_PEER = 32 * 2**20
@@ -74,15 +72,6 @@ class _Transfer:
     failure: str | None = None
 
 
-@dataclass(slots=True)
-class _Greeting:
-    """A peer that has not answered yet: reported at ``report_at``, asked again for ever."""
-
-    report_at: float
-    next_at: float = 0.0
-    late: bool = False
-
-
 class Sender:
     """See `KVSender` for the contract.
 
@@ -90,6 +79,7 @@ class Sender:
         transport: how bytes travel; owned from now on.
         on_event: called (on another thread) when `poll` has something.
         on_death: called (on another thread) when the connector cannot continue.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -97,17 +87,20 @@ class Sender:
         transport: KVTransport,
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._info = transport.peer_info
         self._transfers: dict[tuple[str, int], _Transfer] = {}  # (request_id, epoch)
-        self._greeting: dict[str, _Greeting] = {}  # peers that have not answered yet
-        self._leaving: set[str] = set()  # peers to forget when nothing is in flight to them
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
             progress=self._progress,
             on_event=on_event,
             on_death=on_death,
+            greets=True,
+            is_busy=self._has_writes,
+            on_lost=self._fail_all,
+            clock=clock,
         )
         self._endpoint.start()
 
@@ -121,7 +114,7 @@ class Sender:
         return self._info.encode()
 
     def connect(self, peer: PeerInfo) -> None:
-        self._endpoint.submit(lambda: self._connect(peer))
+        self._endpoint.submit(lambda: self._endpoint.add_peer(peer))
 
     def disconnect(self, engine_id: str) -> None:
         self._endpoint.submit(lambda: self._disconnect(engine_id, "the decode node is gone"))
@@ -147,30 +140,31 @@ class Sender:
 
     # ------------------------------------------------------------------ calls, on the I/O thread
 
-    def _connect(self, peer: PeerInfo) -> None:
-        self._leaving.discard(peer.engine_id)
-        self._endpoint.add_peer(peer)
-        if peer.engine_id in self._endpoint.peers:
-            self._greeting[peer.engine_id] = _Greeting(time.monotonic() + HELLO_TIMEOUT_S)
-
     def _disconnect(self, engine_id: str, reason: str) -> None:
         """Fail what goes to a peer, and forget it as soon as nothing is in flight to it.
 
         Its router has lost it, which does not mean that it is dead: what was posted may still land
         there, and only then may it be told that the wire is quiet.
         """
-        self._greeting.pop(engine_id, None)
+        self._endpoint.peers.leave(engine_id)
+        self._fail_all(engine_id, reason)
         for transfer in list(self._transfers.values()):
+            self._finish_if_quiet(transfer)
+
+    def _fail_all(self, engine_id: str, reason: str) -> None:
+        """Post nothing more to a peer."""
+        for transfer in self._transfers.values():
             if transfer.engine_id == engine_id:
                 self._fail(transfer, reason)
-                self._finish_if_quiet(transfer)
-        self._leaving.add(engine_id)
+
+    def _has_writes(self, engine_id: str) -> bool:
+        return any(t.writes for t in self._transfers.values() if t.engine_id == engine_id)
 
     def _forget_leaving(self) -> None:
         busy = {transfer.engine_id for transfer in self._transfers.values()}
-        for engine_id in self._leaving - busy:
-            self._leaving.discard(engine_id)
-            self._endpoint.remove_peer(engine_id)
+        for peer in self._endpoint.peers:
+            if peer.state is PeerState.LEAVING and peer.info.engine_id not in busy:
+                self._endpoint.peers.remove(peer.info.engine_id)
 
     def _start(self, transfer: _Transfer, num_tokens: int) -> None:
         engine_id = transfer.engine_id
@@ -181,7 +175,7 @@ class Sender:
             epoch=transfer.epoch,
             num_tokens=num_tokens,
         )
-        if engine_id in self._leaving or not self._send(engine_id, message):
+        if not self._endpoint.peers.may_start(engine_id) or not self._send(engine_id, message):
             self._fail(transfer, "the decode node cannot be reached")
 
     def _push(self, push: BlockPush, now: float) -> None:
@@ -207,15 +201,8 @@ class Sender:
     # ------------------------------------------------------------------ messages
 
     def _on_message(self, message: Message) -> None:
-        if isinstance(message, HelloAck):
-            if self._greeting.pop(message.engine_id, None) is not None:
-                self._endpoint.emit(
-                    TransferEvent(
-                        kind=TransferEventKind.PEER_CONNECTED,
-                        engine_id=message.engine_id,
-                        transport=self._endpoint.paths[message.engine_id],
-                    )
-                )
+        if isinstance(message, HelloAck | Beat):
+            self._endpoint.peers.renew(message.engine_id, message.sent_at_s)
         elif isinstance(message, Grant | Cancel):
             transfer = self._transfers.get((message.request_id, message.epoch))
             if transfer is None:
@@ -230,7 +217,7 @@ class Sender:
 
     def _take_grant(self, transfer: _Transfer, block_ids: list[int]) -> None:
         try:
-            check_block_ids(block_ids, self._endpoint.peers[transfer.engine_id].num_blocks)
+            check_block_ids(block_ids, self._endpoint.peers[transfer.engine_id].info.num_blocks)
         except ValueError as error:
             self._fail(transfer, f"bad grant: {error}")
             return
@@ -244,7 +231,6 @@ class Sender:
     # ------------------------------------------------------------------ progress
 
     def _progress(self) -> bool:
-        self._greet()
         in_flight_bytes: dict[str, int] = {}
         for transfer in list(self._transfers.values()):
             self._settle(transfer)
@@ -253,31 +239,12 @@ class Sender:
             used += self._post(transfer, IN_FLIGHT_BYTES_PER_PEER - used)
             in_flight_bytes[transfer.engine_id] = used
             self._finish_if_quiet(transfer)
-        if self._leaving:
-            self._forget_leaving()
-        new = any(not greeting.late for greeting in self._greeting.values())
-        self._endpoint.expect(new or bool(self._transfers))
+        self._forget_leaving()
+        self._endpoint.expect(self._endpoint.peers.is_meeting or bool(self._transfers))
         return any(t.writes or (t.pieces and t.granted) for t in self._transfers.values())
 
-    def _greet(self) -> None:
-        now = time.monotonic()
-        for engine_id, greeting in self._greeting.items():
-            if now < greeting.next_at:
-                continue
-            greeting.next_at = now + (SLOW_HELLO_INTERVAL_S if greeting.late else HELLO_INTERVAL_S)
-            self._endpoint.send(engine_id, Hello(engine_id=self._info.engine_id))
-            if now > greeting.report_at and not greeting.late:
-                greeting.late = True
-                self._endpoint.fail_peer(engine_id, f"no answer in {HELLO_TIMEOUT_S:.0f} s")
-
     def _send(self, engine_id: str, message: Message) -> bool:
-        """Send a message; when the peer cannot be reached, say so once and greet it again."""
-        if self._endpoint.send(engine_id, message):
-            return True
-        if engine_id in self._endpoint.peers and engine_id not in self._greeting:
-            self._greeting[engine_id] = _Greeting(time.monotonic(), late=True)
-            self._endpoint.fail_peer(engine_id, "it cannot be reached")
-        return False
+        return self._endpoint.peers.send(engine_id, message)
 
     def _post(self, transfer: _Transfer, room_bytes: int) -> int:
         """Post what is computed and granted; returns the bytes posted."""
@@ -287,6 +254,8 @@ class Sender:
             and transfer.failure is None
             and transfer.pieces
             and posted < room_bytes
+            # Asked before each post: this process may have stood still since the last one.
+            and self._endpoint.peers.may_write(transfer.engine_id)
         ):
             piece = transfer.pieces.popleft()
             end = piece.first_block + len(piece.block_ids)
@@ -350,7 +319,7 @@ class Sender:
             num_tokens=last.num_tokens,
             num_bytes=transfer.num_blocks_pushed * self._info.block_bytes,
             num_blocks=transfer.num_blocks_pushed,
-            transport=self._endpoint.paths[transfer.engine_id],
+            transport=self._endpoint.peers[transfer.engine_id].path,
             exposed_transfer_s=time.perf_counter() - transfer.last_at,
         )
         if not self._send(transfer.engine_id, commit):

@@ -102,6 +102,15 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
             typer.Option(help="Schedule a step while one runs; by default on a GPU only."),
         ] = None,
         log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+        inject_faults: Annotated[
+            str,
+            typer.Option(
+                help="For drills: what goes wrong in the KV connector, such as "
+                "drop=0.01,delay=1ms-20ms,seed=3. Also: duplicate, reorder, corrupt, fail_post "
+                "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write).",
+                envvar="BATON_INJECT_FAULTS",
+            ),
+        ] = "",
     ) -> None:
         try:
             options = NodeOptions(
@@ -132,6 +141,7 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                     num_threads=num_threads,
                 ),
                 log_level=log_level,
+                inject_faults=inject_faults,
             )
         except ConfigError as error:
             print_error(error)

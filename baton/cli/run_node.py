@@ -27,6 +27,7 @@ class NodeOptions:
     kv_connector: str
     engine: EngineConfig
     log_level: str
+    inject_faults: str = ""
 
 
 MakeProgram = Callable[

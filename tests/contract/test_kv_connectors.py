@@ -380,6 +380,27 @@ def test_a_peer_that_was_disconnected_can_be_met_again(link: Link) -> None:
     link.assert_arrived({3: 4})
 
 
+def test_a_peer_that_was_started_anew_works_at_once_though_the_old_one_has_transfers(
+    link: Link, request: pytest.FixtureRequest
+) -> None:
+    connector = link.receiver.peer_info.connector
+    link.start("old", 8)
+    link.wait("d", Kind.STARTED)
+    link.receiver.close()
+    target = torch.full((NUM_D_BLOCKS, *BLOCK_SHAPE), UNTOUCHED)
+    transport = KV_CONNECTORS.load(connector)(f"d{next(_numbers)}-contract", target)
+    receiver = Receiver(transport, lambda: None, lambda error: None)
+    request.addfinalizer(receiver.close)
+    new = Link(link.sender, receiver, link.source, target)
+    receiver.expect(True)
+    receiver.connect(link.sender.peer_info)
+    link.sender.connect(receiver.peer_info)
+    new.wait("d", Kind.PEER_CONNECTED)
+    full_exchange(new, "a", 3, 4)
+    new.assert_arrived({3: 4})
+    assert new.wait("p", Kind.FAILED, "old").reason  # it missed its beats
+
+
 def test_many_requests_at_once_all_arrive_right(link: Link) -> None:
     for round_number in range(4):
         names = [f"r{round_number}-{i}" for i in range(NUM_P_BLOCKS)]

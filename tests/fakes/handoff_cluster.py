@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,15 +29,18 @@ from decode_node.node import DecodeNode
 from engine.engine import Engine
 from kvconnector.base import KVTransport, TransferEvent
 from kvconnector.endpoint import Endpoint
-from kvconnector.messages import Message
+from kvconnector.messages import Beat, Hello, HelloAck, Message, decode
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
 from tests.fakes.dead_engines import let_die
-from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
+from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork, ScriptedTransport
+from tests.fakes.virtual_clock import VirtualClock
 
 Key = tuple[str, int]  # (request_id, epoch)
 BLOCK_SIZE = 4
+ROUND_S = 0.05  # of virtual time, in `settle`
+SETTLE_ROUNDS = 50  # 2.5 s: longer than any beat, lease, back-off or repeated Cancel
 
 
 class ThreadlessEndpoint(Endpoint):
@@ -50,6 +54,7 @@ class ThreadlessEndpoint(Endpoint):
         progress: Callable[[], bool],
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
+        **options: Any,
     ) -> None:
         self.emitted: list[TransferEvent] = []
         super().__init__(
@@ -58,6 +63,7 @@ class ThreadlessEndpoint(Endpoint):
             progress=progress,
             on_event=on_event,
             on_death=on_death,
+            **options,
         )
 
     def emit(self, event: TransferEvent) -> None:
@@ -149,6 +155,8 @@ class Cluster:
         self.attempts: dict[Key, Attempt] = {}
         self.reports: list[PeerReport] = []
         self.dead: set[str] = set()
+        self.stopped: set[str] = set()  # processes that stand still, and may go on
+        self.clock = VirtualClock()
         config = EngineConfig(
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks * num_groups,
@@ -164,14 +172,20 @@ class Cluster:
             mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint),
         ):
             self.sender = RecordingSender(
-                ScriptedTransport("p", p_engine.kv_cache, self.network), lambda: None, _never
+                ScriptedTransport("p", p_engine.kv_cache, self.network),
+                lambda: None,
+                _never,
+                self.clock,
             )
             self.sender.started = []
             receiver = Receiver(
-                ScriptedTransport("d", self.d_engine.kv_cache, self.network), lambda: None, _never
+                ScriptedTransport("d", self.d_engine.kv_cache, self.network),
+                lambda: None,
+                _never,
+                self.clock,
             )
         self.p = PrefillNode(p_engine, self.sender, self._take)
-        self.d = DecodeNode(self.d_engine, receiver, self._take)
+        self.d = DecodeNode(self.d_engine, receiver, self._take, self.clock)
         self.p_endpoint = endpoint_of(self.sender._endpoint)
         self.d_endpoint = endpoint_of(receiver._endpoint)
         self.rejoin()
@@ -255,7 +269,7 @@ class Cluster:
 
     def step(self, engine_id: str) -> None:
         """One step of a node's engine thread."""
-        if engine_id in self.dead:
+        if engine_id in self.dead or engine_id in self.stopped:
             return
         node = self.p if engine_id == "p" else self.d
         node.step()
@@ -263,17 +277,18 @@ class Cluster:
 
     def round(self, engine_id: str) -> None:
         """One round of a node's KV I/O thread."""
-        if engine_id not in self.dead:
+        if engine_id not in self.dead and engine_id not in self.stopped:
             (self.p_endpoint if engine_id == "p" else self.d_endpoint).round()
 
     def settle(self) -> None:
-        """Let everything happen, without faults, until nothing more happens."""
+        """Let everything happen, without faults, until nothing but beats happens for a while."""
+        self.stopped.clear()
         quiet = 0
-        for _ in range(2000):
+        for _ in range(4000):
             for engine_id in "dp":
                 self.round(engine_id)
                 self.step(engine_id)
-            busy = bool(self.network.messages or self.network.writes)
+            busy = bool(self.network.writes) or not all(map(is_beat, self.network.messages))
             while self.network.messages:
                 self.network.deliver(0)
             while self.network.writes:
@@ -281,11 +296,17 @@ class Cluster:
             steps = self.p.engine.num_steps + self.d.engine.num_steps
             quiet = 0 if busy or steps != self._last_steps else quiet + 1
             self._last_steps = steps
-            if quiet > 5:
+            if quiet > SETTLE_ROUNDS:
                 return
+            self.clock.advance(ROUND_S)
         raise AssertionError("it never becomes quiet")
 
     _last_steps = -1
+
+
+def is_beat(message: ScriptedMessage) -> bool:
+    """Whether a message is about its sender's being there, and about no request."""
+    return isinstance(decode(message.payload), Beat | Hello | HelloAck)
 
 
 def _never(error: Exception) -> None:
