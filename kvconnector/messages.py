@@ -66,6 +66,8 @@ class Commit(_RequestMessage, frozen=True, kw_only=True):
     num_blocks: Count
     transport: str
     exposed_transfer_s: float
+    num_descriptors: Count = 0
+    posting_s: float = 0.0
 
 
 class Cancel(_RequestMessage, frozen=True, kw_only=True):

@@ -168,6 +168,8 @@ class Receiver:
                     num_blocks=commit.num_blocks,
                     transport=commit.transport,
                     exposed_transfer_s=commit.exposed_transfer_s,
+                    num_descriptors=commit.num_descriptors,
+                    posting_s=commit.posting_s,
                 ),
             )
         )

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.errors import TransferError
 from kvconnector.base import (
     BlockPush,
     KVTransport,
-    PendingWrite,
     TransferEvent,
     TransferEventKind,
 )
 from kvconnector.endpoint import Endpoint
-from kvconnector.layout import check_block_ids
+from kvconnector.layout import LayerRange, check_block_ids, count_runs
 from kvconnector.messages import (
     Cancel,
     Commit,
@@ -37,6 +35,7 @@ from kvconnector.messages import (
     Watermark,
 )
 from kvconnector.peer_info import PeerInfo
+from kvconnector.transfer import Transfer, Write, cut
 
 logger = logging.getLogger(__name__)
 
@@ -46,32 +45,6 @@ SLOW_HELLO_INTERVAL_S = 1.0
 # One write is at most this long, so that aborts and other requests never wait for much.
 WRITE_BYTES = 8 * 2**20
 IN_FLIGHT_BYTES_PER_PEER = 32 * 2**20
-
-
-@dataclass(slots=True)
-class _Write:
-    """One posted piece; ``watermark`` is set on the last piece of a push."""
-
-    pending: PendingWrite
-    num_bytes: int
-    watermark: int | None
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """One request's way to its decode node."""
-
-    request_id: str
-    epoch: int
-    engine_id: str
-    num_blocks: int
-    granted: list[int] | None = None
-    pieces: deque[BlockPush] = field(default_factory=deque)  # computed, not yet posted
-    writes: deque[_Write] = field(default_factory=deque)  # posted, not yet complete
-    last: BlockPush | None = None
-    last_at: float = 0.0
-    num_blocks_pushed: int = 0
-    failure: str | None = None
 
 
 @dataclass(slots=True)
@@ -99,7 +72,7 @@ class Sender:
         on_death: Callable[[Exception], None],
     ) -> None:
         self._info = transport.peer_info
-        self._transfers: dict[tuple[str, int], _Transfer] = {}  # (request_id, epoch)
+        self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
         self._greeting: dict[str, _Greeting] = {}  # peers that have not answered yet
         self._leaving: set[str] = set()  # peers to forget when nothing is in flight to them
         self._endpoint = Endpoint(
@@ -129,7 +102,7 @@ class Sender:
     def start(
         self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
     ) -> None:
-        transfer = _Transfer(request_id, epoch, engine_id, num_blocks)
+        transfer = Transfer(request_id, epoch, engine_id, num_blocks)
         self._endpoint.submit(lambda: self._start(transfer, num_tokens))
 
     def push(self, push: BlockPush) -> None:
@@ -172,7 +145,7 @@ class Sender:
             self._leaving.discard(engine_id)
             self._endpoint.remove_peer(engine_id)
 
-    def _start(self, transfer: _Transfer, num_tokens: int) -> None:
+    def _start(self, transfer: Transfer, num_tokens: int) -> None:
         engine_id = transfer.engine_id
         self._transfers[transfer.request_id, transfer.epoch] = transfer
         message = Start(
@@ -190,19 +163,8 @@ class Sender:
             return
         if push.token_id is not None:
             transfer.last, transfer.last_at = push, now
-        blocks_per_write = max(1, WRITE_BYTES // self._info.block_bytes)
-        for index in range(0, len(push.block_ids), blocks_per_write):
-            block_ids = push.block_ids[index : index + blocks_per_write]
-            is_last_piece = index + blocks_per_write >= len(push.block_ids)
-            transfer.pieces.append(
-                BlockPush(
-                    request_id=push.request_id,
-                    epoch=push.epoch,
-                    first_block=push.first_block + index,
-                    block_ids=block_ids,
-                    num_tokens=push.num_tokens if is_last_piece else 0,
-                )
-            )
+        blocks_per_write = WRITE_BYTES // max(1, self._num_bytes(1, push.layers))
+        transfer.pieces += cut(push, max(1, blocks_per_write))
 
     # ------------------------------------------------------------------ messages
 
@@ -228,7 +190,7 @@ class Sender:
             else:
                 self._take_grant(transfer, message.block_ids)
 
-    def _take_grant(self, transfer: _Transfer, block_ids: list[int]) -> None:
+    def _take_grant(self, transfer: Transfer, block_ids: list[int]) -> None:
         try:
             check_block_ids(block_ids, self._endpoint.peers[transfer.engine_id].num_blocks)
         except ValueError as error:
@@ -257,7 +219,8 @@ class Sender:
             self._forget_leaving()
         new = any(not greeting.late for greeting in self._greeting.values())
         self._endpoint.expect(new or bool(self._transfers))
-        return any(t.writes or (t.pieces and t.granted) for t in self._transfers.values())
+        granted = [t for t in self._transfers.values() if t.granted is not None]
+        return any(transfer.writes or transfer.pieces for transfer in granted)
 
     def _greet(self) -> None:
         now = time.monotonic()
@@ -279,33 +242,42 @@ class Sender:
             self._endpoint.fail_peer(engine_id, "it cannot be reached")
         return False
 
-    def _post(self, transfer: _Transfer, room_bytes: int) -> int:
+    def _post(self, transfer: Transfer, room_bytes: int) -> int:
         """Post what is computed and granted; returns the bytes posted."""
         posted = 0
-        while (
-            transfer.granted is not None
-            and transfer.failure is None
-            and transfer.pieces
-            and posted < room_bytes
-        ):
+        while posted < room_bytes and transfer.can_post:
+            assert transfer.granted is not None
             piece = transfer.pieces.popleft()
-            end = piece.first_block + len(piece.block_ids)
-            remote = transfer.granted[piece.first_block : end]
+            remote = [transfer.granted[index] for index in piece.indices]
+            started = time.perf_counter()
             try:
                 pending = self._endpoint.transport.write(
-                    transfer.engine_id, piece.block_ids, remote
+                    transfer.engine_id, piece.block_ids, remote, piece.layers
                 )
             except (TransferError, ValueError) as error:
                 self._fail(transfer, str(error))
                 break
-            num_bytes = len(piece.block_ids) * self._info.block_bytes
-            transfer.writes.append(_Write(pending, num_bytes, piece.num_tokens or None))
-            transfer.num_blocks_pushed += len(piece.block_ids)
+            transfer.posting_s += time.perf_counter() - started
+            num_bytes = self._num_bytes(len(remote), piece.layers)
+            transfer.writes.append(Write(pending, piece, num_bytes))
+            transfer.num_bytes += num_bytes
+            if piece.layers is None:
+                transfer.num_blocks_pushed += len(remote)
+                transfer.num_descriptors += count_runs(piece.block_ids, remote)
+            else:  # blocks count once; layers of neighbouring blocks do not adjoin
+                transfer.num_blocks_pushed += len(remote) if piece.layers[0] == 0 else 0
+                transfer.num_descriptors += len(remote)
             posted += num_bytes
             self._settle(transfer)
         return posted
 
-    def _settle(self, transfer: _Transfer) -> None:
+    def _num_bytes(self, num_blocks: int, layers: LayerRange | None) -> int:
+        num_bytes = num_blocks * self._info.block_bytes
+        if layers is None:
+            return num_bytes
+        return num_bytes * (layers[1] - layers[0]) // self._info.num_layers
+
+    def _settle(self, transfer: Transfer) -> None:
         """Take complete writes off, in order, and tell the watermark."""
         while transfer.writes:
             write = transfer.writes[0]
@@ -316,18 +288,19 @@ class Sender:
                 self._fail(transfer, str(error))
             transfer.writes.popleft()
             # After the last push the commit record follows and says more.
-            if write.watermark is not None and transfer.failure is None and not transfer.last:
+            watermark = write.piece.watermark
+            if watermark is not None and transfer.failure is None and not transfer.last:
                 self._send(
                     transfer.engine_id,
                     Watermark(
                         engine_id=self._info.engine_id,
                         request_id=transfer.request_id,
                         epoch=transfer.epoch,
-                        num_tokens=write.watermark,
+                        num_tokens=watermark,
                     ),
                 )
 
-    def _finish_if_quiet(self, transfer: _Transfer) -> None:
+    def _finish_if_quiet(self, transfer: Transfer) -> None:
         key = (transfer.request_id, transfer.epoch)
         if transfer.writes or key not in self._transfers:
             return
@@ -337,10 +310,12 @@ class Sender:
                 transfer.engine_id, transfer.request_id, transfer.epoch, transfer.failure
             )
             self._emit(TransferEventKind.FAILED, transfer, reason=transfer.failure)
-        elif transfer.last is not None and transfer.granted is not None and not transfer.pieces:
-            self._commit(transfer, transfer.last)
+        elif transfer.is_complete:
+            self._commit(transfer)
 
-    def _commit(self, transfer: _Transfer, last: BlockPush) -> None:
+    def _commit(self, transfer: Transfer) -> None:
+        last = transfer.last
+        assert last is not None
         assert last.token_id is not None
         commit = Commit(
             engine_id=self._info.engine_id,
@@ -348,10 +323,12 @@ class Sender:
             epoch=transfer.epoch,
             token_id=last.token_id,
             num_tokens=last.num_tokens,
-            num_bytes=transfer.num_blocks_pushed * self._info.block_bytes,
+            num_bytes=transfer.num_bytes,
             num_blocks=transfer.num_blocks_pushed,
             transport=self._endpoint.paths[transfer.engine_id],
             exposed_transfer_s=time.perf_counter() - transfer.last_at,
+            num_descriptors=transfer.num_descriptors,
+            posting_s=transfer.posting_s,
         )
         if not self._send(transfer.engine_id, commit):
             self._fail(transfer, "the decode node cannot be reached")
@@ -360,7 +337,7 @@ class Sender:
         del self._transfers[transfer.request_id, transfer.epoch]
         self._emit(TransferEventKind.COMMITTED, transfer)
 
-    def _fail(self, transfer: _Transfer | None, reason: str) -> None:
+    def _fail(self, transfer: Transfer | None, reason: str) -> None:
         """Post nothing more; `_finish_if_quiet` ends it when nothing is in flight."""
         if transfer is None or transfer.failure is not None:
             return
@@ -373,7 +350,7 @@ class Sender:
         )
         self._send(engine_id, quiet)
 
-    def _emit(self, kind: TransferEventKind, transfer: _Transfer, *, reason: str = "") -> None:
+    def _emit(self, kind: TransferEventKind, transfer: Transfer, *, reason: str = "") -> None:
         self._endpoint.emit(
             TransferEvent(
                 kind=kind,

@@ -37,6 +37,7 @@ def make_program(
     def make_node(wake: Callable[[], None]) -> tuple[PrefillNode, Sender]:
         transport = make_transport(loaded.engine_id, loaded.engine.kv_cache)
         sender = Sender(transport, on_event=wake, on_death=on_death)
-        return PrefillNode(loaded.engine, sender, emit), sender
+        node = PrefillNode(loaded.engine, sender, emit, options.push, options.layer_groups)
+        return node, sender
 
     return NodeThreads(options.name, NodeRole.PREFILL, loaded, make_node, on_death)

@@ -16,6 +16,7 @@ from baton.client import DEFAULT_ADDRESS
 from baton.engine_config import DTYPES, EngineConfig
 from baton.errors import ConfigError
 from baton.process import print_error
+from baton.push_mode import PushMode
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULTS = EngineConfig()
@@ -101,6 +102,13 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
             bool | None,
             typer.Option(help="Schedule a step while one runs; by default on a GPU only."),
         ] = None,
+        push: Annotated[
+            PushMode, typer.Option(help="Of a prefill node: when KV blocks are sent.")
+        ] = PushMode.LAYERS,
+        layer_groups: Annotated[
+            int,
+            typer.Option(help="Of a prefill node: parts of a layer-wise sent chunk.", min=1),
+        ] = 4,
         log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     ) -> None:
         try:
@@ -132,6 +140,8 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                     num_threads=num_threads,
                 ),
                 log_level=log_level,
+                push=push,
+                layer_groups=layer_groups,
             )
         except ConfigError as error:
             print_error(error)

@@ -23,6 +23,7 @@ from baton.link import (
     PrefillCommand,
     RequestDelta,
 )
+from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine.engine import Engine
@@ -133,6 +134,7 @@ class Cluster:
         expected_kv: the KV of a prompt, by an engine that shares nothing with these.
         num_blocks: of each node and KV cache group; few, so that memory is short.
         async_scheduling: of each node.
+        push_mode: of the prefill node.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class Cluster:
         num_groups: int = 1,
         *,
         async_scheduling: bool = False,
+        push_mode: PushMode = PushMode.LAYERS,
     ) -> None:
         self.network = ScriptedNetwork()
         self.attempts: dict[Key, Attempt] = {}
@@ -169,7 +172,7 @@ class Cluster:
             receiver = Receiver(
                 ScriptedTransport("d", self.d_engine.kv_cache, self.network), lambda: None, _never
             )
-        self.p = PrefillNode(p_engine, self.sender, self._take)
+        self.p = PrefillNode(p_engine, self.sender, self._take, push_mode)
         self.d = DecodeNode(self.d_engine, receiver, self._take)
         self.p_endpoint = endpoint_of(self.sender._endpoint)
         self.d_endpoint = endpoint_of(receiver._endpoint)

@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node import reservations
 from engine import LLM
@@ -73,7 +74,11 @@ def reference_kv(prompt: tuple[int, ...], *, mixed: bool = False) -> torch.Tenso
 
 
 def make_cluster(
-    num_blocks: int, *, mixed: bool = False, async_scheduling: bool = False
+    num_blocks: int,
+    *,
+    mixed: bool = False,
+    async_scheduling: bool = False,
+    push_mode: PushMode = PushMode.LAYERS,
 ) -> Cluster:
     """Two nodes; a mixed model has three KV cache groups."""
     return Cluster(
@@ -82,6 +87,7 @@ def make_cluster(
         num_blocks,
         reference(mixed=mixed).engine.kv_cache_spec.num_groups,
         async_scheduling=async_scheduling,
+        push_mode=push_mode,
     )
 
 
@@ -123,14 +129,21 @@ class HandoffMachine(RuleBasedStateMachine):
         self.is_faulty = False  # something happened that may fail a request or need its deadline
 
     @initialize(
-        num_blocks=st.sampled_from([7, 9, 20]), mixed=st.booleans(), async_scheduling=st.booleans()
+        num_blocks=st.sampled_from([7, 9, 20]),
+        mixed=st.booleans(),
+        async_scheduling=st.booleans(),
+        push_mode=st.sampled_from(PushMode),
     )
-    def make(self, num_blocks: int, mixed: bool, async_scheduling: bool) -> None:
+    def make(
+        self, num_blocks: int, mixed: bool, async_scheduling: bool, push_mode: PushMode
+    ) -> None:
         self.mixed = mixed
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(reservations, "RECANCEL_S", 0.0)
         self.patch.setattr(reservations, "TICK_S", 0.0)
-        self.cluster = make_cluster(num_blocks, mixed=mixed, async_scheduling=async_scheduling)
+        self.cluster = make_cluster(
+            num_blocks, mixed=mixed, async_scheduling=async_scheduling, push_mode=push_mode
+        )
         dead = self.cluster.dead
         self.patch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
 
