@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 from baton.errors import TransferError
 from kvconnector import messages
-from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
+from kvconnector.base import KVTransport, TransferEvent
 from kvconnector.messages import Message
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class Endpoint:
         progress: called on the thread in each round; returns whether something is in flight.
         on_event: called on the thread after events were added; wakes the node.
         on_death: called on the thread, once, with what nobody expected; the process must end.
+        greets: whether this end says Hello to its peers.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -46,15 +49,17 @@ class Endpoint:
         progress: Callable[[], bool],
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
+        greets: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.transport = transport
-        self.peers: dict[str, PeerInfo] = {}
-        self.paths: dict[str, str] = {}  # engine_id -> name of the path bytes take
+        self.peers = Peers(transport, self.emit, clock, greets=greets)
+        self._clock = clock
         self._on_message = on_message
         self._progress = progress
         self._on_event = on_event
         self._on_death = on_death
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._events: deque[TransferEvent] = deque()
         self._wake = threading.Event()
         self._expecting = False
@@ -69,7 +74,7 @@ class Endpoint:
 
     # ------------------------------------------------------------------ from the node's thread
 
-    def submit(self, call: Callable[[], None]) -> None:
+    def submit(self, call: Callable[[], object]) -> None:
         """Have ``call`` made on the I/O thread, in order; safe from any thread."""
         self._calls.append(call)
         self._wake.set()
@@ -97,44 +102,9 @@ class Endpoint:
     # ------------------------------------------------------------------ on the I/O thread
 
     def add_peer(self, peer: PeerInfo) -> None:
-        """Learn a peer; PEER_FAILED if the transport cannot."""
-        try:
-            self.paths[peer.engine_id] = self.transport.connect(peer)
-        except TransferError as error:
-            self.fail_peer(peer.engine_id, str(error))
-            return
-        self.peers[peer.engine_id] = peer
-        self._warm_until = time.monotonic() + _WARM_S
-
-    def remove_peer(self, engine_id: str) -> None:
-        self.peers.pop(engine_id, None)
-        self.paths.pop(engine_id, None)
-        self.transport.disconnect(engine_id)
-
-    def fail_peer(self, engine_id: str, reason: str) -> None:
-        """Report a peer as unreachable."""
-        self.emit(
-            TransferEvent(kind=TransferEventKind.PEER_FAILED, engine_id=engine_id, reason=reason)
-        )
-
-    def send(self, engine_id: str, message: Message) -> bool:
-        """Send a message; False when the peer cannot be reached, not even by connecting anew."""
-        peer = self.peers.get(engine_id)
-        if peer is None:
-            return False
-        payload = messages.encode(message)
-        try:
-            self.transport.notify(engine_id, payload)
-        except TransferError:
-            # A connection that failed stays failed; the peer may be well.
-            try:
-                self.transport.disconnect(engine_id)
-                self.paths[engine_id] = self.transport.connect(peer)
-                self.transport.notify(engine_id, payload)
-            except TransferError as error:
-                logger.warning("cannot reach %s: %s", engine_id, error)
-                return False
-        return True
+        """Learn a peer, or greet a known one anew; PEER_FAILED if the transport cannot."""
+        self.peers.add(peer)
+        self._warm_until = self._clock() + _WARM_S
 
     def emit(self, event: TransferEvent) -> None:
         self._events.append(event)
@@ -157,7 +127,7 @@ class Endpoint:
                 continue
             if in_flight:
                 timeout = IN_FLIGHT_POLL_S
-            elif self._expecting or time.monotonic() < self._warm_until:
+            elif self._expecting or self._clock() < self._warm_until:
                 timeout = EXPECTING_POLL_S
             else:
                 timeout = IDLE_POLL_S
@@ -187,4 +157,5 @@ class Endpoint:
                 continue
             if message.engine_id in self.peers:
                 self._on_message(message)
+        self.peers.greet()
         return self._progress()

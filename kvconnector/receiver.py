@@ -41,7 +41,6 @@ class Receiver:
         on_death: Callable[[Exception], None],
     ) -> None:
         self._info = transport.peer_info
-        self._greeted: set[str] = set()
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
@@ -61,14 +60,10 @@ class Receiver:
         return self._info.encode()
 
     def connect(self, peer: PeerInfo) -> None:
-        def call() -> None:
-            self._greeted.discard(peer.engine_id)  # who asks anew wants to hear of it anew
-            self._endpoint.add_peer(peer)
-
-        self._endpoint.submit(call)
+        self._endpoint.submit(lambda: self._endpoint.add_peer(peer))
 
     def disconnect(self, engine_id: str) -> None:
-        self._endpoint.submit(lambda: self._disconnect(engine_id))
+        self._endpoint.submit(lambda: self._endpoint.peers.remove(engine_id))
 
     def grant(self, reservation: KVReservation) -> None:
         message = Grant(
@@ -95,16 +90,7 @@ class Receiver:
     # ------------------------------------------------------------------ the I/O thread
 
     def _send(self, engine_id: str, message: Message) -> None:
-        def call() -> None:
-            if not self._endpoint.send(engine_id, message) and engine_id in self._greeted:
-                self._greeted.discard(engine_id)
-                self._endpoint.fail_peer(engine_id, "it cannot be reached")
-
-        self._endpoint.submit(call)
-
-    def _disconnect(self, engine_id: str) -> None:
-        self._greeted.discard(engine_id)
-        self._endpoint.remove_peer(engine_id)
+        self._endpoint.submit(lambda: self._endpoint.peers.send(engine_id, message))
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -122,18 +108,8 @@ class Receiver:
                 pass
 
     def _greet(self, engine_id: str) -> None:
-        if not self._endpoint.send(engine_id, HelloAck(engine_id=self._info.engine_id)):
-            return
-        if engine_id in self._greeted:
-            return
-        self._greeted.add(engine_id)
-        self._endpoint.emit(
-            TransferEvent(
-                kind=TransferEventKind.PEER_CONNECTED,
-                engine_id=engine_id,
-                transport=self._endpoint.paths[engine_id],
-            )
-        )
+        if self._endpoint.peers.send(engine_id, HelloAck(engine_id=self._info.engine_id)):
+            self._endpoint.peers.confirm(engine_id)
 
     def _emit(
         self,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from baton.errors import TransferError
 from kvconnector.base import (
@@ -27,7 +26,6 @@ from kvconnector.messages import (
     Cancel,
     Commit,
     Grant,
-    Hello,
     HelloAck,
     Message,
     Quiet,
@@ -35,25 +33,14 @@ from kvconnector.messages import (
     Watermark,
 )
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peers import PeerState
 from kvconnector.transfer import Transfer, Write, cut
 
 logger = logging.getLogger(__name__)
 
-HELLO_INTERVAL_S = 0.05
-HELLO_TIMEOUT_S = 10.0  # then it is reported, and greeted less often
-SLOW_HELLO_INTERVAL_S = 1.0
 # One write is at most this long, so that aborts and other requests never wait for much.
 WRITE_BYTES = 8 * 2**20
 IN_FLIGHT_BYTES_PER_PEER = 32 * 2**20
-
-
-@dataclass(slots=True)
-class _Greeting:
-    """A peer that has not answered yet: reported at ``report_at``, asked again for ever."""
-
-    report_at: float
-    next_at: float = 0.0
-    late: bool = False
 
 
 class Sender:
@@ -73,14 +60,13 @@ class Sender:
     ) -> None:
         self._info = transport.peer_info
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
-        self._greeting: dict[str, _Greeting] = {}  # peers that have not answered yet
-        self._leaving: set[str] = set()  # peers to forget when nothing is in flight to them
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
             progress=self._progress,
             on_event=on_event,
             on_death=on_death,
+            greets=True,
         )
         self._endpoint.start()
 
@@ -94,7 +80,7 @@ class Sender:
         return self._info.encode()
 
     def connect(self, peer: PeerInfo) -> None:
-        self._endpoint.submit(lambda: self._connect(peer))
+        self._endpoint.submit(lambda: self._endpoint.add_peer(peer))
 
     def disconnect(self, engine_id: str) -> None:
         self._endpoint.submit(lambda: self._disconnect(engine_id, "the decode node is gone"))
@@ -120,30 +106,23 @@ class Sender:
 
     # ------------------------------------------------------------------ calls, on the I/O thread
 
-    def _connect(self, peer: PeerInfo) -> None:
-        self._leaving.discard(peer.engine_id)
-        self._endpoint.add_peer(peer)
-        if peer.engine_id in self._endpoint.peers:
-            self._greeting[peer.engine_id] = _Greeting(time.monotonic() + HELLO_TIMEOUT_S)
-
     def _disconnect(self, engine_id: str, reason: str) -> None:
         """Fail what goes to a peer, and forget it as soon as nothing is in flight to it.
 
         Its router has lost it, which does not mean that it is dead: what was posted may still land
         there, and only then may it be told that the wire is quiet.
         """
-        self._greeting.pop(engine_id, None)
         for transfer in list(self._transfers.values()):
             if transfer.engine_id == engine_id:
                 self._fail(transfer, reason)
                 self._finish_if_quiet(transfer)
-        self._leaving.add(engine_id)
+        self._endpoint.peers.leave(engine_id)
 
     def _forget_leaving(self) -> None:
         busy = {transfer.engine_id for transfer in self._transfers.values()}
-        for engine_id in self._leaving - busy:
-            self._leaving.discard(engine_id)
-            self._endpoint.remove_peer(engine_id)
+        for peer in self._endpoint.peers:
+            if peer.state is PeerState.LEAVING and peer.info.engine_id not in busy:
+                self._endpoint.peers.remove(peer.info.engine_id)
 
     def _start(self, transfer: Transfer, num_tokens: int) -> None:
         engine_id = transfer.engine_id
@@ -154,7 +133,7 @@ class Sender:
             epoch=transfer.epoch,
             num_tokens=num_tokens,
         )
-        if engine_id in self._leaving or not self._send(engine_id, message):
+        if self._is_leaving(engine_id) or not self._send(engine_id, message):
             self._fail(transfer, "the decode node cannot be reached")
 
     def _push(self, push: BlockPush, now: float) -> None:
@@ -170,14 +149,7 @@ class Sender:
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, HelloAck):
-            if self._greeting.pop(message.engine_id, None) is not None:
-                self._endpoint.emit(
-                    TransferEvent(
-                        kind=TransferEventKind.PEER_CONNECTED,
-                        engine_id=message.engine_id,
-                        transport=self._endpoint.paths[message.engine_id],
-                    )
-                )
+            self._endpoint.peers.confirm(message.engine_id)
         elif isinstance(message, Grant | Cancel):
             transfer = self._transfers.get((message.request_id, message.epoch))
             if transfer is None:
@@ -192,7 +164,7 @@ class Sender:
 
     def _take_grant(self, transfer: Transfer, block_ids: list[int]) -> None:
         try:
-            check_block_ids(block_ids, self._endpoint.peers[transfer.engine_id].num_blocks)
+            check_block_ids(block_ids, self._endpoint.peers[transfer.engine_id].info.num_blocks)
         except ValueError as error:
             self._fail(transfer, f"bad grant: {error}")
             return
@@ -206,7 +178,6 @@ class Sender:
     # ------------------------------------------------------------------ progress
 
     def _progress(self) -> bool:
-        self._greet()
         in_flight_bytes: dict[str, int] = {}
         for transfer in list(self._transfers.values()):
             self._settle(transfer)
@@ -215,32 +186,17 @@ class Sender:
             used += self._post(transfer, IN_FLIGHT_BYTES_PER_PEER - used)
             in_flight_bytes[transfer.engine_id] = used
             self._finish_if_quiet(transfer)
-        if self._leaving:
-            self._forget_leaving()
-        new = any(not greeting.late for greeting in self._greeting.values())
-        self._endpoint.expect(new or bool(self._transfers))
+        self._forget_leaving()
+        self._endpoint.expect(self._endpoint.peers.is_meeting or bool(self._transfers))
         granted = [t for t in self._transfers.values() if t.granted is not None]
         return any(transfer.writes or transfer.pieces for transfer in granted)
 
-    def _greet(self) -> None:
-        now = time.monotonic()
-        for engine_id, greeting in self._greeting.items():
-            if now < greeting.next_at:
-                continue
-            greeting.next_at = now + (SLOW_HELLO_INTERVAL_S if greeting.late else HELLO_INTERVAL_S)
-            self._endpoint.send(engine_id, Hello(engine_id=self._info.engine_id))
-            if now > greeting.report_at and not greeting.late:
-                greeting.late = True
-                self._endpoint.fail_peer(engine_id, f"no answer in {HELLO_TIMEOUT_S:.0f} s")
-
     def _send(self, engine_id: str, message: Message) -> bool:
-        """Send a message; when the peer cannot be reached, say so once and greet it again."""
-        if self._endpoint.send(engine_id, message):
-            return True
-        if engine_id in self._endpoint.peers and engine_id not in self._greeting:
-            self._greeting[engine_id] = _Greeting(time.monotonic(), late=True)
-            self._endpoint.fail_peer(engine_id, "it cannot be reached")
-        return False
+        return self._endpoint.peers.send(engine_id, message)
+
+    def _is_leaving(self, engine_id: str) -> bool:
+        peers = self._endpoint.peers
+        return engine_id in peers and peers[engine_id].state is PeerState.LEAVING
 
     def _post(self, transfer: Transfer, room_bytes: int) -> int:
         """Post what is computed and granted; returns the bytes posted."""
@@ -325,7 +281,7 @@ class Sender:
             num_tokens=last.num_tokens,
             num_bytes=transfer.num_bytes,
             num_blocks=transfer.num_blocks_pushed,
-            transport=self._endpoint.paths[transfer.engine_id],
+            transport=self._endpoint.peers[transfer.engine_id].path,
             exposed_transfer_s=time.perf_counter() - transfer.last_at,
             num_descriptors=transfer.num_descriptors,
             posting_s=transfer.posting_s,

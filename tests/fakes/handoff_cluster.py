@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -50,6 +51,7 @@ class ThreadlessEndpoint(Endpoint):
         progress: Callable[[], bool],
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
+        **options: Any,
     ) -> None:
         self.emitted: list[TransferEvent] = []
         super().__init__(
@@ -58,6 +60,7 @@ class ThreadlessEndpoint(Endpoint):
             progress=progress,
             on_event=on_event,
             on_death=on_death,
+            **options,
         )
 
     def emit(self, event: TransferEvent) -> None:
