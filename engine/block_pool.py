@@ -11,11 +11,13 @@ with the same prefix can take it back (`touch`). Knows no request and no tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.block_hash import BlockHash
 from baton.link import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
+from engine.extents import WINDOW_FACTOR, choose_extents
 
 
 @dataclass(slots=True, eq=False)
@@ -60,23 +62,31 @@ class BlockPool:
 
     # ------------------------------------------------------------------ references
 
-    def allocate(self, num_blocks: int) -> list[int] | None:
+    def allocate(self, num_blocks: int, *, extents: bool = False) -> list[int] | None:
         """Give ``num_blocks`` block ids with one reference each, or None if too few are free.
 
         The blocks that were freed longest ago go first; what they had cached is forgotten.
+
+        Args:
+            extents: prefer blocks that follow each other in memory, among a few times as many that
+                were freed longest ago.
         """
         if num_blocks > self.num_free:
             return None
-        block_ids = []
-        for _ in range(num_blocks):
-            block = self._head.next
-            assert block is not None
-            assert block is not self._tail
+        window = num_blocks
+        if extents and num_blocks > 1:  # the newer half only if there is no other way
+            window = max(num_blocks, min(num_blocks * WINDOW_FACTOR, self.num_free // 2))
+        block_ids = [block.block_id for block in itertools.islice(self._free_blocks(), window)]
+        if len(block_ids) > num_blocks:
+            block_ids = choose_extents(block_ids, num_blocks)
+        elif extents:
+            block_ids.sort()
+        for block_id in block_ids:
+            block = self._blocks[block_id]
             self._remove_free(block)
             if block.block_hash is not None:
                 self._forget(block)
             block.ref_count = 1
-            block_ids.append(block.block_id)
         return block_ids
 
     def hold(self, block_ids: Iterable[int]) -> None:
