@@ -50,7 +50,7 @@ class _Churn:
 
     def fill(self, now: float) -> list[tuple[int, int]]:
         """Begin requests up to the occupancy; (blocks, ranges of memory) of each one's transfer."""
-        transfers = []
+        transfers: list[tuple[int, int]] = []
         spare = int(NUM_BLOCKS * (1 - OCCUPANCY))
         while True:
             num_blocks = self.next_blocks

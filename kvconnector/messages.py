@@ -5,6 +5,10 @@ P -> D   Start     I compute this prompt for you      D -> P   Grant     write i
 P -> D   Watermark tokens up to here are complete     D -> P   Cancel    write no more
 P -> D   Commit    all is complete; token 1 is ...
 P -> D   Quiet     I write no more, for this reason
+
+With digests, a Commit is not the end:
+P -> D   Digests   what arrived must be this      D -> P   Resend    it is not: write it again
+                                                  D -> P   Verified  all of it is
 """
 
 from __future__ import annotations
@@ -52,9 +56,10 @@ class Grant(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Watermark(_RequestMessage, frozen=True, kw_only=True):
-    """Tokens up to ``num_tokens`` are complete in D's memory."""
+    """Tokens up to ``num_tokens`` are complete in D's memory: the first ``num_blocks`` granted."""
 
     num_tokens: Count
+    num_blocks: Count = 0
 
 
 class Commit(_RequestMessage, frozen=True, kw_only=True):
@@ -80,7 +85,43 @@ class Quiet(_RequestMessage, frozen=True, kw_only=True):
     reason: str
 
 
-Message = Hello | HelloAck | Start | Grant | Watermark | Commit | Cancel | Quiet
+class Digests(_RequestMessage, frozen=True, kw_only=True):
+    """xxh3-64 of what P wrote into these of the granted blocks; the writes are complete.
+
+    ``attempt`` counts how often D has asked for them again.
+    """
+
+    indices: list[Count]
+    digests: bytes
+    layers: tuple[Count, Count] | None = None  # None: all of them
+    attempt: Count = 0
+
+
+class Resend(_RequestMessage, frozen=True, kw_only=True):
+    """What P wrote there is not what it says it wrote."""
+
+    indices: list[Count]
+    layers: tuple[Count, Count]
+    attempt: Count
+
+
+class Verified(_RequestMessage, frozen=True, kw_only=True):
+    """D has compared everything, and asks for nothing more: P may let go of its blocks."""
+
+
+Message = (
+    Hello
+    | HelloAck
+    | Start
+    | Grant
+    | Watermark
+    | Commit
+    | Cancel
+    | Quiet
+    | Digests
+    | Resend
+    | Verified
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

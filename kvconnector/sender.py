@@ -20,16 +20,20 @@ from kvconnector.base import (
     TransferEvent,
     TransferEventKind,
 )
+from kvconnector.digests import DIGEST_BYTES, MAX_DIGESTS_PER_MESSAGE, BlockDigests
 from kvconnector.endpoint import Endpoint
-from kvconnector.layout import LayerRange, check_block_ids, count_runs
+from kvconnector.layout import LayerRange, check_block_ids
 from kvconnector.messages import (
     Cancel,
     Commit,
+    Digests,
     Grant,
     HelloAck,
     Message,
     Quiet,
+    Resend,
     Start,
+    Verified,
     Watermark,
 )
 from kvconnector.peer_info import PeerInfo
@@ -50,6 +54,7 @@ class Sender:
         transport: how bytes travel; owned from now on.
         on_event: called (on another thread) when `poll` has something.
         on_death: called (on another thread) when the connector cannot continue.
+        digests: of this node's memory, if the decode node is to check what arrives.
     """
 
     def __init__(
@@ -57,8 +62,10 @@ class Sender:
         transport: KVTransport,
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
+        digests: BlockDigests | None = None,
     ) -> None:
         self._info = transport.peer_info
+        self._digests = digests
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
         self._endpoint = Endpoint(
             transport,
@@ -150,7 +157,7 @@ class Sender:
     def _on_message(self, message: Message) -> None:
         if isinstance(message, HelloAck):
             self._endpoint.peers.confirm(message.engine_id)
-        elif isinstance(message, Grant | Cancel):
+        elif isinstance(message, Grant | Cancel | Resend | Verified):
             transfer = self._transfers.get((message.request_id, message.epoch))
             if transfer is None:
                 # Already over here: say so again, the peer may hold blocks for it.
@@ -159,8 +166,20 @@ class Sender:
                 logger.warning("dropped a message about another node's transfer")
             elif isinstance(message, Cancel):
                 self._fail(transfer, "cancelled by the decode node")
+            elif isinstance(message, Resend):
+                self._send_again(transfer, message)
+            elif isinstance(message, Verified):
+                if transfer.commit_is_sent and transfer.is_complete:
+                    self._end(transfer)
             else:
                 self._take_grant(transfer, message.block_ids)
+
+    def _send_again(self, transfer: Transfer, message: Resend) -> None:
+        layers = message.layers
+        if self._digests is not None and 0 <= layers[0] < layers[1] <= self._info.num_layers:
+            transfer.send_again(message.indices, layers, message.attempt)
+        else:
+            transfer.fail("the decode node asked for what there is not")
 
     def _take_grant(self, transfer: Transfer, block_ids: list[int]) -> None:
         try:
@@ -205,6 +224,9 @@ class Sender:
             assert transfer.granted is not None
             piece = transfer.pieces.popleft()
             remote = [transfer.granted[index] for index in piece.indices]
+            digests = b""
+            if self._digests is not None:
+                digests = self._digests.of(piece.block_ids, piece.layers)
             started = time.perf_counter()
             try:
                 pending = self._endpoint.transport.write(
@@ -215,14 +237,7 @@ class Sender:
                 break
             transfer.posting_s += time.perf_counter() - started
             num_bytes = self._num_bytes(len(remote), piece.layers)
-            transfer.writes.append(Write(pending, piece, num_bytes))
-            transfer.num_bytes += num_bytes
-            if piece.layers is None:
-                transfer.num_blocks_pushed += len(remote)
-                transfer.num_descriptors += count_runs(piece.block_ids, remote)
-            else:  # blocks count once; layers of neighbouring blocks do not adjoin
-                transfer.num_blocks_pushed += len(remote) if piece.layers[0] == 0 else 0
-                transfer.num_descriptors += len(remote)
+            transfer.post(Write(pending, piece, num_bytes, digests), remote)
             posted += num_bytes
             self._settle(transfer)
         return posted
@@ -243,6 +258,7 @@ class Sender:
             except TransferError as error:
                 self._fail(transfer, str(error))
             transfer.writes.popleft()
+            self._send_digests(transfer, write)
             # After the last push the commit record follows and says more.
             watermark = write.piece.watermark
             if watermark is not None and transfer.failure is None and not transfer.last:
@@ -252,7 +268,8 @@ class Sender:
                         engine_id=self._info.engine_id,
                         request_id=transfer.request_id,
                         epoch=transfer.epoch,
-                        num_tokens=watermark,
+                        num_tokens=watermark[0],
+                        num_blocks=watermark[1],
                     ),
                 )
 
@@ -266,7 +283,7 @@ class Sender:
                 transfer.engine_id, transfer.request_id, transfer.epoch, transfer.failure
             )
             self._emit(TransferEventKind.FAILED, transfer, reason=transfer.failure)
-        elif transfer.is_complete:
+        elif transfer.is_complete and not transfer.commit_is_sent:
             self._commit(transfer)
 
     def _commit(self, transfer: Transfer) -> None:
@@ -290,15 +307,36 @@ class Sender:
             self._fail(transfer, "the decode node cannot be reached")
             self._finish_if_quiet(transfer)
             return
+        transfer.commit_is_sent = True
+        if self._digests is None:
+            self._end(transfer)
+
+    def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.request_id, transfer.epoch]
         self._emit(TransferEventKind.COMMITTED, transfer)
 
+    def _send_digests(self, transfer: Transfer, write: Write) -> None:
+        """Say what a complete write must have brought; in messages that stay short."""
+        if not write.digests or transfer.failure is not None:
+            return
+        piece = write.piece
+        for start in range(0, len(piece.indices), MAX_DIGESTS_PER_MESSAGE):
+            end = start + MAX_DIGESTS_PER_MESSAGE
+            message = Digests(
+                engine_id=self._info.engine_id,
+                request_id=transfer.request_id,
+                epoch=transfer.epoch,
+                indices=list(piece.indices[start:end]),
+                digests=write.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
+                layers=piece.layers,
+                attempt=piece.attempt,
+            )
+            self._send(transfer.engine_id, message)
+
     def _fail(self, transfer: Transfer | None, reason: str) -> None:
         """Post nothing more; `_finish_if_quiet` ends it when nothing is in flight."""
-        if transfer is None or transfer.failure is not None:
-            return
-        transfer.failure = reason
-        transfer.pieces.clear()
+        if transfer is not None:
+            transfer.fail(reason)
 
     def _say_quiet(self, engine_id: str, request_id: str, epoch: int, reason: str) -> None:
         quiet = Quiet(

@@ -109,6 +109,10 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
             int,
             typer.Option(help="Of a prefill node: parts of a layer-wise sent chunk.", min=1),
         ] = 4,
+        kv_digests: Annotated[
+            bool,
+            typer.Option(help="Check that KV blocks arrive unchanged; the same on all nodes."),
+        ] = False,
         log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     ) -> None:
         try:
@@ -142,6 +146,7 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                 log_level=log_level,
                 push=push,
                 layer_groups=layer_groups,
+                kv_digests=kv_digests,
             )
         except ConfigError as error:
             print_error(error)

@@ -30,6 +30,7 @@ class NodeOptions:
     log_level: str
     push: PushMode
     layer_groups: int
+    kv_digests: bool
 
 
 MakeProgram = Callable[

@@ -29,6 +29,7 @@ from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine.engine import Engine
 from kvconnector.base import KVTransport, TransferEvent
+from kvconnector.digests import BlockDigests
 from kvconnector.endpoint import Endpoint
 from kvconnector.messages import Message
 from kvconnector.receiver import Receiver
@@ -138,6 +139,7 @@ class Cluster:
         num_blocks: of each node and KV cache group; few, so that memory is short.
         async_scheduling: of each node.
         push_mode: of the prefill node.
+        kv_digests: whether what arrives is checked.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class Cluster:
         *,
         async_scheduling: bool = False,
         push_mode: PushMode = PushMode.LAYERS,
+        kv_digests: bool = False,
     ) -> None:
         self.network = ScriptedNetwork()
         self.attempts: dict[Key, Attempt] = {}
@@ -169,11 +172,17 @@ class Cluster:
             mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint),
         ):
             self.sender = RecordingSender(
-                ScriptedTransport("p", p_engine.kv_cache, self.network), lambda: None, _never
+                ScriptedTransport("p", p_engine.kv_cache, self.network),
+                lambda: None,
+                _never,
+                BlockDigests(p_engine.kv_cache) if kv_digests else None,
             )
             self.sender.started = []
             receiver = Receiver(
-                ScriptedTransport("d", self.d_engine.kv_cache, self.network), lambda: None, _never
+                ScriptedTransport("d", self.d_engine.kv_cache, self.network),
+                lambda: None,
+                _never,
+                BlockDigests(self.d_engine.kv_cache) if kv_digests else None,
             )
         self.p = PrefillNode(p_engine, self.sender, self._take, push_mode)
         self.d = DecodeNode(self.d_engine, receiver, self._take)

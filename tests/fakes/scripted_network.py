@@ -73,6 +73,16 @@ class ScriptedNetwork:
     def land(self, index: int) -> None:
         self.writes.pop(index).land()
 
+    def land_damaged(self, index: int, place: int, byte: int, bit: int) -> None:
+        """One bit of what arrives is wrong; ``place`` and ``byte`` count round."""
+        write = self.writes.pop(index)
+        write.land()
+        block_id = write.remote_block_ids[place % len(write.remote_block_ids)]
+        part = slice(None) if write.layers is None else slice(*write.layers)
+        written = write.target.kv_cache[block_id, part].view(-1).view(torch.uint8)
+        with torch.inference_mode():
+            written[byte % len(written)] ^= 1 << bit
+
     def fail(self, index: int, *, landed: bool) -> None:
         """A write ends in an error; its bytes may have arrived all the same."""
         write = self.writes.pop(index)

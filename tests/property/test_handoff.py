@@ -79,6 +79,7 @@ def make_cluster(
     mixed: bool = False,
     async_scheduling: bool = False,
     push_mode: PushMode = PushMode.LAYERS,
+    kv_digests: bool = False,
 ) -> Cluster:
     """Two nodes; a mixed model has three KV cache groups."""
     return Cluster(
@@ -88,6 +89,7 @@ def make_cluster(
         reference(mixed=mixed).engine.kv_cache_spec.num_groups,
         async_scheduling=async_scheduling,
         push_mode=push_mode,
+        kv_digests=kv_digests,
     )
 
 
@@ -133,16 +135,26 @@ class HandoffMachine(RuleBasedStateMachine):
         mixed=st.booleans(),
         async_scheduling=st.booleans(),
         push_mode=st.sampled_from(PushMode),
+        kv_digests=st.booleans(),
     )
     def make(
-        self, num_blocks: int, mixed: bool, async_scheduling: bool, push_mode: PushMode
+        self,
+        num_blocks: int,
+        mixed: bool,
+        async_scheduling: bool,
+        push_mode: PushMode,
+        kv_digests: bool,
     ) -> None:
-        self.mixed = mixed
+        self.mixed, self.kv_digests = mixed, kv_digests
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(reservations, "RECANCEL_S", 0.0)
         self.patch.setattr(reservations, "TICK_S", 0.0)
         self.cluster = make_cluster(
-            num_blocks, mixed=mixed, async_scheduling=async_scheduling, push_mode=push_mode
+            num_blocks,
+            mixed=mixed,
+            async_scheduling=async_scheduling,
+            push_mode=push_mode,
+            kv_digests=kv_digests,
         )
         dead = self.cluster.dead
         self.patch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
@@ -220,6 +232,13 @@ class HandoffMachine(RuleBasedStateMachine):
     def land(self, data: st.DataObject) -> None:
         network = self.cluster.network
         network.land(data.draw(st.integers(0, len(network.writes) - 1)))
+
+    @precondition(lambda self: self.kv_digests and self.cluster.network.writes)
+    @rule(data=st.data(), place=st.integers(0, 9), byte=st.integers(0, 4095))
+    def damage(self, data: st.DataObject, place: int, byte: int) -> None:
+        network = self.cluster.network
+        index = data.draw(st.integers(0, len(network.writes) - 1))
+        network.land_damaged(index, place, byte, bit=byte % 8)
 
     @precondition(lambda self: self.cluster.network.writes)
     @rule(data=st.data(), landed=st.booleans())
