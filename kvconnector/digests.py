@@ -52,6 +52,7 @@ class Arrival:
     Attributes:
         layers: of each block, a bit for each layer that is right.
         attempts: of what had to be asked for again, by place and layers, how often.
+        missing: what was asked for again and has not come: a write that is still to land.
         watermark: came, but not all that it speaks of is verified.
         commit: likewise.
     """
@@ -60,6 +61,7 @@ class Arrival:
     block_ids: Sequence[int]
     layers: list[int]
     attempts: dict[tuple[int, LayerRange], int] = field(default_factory=dict)
+    missing: set[tuple[int, LayerRange]] = field(default_factory=set)
     watermark: Watermark | None = None
     commit: Commit | None = None
 
@@ -109,15 +111,21 @@ class Verifier:
         bits = (1 << layers[1]) - (1 << layers[0])
         wrong = []
         for place, index in enumerate(message.indices):
-            if index >= len(arrival.block_ids) or arrival.layers[index] & bits == bits:
+            part = (index, layers)
+            if index >= len(arrival.block_ids):
                 continue
-            if arrival.attempts.get((index, layers), 0) != message.attempt:
+            if arrival.layers[index] & bits == bits and part not in arrival.missing:
+                continue
+            if arrival.attempts.get(part, 0) != message.attempt:
                 continue
             sent = message.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
             if self._digests.of(arrival.block_ids[index : index + 1], layers) == sent:
                 arrival.layers[index] |= bits
+                arrival.missing.discard(part)
             else:
-                arrival.attempts[index, layers] = message.attempt + 1
+                arrival.layers[index] &= ~bits
+                arrival.attempts[part] = message.attempt + 1
+                arrival.missing.add(part)
                 wrong.append(index)
         if not wrong:
             return None
@@ -131,5 +139,7 @@ class Verifier:
         )
 
     def is_verified(self, arrival: Arrival, num_blocks: int) -> bool:
-        """Whether the first ``num_blocks`` blocks, all layers of them, are right."""
+        """Whether the first ``num_blocks`` blocks, all layers of them, are right and stay so."""
+        if any(index < num_blocks for index, _ in arrival.missing):
+            return False
         return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])
