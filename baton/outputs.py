@@ -68,12 +68,19 @@ class PrefillReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReceipt:
-    """What became of the KV blocks; travels in the commit record."""
+    """What became of the KV blocks; travels in the commit record.
+
+    Attributes:
+        num_descriptors: ranges of memory that were written, neighbours merged.
+        posting_s: spent in calls that post writes; on one host they copy the bytes.
+    """
 
     num_bytes: int
     num_blocks: int
     transport: str
     exposed_transfer_s: float
+    num_descriptors: int = 0
+    posting_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,6 +167,8 @@ def decode_receipt_to_proto(receipt: DecodeReceipt) -> types_pb2.DecodeReceipt:
             num_blocks=receipt.push.num_blocks,
             transport=receipt.push.transport,
             exposed_transfer_s=receipt.push.exposed_transfer_s,
+            num_descriptors=receipt.push.num_descriptors,
+            posting_s=receipt.push.posting_s,
         ),
     )
 
@@ -184,6 +186,8 @@ def decode_receipt_from_proto(message: types_pb2.DecodeReceipt) -> DecodeReceipt
             num_blocks=message.push.num_blocks,
             transport=message.push.transport,
             exposed_transfer_s=message.push.exposed_transfer_s,
+            num_descriptors=message.push.num_descriptors,
+            posting_s=message.push.posting_s,
         ),
     )
 

@@ -23,6 +23,8 @@ from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from engine.engine import Engine
 from engine.request import Request
 from environment import record_environment, summary, write_results
+from handoff_churn import measure_churn
+from handoff_modes import measure_modes
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 PROMPT_LENGTHS = (64, 256, 1000)
@@ -163,7 +165,12 @@ def main() -> None:
     environment = record_environment()
     receipts = measure(arguments.requests)
     control = measure_control(arguments.requests)
-    lengths = report(Console(highlight=False, width=120), receipts, control)
+    console = Console(highlight=False, width=120)
+    lengths = report(console, receipts, control)
+    modes = measure_modes(max(2, arguments.requests // 2))
+    console.print_json(data=modes)
+    churn = measure_churn()
+    console.print_json(data=churn)
     shape = {
         "model": "examples/demo_model",
         "num_prefill": 1,
@@ -172,7 +179,8 @@ def main() -> None:
         "output_tokens": OUTPUT_TOKENS,
         "concurrency": 1,
     }
-    write_results("handoff", environment, {"shape": shape, "prompt_lengths": lengths})
+    results = {"shape": shape, "prompt_lengths": lengths, "push": modes, "churn": churn}
+    write_results("handoff", environment, results)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from decode_node.node import DecodeNode
 from engine.node_engine import load_engine
 from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
+from kvconnector.digests import BlockDigests
 from kvconnector.faults import FaultSpec, FaultyTransport
 from kvconnector.receiver import Receiver
 
@@ -33,14 +34,19 @@ def make_program(
     faults = FaultSpec.parse(options.inject_faults)
     make_transport = KV_CONNECTORS.load(options.kv_connector)
     loaded = load_engine(
-        options.model, options.engine, node_name=options.name, kv_connector=options.kv_connector
+        options.model,
+        options.engine,
+        node_name=options.name,
+        kv_connector=options.kv_connector,
+        kv_digests=options.kv_digests,
     )
 
     def make_node(wake: Callable[[], None]) -> tuple[DecodeNode, Receiver]:
         transport = make_transport(loaded.engine_id, loaded.engine.kv_cache)
         if faults is not None:
             transport = FaultyTransport(transport, loaded.engine.kv_cache, faults)
-        receiver = Receiver(transport, on_event=wake, on_death=on_death)
+        digests = BlockDigests(loaded.engine.kv_cache) if options.kv_digests else None
+        receiver = Receiver(transport, on_event=wake, on_death=on_death, digests=digests)
         return DecodeNode(loaded.engine, receiver, emit), receiver
 
     return NodeThreads(options.name, NodeRole.DECODE, loaded, make_node, on_death)

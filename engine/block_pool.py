@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
 from baton.link import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
+from engine.extents import WINDOW_FACTOR, choose_extents
 
 
 @dataclass(slots=True, eq=False)
@@ -61,23 +62,21 @@ class BlockPool:
 
     # ------------------------------------------------------------------ references
 
-    def allocate(self, num_blocks: int) -> list[int] | None:
+    def allocate(self, num_blocks: int, *, extents: bool = False) -> list[int] | None:
         """Give ``num_blocks`` block ids with one reference each, or None if too few are free.
 
         The blocks that were freed longest ago go first; what they had cached is forgotten.
+
+        Args:
+            extents: prefer blocks that follow each other in memory, among a few times as many that
+                were freed longest ago.
         """
         if num_blocks > self.num_free:
             return None
-        block_ids = []
-        block = self._head.next
-        for _ in range(num_blocks):
-            if block.block_hash is not None:
-                self._forget(block)
-            block.ref_count = 1
-            block_ids.append(block.block_id)
-            block = block.next
-        # The run is unlinked at once: `block` is the first that stays free, or the tail.
-        self._head.next, block.previous = block, self._head
+        if extents and num_blocks > 1:
+            block_ids = self._take_extents(num_blocks)
+        else:
+            block_ids = self._take_oldest(num_blocks)
         self.num_free -= num_blocks
         return block_ids
 
@@ -212,6 +211,35 @@ class BlockPool:
             block = block.next
 
     # ------------------------------------------------------------------ inside
+
+    def _take_oldest(self, num_blocks: int) -> list[int]:
+        """Unlink the head of the free list, at once."""
+        block_ids = []
+        block = self._head.next
+        for _ in range(num_blocks):
+            self._give(block)
+            block_ids.append(block.block_id)
+            block = block.next
+        # `block` is the first that stays free, or the tail.
+        self._head.next, block.previous = block, self._head
+        return block_ids
+
+    def _take_extents(self, num_blocks: int) -> list[int]:
+        """Unlink blocks that follow each other in memory, out of the older half of the list."""
+        # The newer half only if there is no other way.
+        window = max(num_blocks, min(num_blocks * WINDOW_FACTOR, self.num_free // 2))
+        candidates = [block.block_id for block in itertools.islice(self._free_blocks(), window)]
+        block_ids = choose_extents(candidates, num_blocks)
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            block.previous.next, block.next.previous = block.next, block.previous
+            self._give(block)
+        return block_ids
+
+    def _give(self, block: KVCacheBlock) -> None:
+        if block.block_hash is not None:
+            self._forget(block)
+        block.ref_count = 1
 
     def _name(self, block_id: int, block_hash: BlockHash) -> bool:
         """Put a block's content into the index; whether that content is new there."""

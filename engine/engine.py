@@ -210,11 +210,17 @@ class Engine:
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled
 
-    def execute(self, scheduled: SchedulerOutput) -> StepResult:
+    def execute(
+        self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
+    ) -> StepResult:
         """Compute what was scheduled and update the requests.
 
         With asynchronous scheduling: begin to compute it, and return what the step before did.
         ``StepResult.scheduled`` says whose result it is.
+
+        Args:
+            after_layer: called, on the thread that computes, after each layer of what was
+                scheduled; `fence` says when a GPU has done it. It must be quick.
         """
         started = time.monotonic()
         result = StepResult()
@@ -226,19 +232,31 @@ class Engine:
             self.last_scheduled = scheduled
             prepared = self._runner.prepare(scheduled)
             if self._worker is None:
-                result = self._update(self._run(prepared))
+                result = self._update(self._run(prepared, after_layer))
             else:
                 self._scheduler.begin(scheduled)
-                self._in_flight = self._worker.submit(self._run, prepared)
+                self._in_flight = self._worker.submit(self._run, prepared, after_layer)
         self._scheduler.counters.step_s += time.monotonic() - started
         return result
 
-    def _run(self, prepared: PreparedStep) -> ModelRunnerOutput:
+    def _run(
+        self, prepared: PreparedStep, after_layer: Callable[[int], None] | None
+    ) -> ModelRunnerOutput:
         """The part of a step that may run on the worker."""
         started = time.monotonic()
-        output = self._runner.run(prepared)
+        output = self._runner.run(prepared, after_layer)
         self._scheduler.counters.forward_s += time.monotonic() - started
         return output
+
+    def fence(self) -> Callable[[], bool] | None:
+        """Asks whether a GPU has done what this thread has launched so far; None: it is done.
+
+        To be called on the thread that computes; the answer may be asked for on any.
+        """
+        if not self.kv_cache.is_cuda:
+            return None
+        event: torch.Event = torch.cuda.current_stream(self.kv_cache.device).record_event()
+        return event.query
 
     @property
     def step_in_flight(self) -> bool:

@@ -84,7 +84,7 @@ class KVCacheManager:
         if num_new + pool.num_free_among(taken) + spare > pool.num_free:
             return None
         pool.touch(taken)
-        new_block_ids = pool.allocate(num_new)
+        new_block_ids = pool.allocate(num_new, extents=True)
         assert new_block_ids is not None
         request.block_ids = cached + new_block_ids
         request.num_cached_blocks = len(cached) // self.num_groups
@@ -148,7 +148,7 @@ class KVCacheManager:
         num_blocks = self.num_blocks_for(num_tokens)
         places = self.handoff_indices(request.num_initial_tokens)
         places += range(num_prompt_blocks, num_blocks)
-        new_block_ids = self.block_pool.allocate(len(places))
+        new_block_ids = self.block_pool.allocate(len(places), extents=True)
         if new_block_ids is None:
             return False
         if len(places) == num_blocks:

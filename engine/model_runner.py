@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -56,8 +56,14 @@ class ModelRunner:
         return self._input_batch.fill(scheduled.scheduled)
 
     @torch.inference_mode()
-    def run(self, prepared: PreparedStep) -> ModelRunnerOutput:
-        """Compute a prepared step; returns when its KV is in the cache."""
+    def run(
+        self, prepared: PreparedStep, after_layer: Callable[[int], None] | None = None
+    ) -> ModelRunnerOutput:
+        """Compute a prepared step; returns when its KV is in the cache.
+
+        Args:
+            after_layer: called on this thread after each layer (on a GPU: when it is launched).
+        """
         inputs = prepared.model
         for backend, attention in zip(self._backends, inputs.attention, strict=True):
             backend.plan(attention)
@@ -66,6 +72,7 @@ class ModelRunner:
             groups=tuple(zip(inputs.attention, self._backends, strict=True)),
             layer_groups=self._layer_groups,
             layer_caches=self._layer_caches,
+            after_layer=after_layer,
         )
         hidden_states = self._model.forward(inputs.input_ids, context)  # [num_tokens, hidden_size]
         prompt_logprobs = compute_prompt_logprobs(

@@ -50,7 +50,7 @@ class LoadedEngine:
 
 
 def load_engine(
-    model: str, config: EngineConfig, *, node_name: str, kv_connector: str
+    model: str, config: EngineConfig, *, node_name: str, kv_connector: str, kv_digests: bool = False
 ) -> LoadedEngine:
     """Load a model for a node; raises ModelLoadError or ConfigError."""
     started = time.perf_counter()
@@ -74,6 +74,7 @@ def load_engine(
         "dtype": str(engine.dtype).removeprefix("torch."),
         "block_size": str(spec.block_size),
         "kv_connector": kv_connector,
+        "kv_digests": "on" if kv_digests else "off",
         "version": __version__,
     }
     return LoadedEngine(engine, f"{node_name}-{uuid.uuid4().hex[:8]}", compatibility)

@@ -6,12 +6,13 @@ push, commit) is written once, in `sender.py` and `receiver.py`, over any `KVTra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from baton.outputs import PushReceipt
+from kvconnector.layout import LayerRange
 from kvconnector.peer_info import PeerInfo
 
 
@@ -22,15 +23,20 @@ class BlockPush:
     Attributes:
         first_block: index, within the prompt's blocks that travel, of ``block_ids[0]``.
         num_tokens: prompt tokens that are complete once these blocks have arrived.
+            Only with whole blocks: some layers of a block move no watermark.
         token_id: token 1; set in the last push of a request and only there.
+        layers: which layers of the blocks; None: all of them.
+        is_computed: whether a GPU is done with them, asked on the I/O thread; None: they are.
     """
 
     request_id: str
     epoch: int
     first_block: int
     block_ids: tuple[int, ...]
-    num_tokens: int
+    num_tokens: int = 0
     token_id: int | None = None
+    layers: LayerRange | None = None
+    is_computed: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +105,10 @@ class KVSender(Protocol):
         """
 
     def push(self, push: BlockPush) -> None:
-        """Write blocks as soon as they are granted; the caller holds them until the end event."""
+        """Write blocks as soon as they are granted; the caller holds them until the end event.
+
+        May be called from the thread that computes, too.
+        """
 
     def abort(self, request_id: str, epoch: int, reason: str) -> None:
         """Write no more of a request; FAILED follows when the wire is quiet."""
@@ -157,9 +166,16 @@ class KVTransport(Protocol):
         """Forget a peer; harmless when unknown."""
 
     def write(
-        self, engine_id: str, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
+        self,
+        engine_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        layers: LayerRange | None = None,
     ) -> PendingWrite:
-        """Post whole blocks to a peer's memory. Raises TransferError, ValueError for bad ids."""
+        """Post blocks, whole or these layers of them, to a peer's memory.
+
+        Raises TransferError; ValueError for ids or layers that there are not.
+        """
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         """Send a short message; not ordered with writes. Raises TransferError."""

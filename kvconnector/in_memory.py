@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from baton.errors import TransferError
-from kvconnector.layout import KVLayout, check_block_ids
+from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.peer_info import PeerInfo, host_identity
 
 
@@ -48,6 +48,7 @@ class InMemoryTransport:
             num_blocks=layout.num_blocks,
             device_id=layout.device_id,
             layout=layout.fingerprint,
+            num_layers=layout.num_layers,
         )
         with self._lock:
             self._ends[engine_id] = self
@@ -62,13 +63,19 @@ class InMemoryTransport:
         self._peers.discard(engine_id)
 
     def write(
-        self, engine_id: str, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
+        self,
+        engine_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        layers: LayerRange | None = None,
     ) -> _Done:
         end = self._end(engine_id)
         check_block_ids(local_block_ids, len(self._blocks))
         check_block_ids(remote_block_ids, len(end._blocks))
+        check_layers(layers, self._blocks.shape[1])
+        part = slice(None) if layers is None else slice(*layers)
         with torch.inference_mode():
-            end._blocks[list(remote_block_ids)] = self._blocks[list(local_block_ids)]
+            end._blocks[list(remote_block_ids), part] = self._blocks[list(local_block_ids), part]
         return _Done()
 
     def notify(self, engine_id: str, payload: bytes) -> None:

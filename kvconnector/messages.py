@@ -6,6 +6,10 @@ P -> D   Watermark tokens up to here are complete     D -> P   Cancel    write n
 P -> D   Commit    all is complete; token 1 is ...
 P -> D   Quiet     I write no more, for this reason
 P -> D   Beat      I live                             D -> P   Beat      so do I: your beat came
+
+With digests, a Commit is not the end:
+P -> D   Digests   what arrived must be this      D -> P   Resend    it is not: write it again
+                                                  D -> P   Verified  all of it is
 """
 
 from __future__ import annotations
@@ -60,9 +64,10 @@ class Grant(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Watermark(_RequestMessage, frozen=True, kw_only=True):
-    """Tokens up to ``num_tokens`` are complete in D's memory."""
+    """Tokens up to ``num_tokens`` are complete in D's memory: the first ``num_blocks`` granted."""
 
     num_tokens: Count
+    num_blocks: Count = 0
 
 
 class Commit(_RequestMessage, frozen=True, kw_only=True):
@@ -74,6 +79,8 @@ class Commit(_RequestMessage, frozen=True, kw_only=True):
     num_blocks: Count
     transport: str
     exposed_transfer_s: float
+    num_descriptors: Count = 0
+    posting_s: float = 0.0
 
 
 class Cancel(_RequestMessage, frozen=True, kw_only=True):
@@ -96,7 +103,44 @@ class Beat(_Message, frozen=True, kw_only=True):
     sent_at_s: float = 0.0
 
 
-Message = Hello | HelloAck | Start | Grant | Watermark | Commit | Cancel | Quiet | Beat
+class Digests(_RequestMessage, frozen=True, kw_only=True):
+    """xxh3-64 of what P wrote into these of the granted blocks; the writes are complete.
+
+    ``attempt`` counts how often D has asked for them again.
+    """
+
+    indices: list[Count]
+    digests: bytes
+    layers: tuple[Count, Count] | None = None  # None: all of them
+    attempt: Count = 0
+
+
+class Resend(_RequestMessage, frozen=True, kw_only=True):
+    """What P wrote there is not what it says it wrote."""
+
+    indices: list[Count]
+    layers: tuple[Count, Count]
+    attempt: Count
+
+
+class Verified(_RequestMessage, frozen=True, kw_only=True):
+    """D has compared everything, and asks for nothing more: P may let go of its blocks."""
+
+
+Message = (
+    Hello
+    | HelloAck
+    | Start
+    | Grant
+    | Watermark
+    | Commit
+    | Cancel
+    | Quiet
+    | Beat
+    | Digests
+    | Resend
+    | Verified
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -37,6 +37,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_blocks: in the peer's memory.
         device_id: of a GPU's memory; 0 in host memory.
         layout: fingerprint of a block's inner layout.
+        num_layers: in a block.
     """
 
     engine_id: str
@@ -50,6 +51,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Size
     device_id: Number
     layout: str
+    num_layers: Size = 1
 
     def encode(self) -> bytes:
         """Framed bytes."""

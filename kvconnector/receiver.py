@@ -6,25 +6,31 @@ node (`decode_node/reservations.py`).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 from baton.outputs import PushReceipt
 from kvconnector.base import KVReservation, KVTransport, TransferEvent, TransferEventKind
+from kvconnector.digests import Arrival, BlockDigests, Verifier
 from kvconnector.endpoint import Endpoint
 from kvconnector.messages import (
     Beat,
     Cancel,
     Commit,
+    Digests,
     Grant,
     Hello,
     HelloAck,
     Message,
     Quiet,
     Start,
+    Verified,
     Watermark,
 )
 from kvconnector.peer_info import PeerInfo
+
+logger = logging.getLogger(__name__)
 
 
 class Receiver:
@@ -35,6 +41,7 @@ class Receiver:
         on_event: called (on another thread) when `poll` has something.
         on_death: called (on another thread) when the connector cannot continue.
         clock: seconds that never go back.
+        digests: of this node's memory, if what arrives is to be checked before anybody hears of it.
     """
 
     def __init__(
@@ -43,9 +50,11 @@ class Receiver:
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
+        digests: BlockDigests | None = None,
     ) -> None:
         self._info = transport.peer_info
         self._clock = clock
+        self._verifier = None if digests is None else Verifier(digests)  # of the I/O thread
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
@@ -69,7 +78,12 @@ class Receiver:
         self._endpoint.submit(lambda: self._endpoint.add_peer(peer))
 
     def disconnect(self, engine_id: str) -> None:
-        self._endpoint.submit(lambda: self._endpoint.peers.remove(engine_id))
+        def call() -> None:
+            self._endpoint.peers.remove(engine_id)
+            if self._verifier is not None:
+                self._verifier.forget_peer(engine_id)
+
+        self._endpoint.submit(call)
 
     def grant(self, reservation: KVReservation) -> None:
         message = Grant(
@@ -78,10 +92,17 @@ class Receiver:
             epoch=reservation.epoch,
             block_ids=list(reservation.block_ids),
         )
+        if (verifier := self._verifier) is not None:
+            key = (reservation.request_id, reservation.epoch)
+            self._endpoint.submit(
+                lambda: verifier.expect(key, reservation.engine_id, reservation.block_ids)
+            )
         self._send(reservation.engine_id, message)
 
     def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
         message = Cancel(engine_id=self._info.engine_id, request_id=request_id, epoch=epoch)
+        if (verifier := self._verifier) is not None:
+            self._endpoint.submit(lambda: verifier.forget((request_id, epoch)))
         self._send(engine_id, message)
 
     def expect(self, expecting: bool) -> None:
@@ -109,14 +130,60 @@ class Receiver:
                 self._answer(message.engine_id, beat)
             case Start():
                 self._emit(TransferEventKind.STARTED, message, num_tokens=message.num_tokens)
+            case Watermark() | Commit() if self._verifier is not None:
+                self._note(self._verifier, message)
             case Watermark():
                 self._emit(TransferEventKind.WATERMARK, message, num_tokens=message.num_tokens)
             case Commit():
                 self._emit_commit(message)
+            case Digests():
+                if self._verifier is not None:
+                    self._check(self._verifier, message)
             case Quiet():
+                if self._verifier is not None:
+                    self._verifier.forget((message.request_id, message.epoch))
                 self._emit(TransferEventKind.FAILED, message, reason=message.reason)
             case _:  # only a sender receives the others
                 pass
+
+    def _note(self, verifier: Verifier, message: Watermark | Commit) -> None:
+        """Keep it until all that it speaks of is verified; of what is over it says nothing."""
+        arrival = verifier.find((message.request_id, message.epoch), message.engine_id)
+        if arrival is None:
+            return
+        if isinstance(message, Watermark):
+            arrival.watermark = message
+        else:
+            arrival.commit = message
+        self._tell_verified(verifier, arrival)
+
+    def _check(self, verifier: Verifier, message: Digests) -> None:
+        resend = verifier.check(message, self._info.engine_id)
+        if resend is not None:
+            logger.warning(
+                "%d blocks of request %s arrived wrong, attempt %d",
+                len(resend.indices),
+                message.request_id,
+                resend.attempt,
+            )
+            self._endpoint.peers.send(message.engine_id, resend)
+        arrival = verifier.find((message.request_id, message.epoch), message.engine_id)
+        if arrival is not None:
+            self._tell_verified(verifier, arrival)
+
+    def _tell_verified(self, verifier: Verifier, arrival: Arrival) -> None:
+        """Let out what was kept, as far as it may be believed now."""
+        watermark, commit = arrival.watermark, arrival.commit
+        if commit is not None and verifier.is_verified(arrival, len(arrival.block_ids)):
+            verifier.forget((commit.request_id, commit.epoch))
+            verified = Verified(
+                engine_id=self._info.engine_id, request_id=commit.request_id, epoch=commit.epoch
+            )
+            self._endpoint.peers.send(commit.engine_id, verified)
+            self._emit_commit(commit)
+        elif watermark is not None and verifier.is_verified(arrival, watermark.num_blocks):
+            arrival.watermark = None
+            self._emit(TransferEventKind.WATERMARK, watermark, num_tokens=watermark.num_tokens)
 
     def _answer(self, engine_id: str, message: HelloAck | Beat) -> None:
         if self._endpoint.peers.send(engine_id, message):
@@ -155,6 +222,8 @@ class Receiver:
                     num_blocks=commit.num_blocks,
                     transport=commit.transport,
                     exposed_transfer_s=commit.exposed_transfer_s,
+                    num_descriptors=commit.num_descriptors,
+                    posting_s=commit.posting_s,
                 ),
             )
         )

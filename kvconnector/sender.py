@@ -11,65 +11,41 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from baton.errors import TransferError
 from kvconnector.base import (
     BlockPush,
     KVTransport,
-    PendingWrite,
     TransferEvent,
     TransferEventKind,
 )
+from kvconnector.digests import DIGEST_BYTES, MAX_DIGESTS_PER_MESSAGE, BlockDigests
 from kvconnector.endpoint import Endpoint
-from kvconnector.layout import check_block_ids
+from kvconnector.layout import LayerRange, check_block_ids
 from kvconnector.messages import (
     Beat,
     Cancel,
     Commit,
+    Digests,
     Grant,
     HelloAck,
     Message,
     Quiet,
+    Resend,
     Start,
+    Verified,
     Watermark,
 )
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peers import PeerState
+from kvconnector.transfer import Transfer, Write, cut
 
 logger = logging.getLogger(__name__)
 
 # One write is at most this long, so that aborts and other requests never wait for much.
 WRITE_BYTES = 8 * 2**20
 IN_FLIGHT_BYTES_PER_PEER = 32 * 2**20
-
-
-@dataclass(slots=True)
-class _Write:
-    """One posted piece; ``watermark`` is set on the last piece of a push."""
-
-    pending: PendingWrite
-    num_bytes: int
-    watermark: int | None
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """One request's way to its decode node."""
-
-    request_id: str
-    epoch: int
-    engine_id: str
-    num_blocks: int
-    granted: list[int] | None = None
-    pieces: deque[BlockPush] = field(default_factory=deque)  # computed, not yet posted
-    writes: deque[_Write] = field(default_factory=deque)  # posted, not yet complete
-    last: BlockPush | None = None
-    last_at: float = 0.0
-    num_blocks_pushed: int = 0
-    failure: str | None = None
 
 
 class Sender:
@@ -80,6 +56,7 @@ class Sender:
         on_event: called (on another thread) when `poll` has something.
         on_death: called (on another thread) when the connector cannot continue.
         clock: seconds that never go back.
+        digests: of this node's memory, if the decode node is to check what arrives.
     """
 
     def __init__(
@@ -88,9 +65,11 @@ class Sender:
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
+        digests: BlockDigests | None = None,
     ) -> None:
         self._info = transport.peer_info
-        self._transfers: dict[tuple[str, int], _Transfer] = {}  # (request_id, epoch)
+        self._digests = digests
+        self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
@@ -122,7 +101,7 @@ class Sender:
     def start(
         self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
     ) -> None:
-        transfer = _Transfer(request_id, epoch, engine_id, num_blocks)
+        transfer = Transfer(request_id, epoch, engine_id, num_blocks)
         self._endpoint.submit(lambda: self._start(transfer, num_tokens))
 
     def push(self, push: BlockPush) -> None:
@@ -166,7 +145,7 @@ class Sender:
             if peer.state is PeerState.LEAVING and peer.info.engine_id not in busy:
                 self._endpoint.peers.remove(peer.info.engine_id)
 
-    def _start(self, transfer: _Transfer, num_tokens: int) -> None:
+    def _start(self, transfer: Transfer, num_tokens: int) -> None:
         engine_id = transfer.engine_id
         self._transfers[transfer.request_id, transfer.epoch] = transfer
         message = Start(
@@ -184,26 +163,15 @@ class Sender:
             return
         if push.token_id is not None:
             transfer.last, transfer.last_at = push, now
-        blocks_per_write = max(1, WRITE_BYTES // self._info.block_bytes)
-        for index in range(0, len(push.block_ids), blocks_per_write):
-            block_ids = push.block_ids[index : index + blocks_per_write]
-            is_last_piece = index + blocks_per_write >= len(push.block_ids)
-            transfer.pieces.append(
-                BlockPush(
-                    request_id=push.request_id,
-                    epoch=push.epoch,
-                    first_block=push.first_block + index,
-                    block_ids=block_ids,
-                    num_tokens=push.num_tokens if is_last_piece else 0,
-                )
-            )
+        blocks_per_write = WRITE_BYTES // max(1, self._num_bytes(1, push.layers))
+        transfer.pieces += cut(push, max(1, blocks_per_write))
 
     # ------------------------------------------------------------------ messages
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, HelloAck | Beat):
             self._endpoint.peers.renew(message.engine_id, message.sent_at_s)
-        elif isinstance(message, Grant | Cancel):
+        elif isinstance(message, Grant | Cancel | Resend | Verified):
             transfer = self._transfers.get((message.request_id, message.epoch))
             if transfer is None:
                 # Already over here: say so again, the peer may hold blocks for it.
@@ -212,10 +180,22 @@ class Sender:
                 logger.warning("dropped a message about another node's transfer")
             elif isinstance(message, Cancel):
                 self._fail(transfer, "cancelled by the decode node")
+            elif isinstance(message, Resend):
+                self._send_again(transfer, message)
+            elif isinstance(message, Verified):
+                if transfer.commit_is_sent and transfer.is_complete:
+                    self._end(transfer)
             else:
                 self._take_grant(transfer, message.block_ids)
 
-    def _take_grant(self, transfer: _Transfer, block_ids: list[int]) -> None:
+    def _send_again(self, transfer: Transfer, message: Resend) -> None:
+        layers = message.layers
+        if self._digests is not None and 0 <= layers[0] < layers[1] <= self._info.num_layers:
+            transfer.send_again(message.indices, layers, message.attempt)
+        else:
+            transfer.fail("the decode node asked for what there is not")
+
+    def _take_grant(self, transfer: Transfer, block_ids: list[int]) -> None:
         try:
             check_block_ids(block_ids, self._endpoint.peers[transfer.engine_id].info.num_blocks)
         except ValueError as error:
@@ -241,40 +221,49 @@ class Sender:
             self._finish_if_quiet(transfer)
         self._forget_leaving()
         self._endpoint.expect(self._endpoint.peers.is_meeting or bool(self._transfers))
-        return any(t.writes or (t.pieces and t.granted) for t in self._transfers.values())
+        granted = [t for t in self._transfers.values() if t.granted is not None]
+        return any(transfer.writes or transfer.pieces for transfer in granted)
 
     def _send(self, engine_id: str, message: Message) -> bool:
         return self._endpoint.peers.send(engine_id, message)
 
-    def _post(self, transfer: _Transfer, room_bytes: int) -> int:
+    def _post(self, transfer: Transfer, room_bytes: int) -> int:
         """Post what is computed and granted; returns the bytes posted."""
         posted = 0
         while (
-            transfer.granted is not None
-            and transfer.failure is None
-            and transfer.pieces
-            and posted < room_bytes
+            posted < room_bytes
+            and transfer.can_post
             # Asked before each post: this process may have stood still since the last one.
             and self._endpoint.peers.may_write(transfer.engine_id)
         ):
+            assert transfer.granted is not None
             piece = transfer.pieces.popleft()
-            end = piece.first_block + len(piece.block_ids)
-            remote = transfer.granted[piece.first_block : end]
+            remote = [transfer.granted[index] for index in piece.indices]
+            digests = b""
+            if self._digests is not None:
+                digests = self._digests.of(piece.block_ids, piece.layers)
+            started = time.perf_counter()
             try:
                 pending = self._endpoint.transport.write(
-                    transfer.engine_id, piece.block_ids, remote
+                    transfer.engine_id, piece.block_ids, remote, piece.layers
                 )
             except (TransferError, ValueError) as error:
                 self._fail(transfer, str(error))
                 break
-            num_bytes = len(piece.block_ids) * self._info.block_bytes
-            transfer.writes.append(_Write(pending, num_bytes, piece.num_tokens or None))
-            transfer.num_blocks_pushed += len(piece.block_ids)
+            transfer.posting_s += time.perf_counter() - started
+            num_bytes = self._num_bytes(len(remote), piece.layers)
+            transfer.post(Write(pending, piece, num_bytes, digests), remote)
             posted += num_bytes
             self._settle(transfer)
         return posted
 
-    def _settle(self, transfer: _Transfer) -> None:
+    def _num_bytes(self, num_blocks: int, layers: LayerRange | None) -> int:
+        num_bytes = num_blocks * self._info.block_bytes
+        if layers is None:
+            return num_bytes
+        return num_bytes * (layers[1] - layers[0]) // self._info.num_layers
+
+    def _settle(self, transfer: Transfer) -> None:
         """Take complete writes off, in order, and tell the watermark."""
         while transfer.writes:
             write = transfer.writes[0]
@@ -284,19 +273,22 @@ class Sender:
             except TransferError as error:
                 self._fail(transfer, str(error))
             transfer.writes.popleft()
+            self._send_digests(transfer, write)
             # After the last push the commit record follows and says more.
-            if write.watermark is not None and transfer.failure is None and not transfer.last:
+            watermark = write.piece.watermark
+            if watermark is not None and transfer.failure is None and not transfer.last:
                 self._send(
                     transfer.engine_id,
                     Watermark(
                         engine_id=self._info.engine_id,
                         request_id=transfer.request_id,
                         epoch=transfer.epoch,
-                        num_tokens=write.watermark,
+                        num_tokens=watermark[0],
+                        num_blocks=watermark[1],
                     ),
                 )
 
-    def _finish_if_quiet(self, transfer: _Transfer) -> None:
+    def _finish_if_quiet(self, transfer: Transfer) -> None:
         key = (transfer.request_id, transfer.epoch)
         if transfer.writes or key not in self._transfers:
             return
@@ -306,10 +298,12 @@ class Sender:
                 transfer.engine_id, transfer.request_id, transfer.epoch, transfer.failure
             )
             self._emit(TransferEventKind.FAILED, transfer, reason=transfer.failure)
-        elif transfer.last is not None and transfer.granted is not None and not transfer.pieces:
-            self._commit(transfer, transfer.last)
+        elif transfer.is_complete and not transfer.commit_is_sent:
+            self._commit(transfer)
 
-    def _commit(self, transfer: _Transfer, last: BlockPush) -> None:
+    def _commit(self, transfer: Transfer) -> None:
+        last = transfer.last
+        assert last is not None
         assert last.token_id is not None
         commit = Commit(
             engine_id=self._info.engine_id,
@@ -317,24 +311,47 @@ class Sender:
             epoch=transfer.epoch,
             token_id=last.token_id,
             num_tokens=last.num_tokens,
-            num_bytes=transfer.num_blocks_pushed * self._info.block_bytes,
+            num_bytes=transfer.num_bytes,
             num_blocks=transfer.num_blocks_pushed,
             transport=self._endpoint.peers[transfer.engine_id].path,
             exposed_transfer_s=time.perf_counter() - transfer.last_at,
+            num_descriptors=transfer.num_descriptors,
+            posting_s=transfer.posting_s,
         )
         if not self._send(transfer.engine_id, commit):
             self._fail(transfer, "the decode node cannot be reached")
             self._finish_if_quiet(transfer)
             return
+        transfer.commit_is_sent = True
+        if self._digests is None:
+            self._end(transfer)
+
+    def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.request_id, transfer.epoch]
         self._emit(TransferEventKind.COMMITTED, transfer)
 
-    def _fail(self, transfer: _Transfer | None, reason: str) -> None:
-        """Post nothing more; `_finish_if_quiet` ends it when nothing is in flight."""
-        if transfer is None or transfer.failure is not None:
+    def _send_digests(self, transfer: Transfer, write: Write) -> None:
+        """Say what a complete write must have brought; in messages that stay short."""
+        if not write.digests or transfer.failure is not None:
             return
-        transfer.failure = reason
-        transfer.pieces.clear()
+        piece = write.piece
+        for start in range(0, len(piece.indices), MAX_DIGESTS_PER_MESSAGE):
+            end = start + MAX_DIGESTS_PER_MESSAGE
+            message = Digests(
+                engine_id=self._info.engine_id,
+                request_id=transfer.request_id,
+                epoch=transfer.epoch,
+                indices=list(piece.indices[start:end]),
+                digests=write.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
+                layers=piece.layers,
+                attempt=piece.attempt,
+            )
+            self._send(transfer.engine_id, message)
+
+    def _fail(self, transfer: Transfer | None, reason: str) -> None:
+        """Post nothing more; `_finish_if_quiet` ends it when nothing is in flight."""
+        if transfer is not None:
+            transfer.fail(reason)
 
     def _say_quiet(self, engine_id: str, request_id: str, epoch: int, reason: str) -> None:
         quiet = Quiet(
@@ -342,7 +359,7 @@ class Sender:
         )
         self._send(engine_id, quiet)
 
-    def _emit(self, kind: TransferEventKind, transfer: _Transfer, *, reason: str = "") -> None:
+    def _emit(self, kind: TransferEventKind, transfer: Transfer, *, reason: str = "") -> None:
         self._endpoint.emit(
             TransferEvent(
                 kind=kind,

@@ -32,13 +32,14 @@ from baton.link import (
 )
 from baton.outputs import FinishReason, PrefillReceipt, RequestOutput
 from baton.prompt import check_prompt, check_sampling_params
+from baton.push_mode import PushMode
 from engine.engine import Engine
 from engine.ledger import take_ledger
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request, view_request
 from kvconnector.base import KVSender, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
-from prefill_node.push_tracker import PushTracker
+from prefill_node.push_tracker import NUM_LAYER_GROUPS, PushTracker
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,21 @@ class PrefillNode:
         engine: stepped by this node only.
         sender: to the decode nodes.
         emit: takes events for the router; safe to call from this node's thread.
+        push_mode: when blocks are sent.
+        num_layer_groups: in how many parts a prompt's last chunk is sent, at most.
     """
 
-    def __init__(self, engine: Engine, sender: KVSender, emit: Callable[[NodeEvent], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sender: KVSender,
+        emit: Callable[[NodeEvent], None],
+        push_mode: PushMode = PushMode.LAYERS,
+        num_layer_groups: int = NUM_LAYER_GROUPS,
+    ) -> None:
         self.engine = engine
         self.sender = sender
-        self.push_tracker = PushTracker(engine, sender)
+        self.push_tracker = PushTracker(engine, sender, push_mode, num_layer_groups)
         self._emit = emit
         self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
         self._jobs: dict[str, _Job] = {}
@@ -84,8 +94,8 @@ class PrefillNode:
         self._take_inbox()
         scheduled = self.engine.schedule()
         self._note_starts(scheduled)
-        self.push_tracker.before_step(scheduled)
-        result = self.engine.execute(scheduled)
+        after_layer = self.push_tracker.before_step(scheduled)
+        result = self.engine.execute(scheduled, after_layer)
         handed_over = self._answer(result)
         self.push_tracker.after_step(result.scheduled, handed_over)
         self._end_failed()

@@ -10,6 +10,7 @@ from baton.node_program import NodeProgram
 from engine.node_engine import load_engine
 from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
+from kvconnector.digests import BlockDigests
 from kvconnector.faults import FaultSpec, FaultyTransport
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
@@ -33,14 +34,20 @@ def make_program(
     faults = FaultSpec.parse(options.inject_faults)
     make_transport = KV_CONNECTORS.load(options.kv_connector)
     loaded = load_engine(
-        options.model, options.engine, node_name=options.name, kv_connector=options.kv_connector
+        options.model,
+        options.engine,
+        node_name=options.name,
+        kv_connector=options.kv_connector,
+        kv_digests=options.kv_digests,
     )
 
     def make_node(wake: Callable[[], None]) -> tuple[PrefillNode, Sender]:
         transport = make_transport(loaded.engine_id, loaded.engine.kv_cache)
         if faults is not None:
             transport = FaultyTransport(transport, loaded.engine.kv_cache, faults)
-        sender = Sender(transport, on_event=wake, on_death=on_death)
-        return PrefillNode(loaded.engine, sender, emit), sender
+        digests = BlockDigests(loaded.engine.kv_cache) if options.kv_digests else None
+        sender = Sender(transport, on_event=wake, on_death=on_death, digests=digests)
+        node = PrefillNode(loaded.engine, sender, emit, options.push, options.layer_groups)
+        return node, sender
 
     return NodeThreads(options.name, NodeRole.PREFILL, loaded, make_node, on_death)

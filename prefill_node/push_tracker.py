@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.ledger import BlockHolding, BlockOwner
 from baton.link import RequestView
 from baton.outputs import RequestOutput
+from baton.push_mode import PushMode
 from engine.engine import Engine
-from engine.outputs import SchedulerOutput
+from engine.outputs import ScheduledRequest, SchedulerOutput
 from engine.request import Request, view_request
 from kvconnector.base import BlockPush, KVSender, TransferEvent, TransferEventKind
+from kvconnector.layout import layer_groups
+from prefill_node.layer_tail import LayerTail
+
+NUM_LAYER_GROUPS = 4
 
 
 @dataclass(slots=True)
@@ -27,7 +32,7 @@ class _Handoff:
 
     ``indices`` are the places in the request's blocks of those that travel; ``block_ids`` are the
     blocks that are there now; ``held_block_ids`` also those of before a preemption, which may still
-    be travelling.
+    be travelling. ``tail`` pushes, some layers at a time, the blocks from ``tail_first`` on.
     """
 
     request: Request
@@ -41,6 +46,8 @@ class _Handoff:
     held_block_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     num_blocks_pushed: int = 0
+    tail: LayerTail | None = None
+    tail_first: int = 0
 
     @property
     def state(self) -> str:
@@ -62,17 +69,35 @@ def _holding(owner: BlockOwner, handoff: _Handoff) -> BlockHolding:
     )
 
 
+def _ends_prompt(item: ScheduledRequest) -> bool:
+    request = item.request
+    start = request.num_computed_tokens + request.num_tokens_in_flight
+    return start + item.num_scheduled_tokens == request.num_initial_tokens
+
+
 class PushTracker:
     """The handoffs of one prefill node.
 
     Args:
         engine: where the blocks and their references are.
         sender: where pushes go.
+        mode: when blocks are pushed.
+        num_layer_groups: in how many parts the last chunk goes, at most. In a model with several
+            KV cache groups it goes whole: their layers do not end in the order of their blocks.
     """
 
-    def __init__(self, engine: Engine, sender: KVSender) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sender: KVSender,
+        mode: PushMode = PushMode.LAYERS,
+        num_layer_groups: int = NUM_LAYER_GROUPS,
+    ) -> None:
         self._engine = engine
         self._sender = sender
+        self._mode = mode
+        self._layer_groups = layer_groups(engine.kv_cache.shape[1], num_layer_groups)
+        self._has_tail = mode is PushMode.LAYERS and engine.kv_cache_spec.num_groups == 1
         self._block_size = engine.kv_cache_spec.block_size
         self._num_groups = engine.kv_cache_spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
@@ -93,14 +118,20 @@ class PushTracker:
             expires_at=time.monotonic() + timeout_s,
         )
 
-    def before_step(self, scheduled: SchedulerOutput) -> None:
-        """Ask for a grant when a request's first chunk begins; take references."""
+    def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
+        """Ask for a grant when a request's first chunk begins; take references.
+
+        Returns:
+            What is to be called after each layer of the step, if anything.
+        """
+        tail: LayerTail | None = None
         for item in scheduled.scheduled:
             handoff = self._handoffs.get(item.request.request_id)
             if handoff is None:
                 continue
             request = handoff.request
-            if not handoff.started:
+            is_first = not handoff.started
+            if is_first:
                 handoff.started = True
                 self._sender.start(
                     request.request_id,
@@ -119,6 +150,12 @@ class PushTracker:
             self._engine.hold(new_block_ids)
             handoff.block_ids += new_block_ids
             handoff.held_block_ids += new_block_ids
+            if is_first and self._mode is not PushMode.AFTER_PREFILL:  # its cached prefix
+                self._push(handoff, request.num_computed_tokens // self._block_size, None)
+            if self._has_tail and _ends_prompt(item):
+                tail = tail or LayerTail(self._sender, self._layer_groups, self._engine.fence)
+                self._add_tail(handoff, tail)
+        return None if tail is None else tail.after_layer
 
     def after_step(self, scheduled: SchedulerOutput, outputs: Mapping[str, RequestOutput]) -> None:
         """Push the blocks that became full; with token 1, the rest.
@@ -132,6 +169,8 @@ class PushTracker:
                 continue
             output = outputs.get(item.request.request_id)
             num_tokens = handoff.request.num_computed_tokens
+            if output is None and self._mode is PushMode.AFTER_PREFILL:
+                continue
             if output is None:  # full blocks only: the last one is still being filled
                 self._push(handoff, num_tokens // self._block_size, None)
             else:
@@ -200,12 +239,30 @@ class PushTracker:
         drained = (_holding(BlockOwner.DRAINING, handoff) for handoff in self._draining.values())
         return [*pushed, *drained]
 
+    def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:
+        """Have the blocks that this step, the prompt's last, writes pushed while it computes."""
+        request = handoff.request
+        # Of a step in flight nothing is pushed yet: what it fills is not the tail's.
+        num_full = (request.num_computed_tokens + request.num_tokens_in_flight) // self._block_size
+        first = max(handoff.num_blocks_pushed, bisect.bisect_left(handoff.indices, num_full))
+        handoff.tail, handoff.tail_first = tail, first
+        tail.add(
+            BlockPush(
+                request_id=request.request_id,
+                epoch=handoff.epoch,
+                first_block=first,
+                block_ids=tuple(handoff.block_ids[first:]),
+            )
+        )
+
     def _push(self, handoff: _Handoff, num_logical_blocks: int, token_id: int | None) -> None:
         first = handoff.num_blocks_pushed
         num_blocks = bisect.bisect_left(handoff.indices, num_logical_blocks * self._num_groups)
         if num_blocks <= first and token_id is None:
             return
         handoff.num_blocks_pushed = max(num_blocks, first)
+        if token_id is not None and handoff.tail is not None and handoff.tail.is_complete:
+            num_blocks = handoff.tail_first  # the rest went with the tail
         num_tokens = handoff.request.num_computed_tokens
         if token_id is None:  # what is in a block that is not full yet stays here
             num_tokens = num_logical_blocks * self._block_size

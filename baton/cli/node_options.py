@@ -16,6 +16,7 @@ from baton.client import DEFAULT_ADDRESS
 from baton.engine_config import DTYPES, EngineConfig
 from baton.errors import ConfigError
 from baton.process import print_error
+from baton.push_mode import PushMode
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULTS = EngineConfig()
@@ -101,6 +102,17 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
             bool | None,
             typer.Option(help="Schedule a step while one runs; by default on a GPU only."),
         ] = None,
+        push: Annotated[
+            PushMode, typer.Option(help="Of a prefill node: when KV blocks are sent.")
+        ] = PushMode.LAYERS,
+        layer_groups: Annotated[
+            int,
+            typer.Option(help="Of a prefill node: parts of a layer-wise sent chunk.", min=1),
+        ] = 4,
+        kv_digests: Annotated[
+            bool,
+            typer.Option(help="Check that KV blocks arrive unchanged; the same on all nodes."),
+        ] = False,
         log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
         inject_faults: Annotated[
             str,
@@ -142,6 +154,9 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                 ),
                 log_level=log_level,
                 inject_faults=inject_faults,
+                push=push,
+                layer_groups=layer_groups,
+                kv_digests=kv_digests,
             )
         except ConfigError as error:
             print_error(error)

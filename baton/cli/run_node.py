@@ -11,6 +11,7 @@ from baton.link import NodeEvent
 from baton.model_folder import find_model_folder
 from baton.node_program import NodeProgram, run_node_program
 from baton.process import run_program
+from baton.push_mode import PushMode
 from baton.registry import Registry
 from baton.rpc import split_address
 
@@ -27,6 +28,9 @@ class NodeOptions:
     kv_connector: str
     engine: EngineConfig
     log_level: str
+    push: PushMode
+    layer_groups: int
+    kv_digests: bool
     inject_faults: str = ""
 
 

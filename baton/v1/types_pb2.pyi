@@ -127,16 +127,20 @@ class PrefillReceipt(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PushReceipt(_message.Message):
-    __slots__ = ("num_bytes", "num_blocks", "transport", "exposed_transfer_s")
+    __slots__ = ("num_bytes", "num_blocks", "transport", "exposed_transfer_s", "num_descriptors", "posting_s")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
+    POSTING_S_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     num_blocks: int
     transport: str
     exposed_transfer_s: float
-    def __init__(self, num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., exposed_transfer_s: _Optional[float] = ...) -> None: ...
+    num_descriptors: int
+    posting_s: float
+    def __init__(self, num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., exposed_transfer_s: _Optional[float] = ..., num_descriptors: _Optional[int] = ..., posting_s: _Optional[float] = ...) -> None: ...
 
 class DecodeReceipt(_message.Message):
     __slots__ = ("parked_s", "first_step_s", "steps_until_first", "num_prompt_tokens_computed", "num_forwards", "num_preemptions", "push")

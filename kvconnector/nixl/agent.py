@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,6 @@ class NixlAgent:
             )
             self._agent.register_memory(self._agent.get_reg_descs(region, memory_kind))
             self._memory_kind = memory_kind
-            self._local = self._prepare("", descriptors)
         except self._errors as error:
             raise ConfigError(f"kv_connector: NIXL cannot start: {error}") from error
 
@@ -70,8 +70,8 @@ class NixlAgent:
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
-    def add_peer(self, name: str, metadata: bytes, descriptors: npt.NDArray[np.uint64]) -> Any:
-        """Learn a peer; returns its prepared block table.
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        """Learn a peer.
 
         Args:
             name: that its metadata must be of; another peer's would replace that peer's.
@@ -80,27 +80,46 @@ class NixlAgent:
             claimed: str = self._agent.add_remote_agent(metadata).decode(errors="replace")
             if claimed != name:
                 raise TransferError(f"the metadata of {name} is of {claimed}")
-            return self._prepare(name, descriptors)
         except self._errors as error:
             raise TransferError(f"NIXL cannot add the peer: {error}") from error
 
-    def remove_peer(self, name: str, table: Any) -> None:
-        """Forget a peer; what was posted to it may still land."""
+    def prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:
+        """A table of ranges that writes are posted from or to, by index.
+
+        Args:
+            name: of the peer whose memory it is; empty for our own.
+        """
         try:
-            table.release()
+            descs = self._agent.get_xfer_descs(descriptors, self._memory_kind)
+            return self._agent.prep_xfer_dlist(name, descs)
+        except self._errors as error:
+            raise TransferError(f"NIXL cannot prepare a table: {error}") from error
+
+    def remove_peer(self, name: str, tables: Iterable[Any]) -> None:
+        """Forget a peer and its tables; what was posted to it may still land."""
+        try:
+            for table in tables:
+                table.release()
             self._agent.remove_remote_agent(name)
         except self._errors:  # a dead peer may refuse to be removed cleanly; it is gone anyway
             return
 
     def post_write(
-        self, table: Any, local: npt.NDArray[np.int32], remote: npt.NDArray[np.int32]
+        self,
+        local_table: Any,
+        local: npt.NDArray[np.int32],
+        remote_table: Any,
+        remote: npt.NDArray[np.int32],
     ) -> Any:
-        """Post a one-sided write of blocks ``local[i]`` to ``remote[i]``; returns a handle.
+        """Post a one-sided write of ranges ``local[i]`` to ``remote[i]``; returns a handle.
 
-        On one host this copies the bytes in the call (without the GIL).
+        Neighbours in the order given that adjoin on both sides become one range. On one host this
+        copies the bytes in the call (without the GIL).
         """
         try:
-            handle = self._agent.make_prepped_xfer("WRITE", self._local, local, table, remote)
+            handle = self._agent.make_prepped_xfer(
+                "WRITE", local_table, local, remote_table, remote
+            )
             self._agent.transfer(handle)
         except self._errors as error:
             raise TransferError(f"NIXL write failed: {error}") from error
@@ -133,11 +152,8 @@ class NixlAgent:
             raise TransferError(f"NIXL cannot read messages: {error}") from error
         return [payload for payloads in by_name.values() for payload in payloads]
 
-    def close(self) -> None:
-        """Destroy the agent; what it had posted stops."""
-        self._local.release()
+    def close(self, tables: Iterable[Any]) -> None:
+        """Destroy the agent and our own tables; what it had posted stops."""
+        for table in tables:
+            table.release()
         del self._agent
-
-    def _prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:
-        descs = self._agent.get_xfer_descs(descriptors, self._memory_kind)
-        return self._agent.prep_xfer_dlist(name, descs)

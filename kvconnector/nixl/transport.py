@@ -5,22 +5,22 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from baton.errors import TransferError
-from kvconnector.layout import KVLayout, check_block_ids
+from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.nixl.agent import NixlAgent
 from kvconnector.peer_info import PeerInfo, host_identity
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    num_blocks: int
-    table: Any
+    layout: KVLayout
+    tables: dict[LayerRange | None, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,9 @@ class NixlTransport:
         )
         self._kv_cache = kv_cache  # keeps the memory alive as long as a peer may write to it
         self._peers: dict[str, _Peer] = {}
+        # Prepared tables of our blocks and of each peer's, whole or some layers of them; few ranges
+        # of layers are ever asked for, and each is prepared when it is for the first time.
+        self._tables: dict[LayerRange | None, Any] = {None: self._prepare_own(None)}
         self.peer_info = PeerInfo(
             engine_id=engine_id,
             connector="nixl",
@@ -60,6 +63,7 @@ class NixlTransport:
             num_blocks=layout.num_blocks,
             device_id=layout.device_id,
             layout=layout.fingerprint,
+            num_layers=layout.num_layers,
         )
 
     def connect(self, peer: PeerInfo) -> str:
@@ -84,25 +88,37 @@ class NixlTransport:
             num_blocks=peer.num_blocks,
             device_id=peer.device_id,
             fingerprint=peer.layout,
+            num_layers=self._layout.num_layers,  # the fingerprints are equal
         )
-        table = self._agent.add_peer(peer.engine_id, peer.agent_metadata, remote.descriptors())
-        self._peers[peer.engine_id] = _Peer(peer.num_blocks, table)
+        self._agent.add_peer(peer.engine_id, peer.agent_metadata)
+        self._peers[peer.engine_id] = _Peer(remote)
         return self._path(peer)
 
     def disconnect(self, engine_id: str) -> None:
         peer = self._peers.pop(engine_id, None)
         if peer is not None:
-            self._agent.remove_peer(engine_id, peer.table)
+            self._agent.remove_peer(engine_id, peer.tables.values())
 
     def write(
-        self, engine_id: str, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
+        self,
+        engine_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        layers: LayerRange | None = None,
     ) -> _NixlWrite:
         peer = self._peer(engine_id)
         check_block_ids(local_block_ids, self._layout.num_blocks)
-        check_block_ids(remote_block_ids, peer.num_blocks)
+        check_block_ids(remote_block_ids, peer.layout.num_blocks)
+        check_layers(layers, self._layout.num_layers)
+        if layers not in self._tables:
+            self._tables[layers] = self._prepare_own(layers)
+        if layers not in peer.tables:
+            descriptors = peer.layout.descriptors(layers)
+            peer.tables[layers] = self._agent.prepare(engine_id, descriptors)
         local = np.asarray(local_block_ids, dtype=np.int32)
         remote = np.asarray(remote_block_ids, dtype=np.int32)
-        return _NixlWrite(self._agent, self._agent.post_write(peer.table, local, remote))
+        handle = self._agent.post_write(self._tables[layers], local, peer.tables[layers], remote)
+        return _NixlWrite(self._agent, handle)
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         self._peer(engine_id)
@@ -114,7 +130,10 @@ class NixlTransport:
     def close(self) -> None:
         for engine_id in list(self._peers):
             self.disconnect(engine_id)
-        self._agent.close()
+        self._agent.close(self._tables.values())
+
+    def _prepare_own(self, layers: LayerRange | None) -> Any:
+        return self._agent.prepare("", self._layout.descriptors(layers))
 
     def _peer(self, engine_id: str) -> _Peer:
         peer = self._peers.get(engine_id)

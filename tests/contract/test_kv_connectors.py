@@ -1,12 +1,9 @@
-"""One suite for every registered KV connector: what arrives, where, in what order, and how it ends.
-
-Sender and receiver run on their own I/O threads, as in the nodes; the tests wait for events.
-"""
+"""One suite for every KV connector, on real I/O threads: what arrives, where, and how it ends."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,6 +12,7 @@ import torch
 
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEventKind
+from kvconnector.layout import LayerRange
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from tests.fakes.waiting import wait_until
@@ -86,6 +84,8 @@ class Link:
         num_tokens: int,
         token_id: int | None = None,
         epoch: int = 0,
+        layers: LayerRange | None = None,
+        is_computed: Callable[[], bool] | None = None,
     ) -> None:
         self.sender.push(
             BlockPush(
@@ -95,6 +95,8 @@ class Link:
                 block_ids=block_ids,
                 num_tokens=num_tokens,
                 token_id=token_id,
+                layers=layers,
+                is_computed=is_computed,
             )
         )
 
@@ -198,6 +200,60 @@ def test_a_last_push_without_blocks_commits_what_has_arrived(link: Link) -> None
     link.push("a", 1, (), 4, token_id=6)
     assert link.wait("d", Kind.COMMITTED).token_id == 6
     link.assert_arrived({1: 2})
+
+
+def test_layers_of_blocks_arrive_by_themselves_and_the_other_layers_stay_as_they_were(
+    link: Link,
+) -> None:
+    link.start("a", 12)
+    link.wait("d", Kind.STARTED)
+    link.grant("a", (5, 6, 7))
+    link.push("a", 0, (1, 2, 3), 0, layers=(1, 2))  # neighbours, whose layers do not adjoin
+    moved = torch.full_like(link.target, UNTOUCHED)
+    moved[5:8, 1] = link.source[1:4, 1]
+    wait_until(lambda: torch.equal(link.target, moved), "layer 1 to arrive")
+    assert not link.events("d", Kind.WATERMARK)
+    link.push("a", 0, (1, 2, 3), 0, layers=(0, 1))
+    link.push("a", 3, (), 12, token_id=1)
+    receipt = link.wait("d", Kind.COMMITTED).receipt
+    link.assert_arrived({1: 5, 2: 6, 3: 7})
+    assert receipt is not None
+    assert (receipt.num_blocks, receipt.num_bytes) == (3, 3 * link.source[0].nbytes)
+    assert receipt.num_descriptors == 6
+
+
+def test_what_a_gpu_still_computes_is_not_written(link: Link) -> None:
+    answers = iter([False] * 5)
+    link.start("a", 4)
+    link.wait("d", Kind.STARTED)
+    link.grant("a", (5,))
+    link.push("a", 0, (1,), 0, layers=(0, 1), is_computed=lambda: next(answers, True))
+    link.push("a", 0, (1,), 0, layers=(1, 2), is_computed=lambda: True)
+    link.push("a", 1, (), 4, token_id=1)
+    link.wait("d", Kind.COMMITTED)
+    assert next(answers, "all asked") == "all asked"
+    link.assert_arrived({1: 5})
+
+
+@pytest.mark.parametrize("layers", [(-1, 1), (1, 1), (0, 3)])
+def test_layers_that_there_are_not_fail_the_transfer(link: Link, layers: LayerRange) -> None:
+    link.start("a", 4)
+    link.wait("d", Kind.STARTED)
+    link.grant("a", (5,))
+    link.push("a", 0, (1,), 0, layers=layers)
+    assert "layers: must be" in link.wait("p", Kind.FAILED).reason
+    link.assert_arrived({})
+
+
+def test_neighbours_on_both_sides_travel_as_one_whatever_order_they_are_in(link: Link) -> None:
+    link.start("a", 20)
+    link.wait("d", Kind.STARTED)
+    link.grant("a", (9, 8, 7, 3, 4))
+    link.push("a", 0, (5, 4, 3, 10, 11), 20, token_id=1)
+    receipt = link.wait("d", Kind.COMMITTED).receipt
+    assert receipt is not None
+    assert receipt.num_descriptors == 2
+    link.assert_arrived({5: 9, 4: 8, 3: 7, 10: 3, 11: 4})
 
 
 def test_nothing_is_committed_before_the_grant_even_if_all_was_pushed(link: Link) -> None:

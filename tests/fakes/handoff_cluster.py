@@ -24,10 +24,12 @@ from baton.link import (
     PrefillCommand,
     RequestDelta,
 )
+from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine.engine import Engine
 from kvconnector.base import KVTransport, TransferEvent
+from kvconnector.digests import BlockDigests
 from kvconnector.endpoint import Endpoint
 from kvconnector.messages import Beat, Hello, HelloAck, Message, decode
 from kvconnector.receiver import Receiver
@@ -140,6 +142,8 @@ class Cluster:
         expected_kv: the KV of a prompt, by an engine that shares nothing with these.
         num_blocks: of each node and KV cache group; few, so that memory is short.
         async_scheduling: of each node.
+        push_mode: of the prefill node.
+        kv_digests: whether what arrives is checked.
     """
 
     def __init__(
@@ -150,6 +154,8 @@ class Cluster:
         num_groups: int = 1,
         *,
         async_scheduling: bool = False,
+        push_mode: PushMode = PushMode.LAYERS,
+        kv_digests: bool = False,
     ) -> None:
         self.network = ScriptedNetwork()
         self.attempts: dict[Key, Attempt] = {}
@@ -176,6 +182,7 @@ class Cluster:
                 lambda: None,
                 _never,
                 self.clock,
+                BlockDigests(p_engine.kv_cache) if kv_digests else None,
             )
             self.sender.started = []
             receiver = Receiver(
@@ -183,8 +190,9 @@ class Cluster:
                 lambda: None,
                 _never,
                 self.clock,
+                BlockDigests(self.d_engine.kv_cache) if kv_digests else None,
             )
-        self.p = PrefillNode(p_engine, self.sender, self._take)
+        self.p = PrefillNode(p_engine, self.sender, self._take, push_mode)
         self.d = DecodeNode(self.d_engine, receiver, self._take, self.clock)
         self.p_endpoint = endpoint_of(self.sender._endpoint)
         self.d_endpoint = endpoint_of(receiver._endpoint)

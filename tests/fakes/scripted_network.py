@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.errors import TransferError
-from kvconnector.layout import KVLayout, check_block_ids
+from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.peer_info import PeerInfo
 
 
@@ -25,6 +25,7 @@ class ScriptedWrite:
     target: ScriptedTransport
     local_block_ids: list[int]
     remote_block_ids: list[int]
+    layers: LayerRange | None = None
     done: bool = False
     failed: bool = False
 
@@ -35,9 +36,10 @@ class ScriptedWrite:
 
     def land(self) -> None:
         """The bytes move now, whoever owns the blocks at either end by now."""
+        part = slice(None) if self.layers is None else slice(*self.layers)
         with torch.inference_mode():
-            moved = self.source.kv_cache[self.local_block_ids]
-            self.target.kv_cache[self.remote_block_ids] = moved
+            moved = self.source.kv_cache[self.local_block_ids, part]
+            self.target.kv_cache[self.remote_block_ids, part] = moved
         self.done = True
 
 
@@ -70,6 +72,16 @@ class ScriptedNetwork:
 
     def land(self, index: int) -> None:
         self.writes.pop(index).land()
+
+    def land_damaged(self, index: int, place: int, byte: int, bit: int) -> None:
+        """One bit of what arrives is wrong; ``place`` and ``byte`` count round."""
+        write = self.writes.pop(index)
+        write.land()
+        block_id = write.remote_block_ids[place % len(write.remote_block_ids)]
+        part = slice(None) if write.layers is None else slice(*write.layers)
+        written = write.target.kv_cache[block_id, part].view(-1).view(torch.uint8)
+        with torch.inference_mode():
+            written[byte % len(written)] ^= 1 << bit
 
     def fail(self, index: int, *, landed: bool) -> None:
         """A write ends in an error; its bytes may have arrived all the same."""
@@ -118,6 +130,7 @@ class ScriptedTransport:
             num_blocks=layout.num_blocks,
             device_id=layout.device_id,
             layout=layout.fingerprint,
+            num_layers=layout.num_layers,
         )
         network.ends[engine_id] = self
 
@@ -131,13 +144,18 @@ class ScriptedTransport:
         self._peers.discard(engine_id)
 
     def write(
-        self, engine_id: str, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
+        self,
+        engine_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        layers: LayerRange | None = None,
     ) -> ScriptedWrite:
         target = self._target(engine_id)
         check_block_ids(local_block_ids, len(self.kv_cache))
         check_block_ids(remote_block_ids, len(target.kv_cache))
         assert len(local_block_ids) == len(remote_block_ids) > 0
-        write = ScriptedWrite(self, target, list(local_block_ids), list(remote_block_ids))
+        check_layers(layers, self.kv_cache.shape[1])
+        write = ScriptedWrite(self, target, list(local_block_ids), list(remote_block_ids), layers)
         self._network.writes.append(write)
         return write
 

@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node import reservations
 from engine import LLM
@@ -74,7 +75,12 @@ def reference_kv(prompt: tuple[int, ...], *, mixed: bool = False) -> torch.Tenso
 
 
 def make_cluster(
-    num_blocks: int, *, mixed: bool = False, async_scheduling: bool = False
+    num_blocks: int,
+    *,
+    mixed: bool = False,
+    async_scheduling: bool = False,
+    push_mode: PushMode = PushMode.LAYERS,
+    kv_digests: bool = False,
 ) -> Cluster:
     """Two nodes; a mixed model has three KV cache groups."""
     return Cluster(
@@ -83,6 +89,8 @@ def make_cluster(
         num_blocks,
         reference(mixed=mixed).engine.kv_cache_spec.num_groups,
         async_scheduling=async_scheduling,
+        push_mode=push_mode,
+        kv_digests=kv_digests,
     )
 
 
@@ -124,12 +132,29 @@ class HandoffMachine(RuleBasedStateMachine):
         self.is_faulty = False  # something happened that may fail a request or need its deadline
 
     @initialize(
-        num_blocks=st.sampled_from([7, 9, 20]), mixed=st.booleans(), async_scheduling=st.booleans()
+        num_blocks=st.sampled_from([7, 9, 20]),
+        mixed=st.booleans(),
+        async_scheduling=st.booleans(),
+        push_mode=st.sampled_from(PushMode),
+        kv_digests=st.booleans(),
     )
-    def make(self, num_blocks: int, mixed: bool, async_scheduling: bool) -> None:
-        self.mixed = mixed
+    def make(
+        self,
+        num_blocks: int,
+        mixed: bool,
+        async_scheduling: bool,
+        push_mode: PushMode,
+        kv_digests: bool,
+    ) -> None:
+        self.mixed, self.kv_digests = mixed, kv_digests
         self.patch = pytest.MonkeyPatch()
-        self.cluster = make_cluster(num_blocks, mixed=mixed, async_scheduling=async_scheduling)
+        self.cluster = make_cluster(
+            num_blocks,
+            mixed=mixed,
+            async_scheduling=async_scheduling,
+            push_mode=push_mode,
+            kv_digests=kv_digests,
+        )
         dead = self.cluster.dead
         self.patch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
 
@@ -234,6 +259,13 @@ class HandoffMachine(RuleBasedStateMachine):
     def land(self, data: st.DataObject) -> None:
         network = self.cluster.network
         network.land(data.draw(st.integers(0, len(network.writes) - 1)))
+
+    @precondition(lambda self: self.kv_digests and self.cluster.network.writes)
+    @rule(data=st.data(), place=st.integers(0, 9), byte=st.integers(0, 4095))
+    def damage(self, data: st.DataObject, place: int, byte: int) -> None:
+        network = self.cluster.network
+        index = data.draw(st.integers(0, len(network.writes) - 1))
+        network.land_damaged(index, place, byte, bit=byte % 8)
 
     @precondition(lambda self: self.cluster.network.writes)
     @rule(data=st.data(), landed=st.booleans())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvconnector.peers import BEAT_INTERVAL_S, LEASE_S
-from kvconnector.sender import _Transfer
+from kvconnector.transfer import Transfer
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster
 from tests.unit.test_handoff import assert_right, deliver_all, go_on, place, run_until_writing
@@ -90,7 +90,7 @@ def test_a_process_that_stands_still_just_before_a_post_looks_at_its_lease(
     post = cluster.sender._post
     stops = [seconds]
 
-    def stand_still(transfer: _Transfer, room_bytes: int) -> int:
+    def stand_still(transfer: Transfer, room_bytes: int) -> int:
         if transfer.granted and transfer.pieces and stops:
             cluster.clock.advance(stops.pop())  # behind all other checks of this round
         return post(transfer, room_bytes)

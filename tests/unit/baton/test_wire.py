@@ -93,6 +93,8 @@ decode_receipts = st.builds(
         num_blocks=uint32,
         transport=texts,
         exposed_transfer_s=seconds,
+        num_descriptors=uint32,
+        posting_s=seconds,
     ),
 )
 receipts = st.builds(

@@ -71,7 +71,7 @@ def test_a_step_that_fails_is_dumped_and_ends_the_engine(
     broken = LLM(str(DEMO_MODEL), dtype="float32", num_blocks=50)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
 
-    def fail(scheduled: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("a kernel failed")
 
     monkeypatch.setattr(broken.engine._runner, "run", fail)

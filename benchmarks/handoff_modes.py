@@ -1,0 +1,223 @@
+"""What hides a hand-over behind the computation: the same requests, pushed in each mode, side by
+side in one run; and how soon, and at what cost, a decode node goes on.
+
+A random checkpoint made on the fly, since what counts is its length and its bytes per token. One
+router, prefill and decode node per mode, all running; the requests go to them in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from baton import AsyncClient, Client, Receipt, SamplingParams
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from environment import summary
+
+LENGTHS = (256, 1024, 4096, 16384)  # tokens
+MODES = {
+    "after-prefill": ["--push", "after-prefill"],
+    "chunks": ["--push", "chunks"],
+    "layers": ["--push", "layers"],
+    "layers, digests": ["--push", "layers", "--kv-digests"],
+}
+READY_TIMEOUT_S = 300.0
+IDLE_S = 10.0
+NUM_DECODING = 32
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """Eight layers, 8 KiB of KV per token in float32: long prompts in little time."""
+    config = transformers.Qwen3Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=17000,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer())
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def measure_modes(num_requests: int) -> dict[str, object]:
+    """Everything on this page."""
+    with (
+        tempfile.TemporaryDirectory(prefix="baton-bench-") as name,
+        contextlib.ExitStack() as stack,
+    ):
+        folder = make_checkpoint(Path(name))
+        deployments = {
+            mode: stack.enter_context(
+                LocalDeployment(
+                    LocalDeploymentConfig(
+                        model=str(folder),
+                        listen=_free_address(),
+                        node_args=["--kv-cache-memory", "256M", "--no-prefix-cache", *arguments],
+                    )
+                )
+            )
+            for mode, arguments in MODES.items()
+        }
+        for deployment in deployments.values():
+            deployment.wait_ready(READY_TIMEOUT_S)
+        receipts = _collect(deployments, num_requests)
+        results: dict[str, object] = {"modes": _modes_table(receipts)}
+        results["bandwidth"] = _bandwidth(receipts)
+        address = deployments["layers"].config.listen
+        results["among_32_decoding"] = asyncio.run(_join_a_batch(address))
+        time.sleep(3.0)  # what was done last is settled
+        results["idle_cpu_percent_of_a_core"] = _idle_cpu(deployments["layers"])
+    return results
+
+
+def _collect(
+    deployments: dict[str, LocalDeployment], num_requests: int
+) -> dict[tuple[str, int], list[Receipt]]:
+    receipts: dict[tuple[str, int], list[Receipt]] = {}
+    draw = random.Random(0)
+    for length in LENGTHS:
+        rounds = num_requests if length <= 1024 else 4 if length <= 4096 else 2
+        for index in range(rounds + (length <= 1024)):  # the first round warms up
+            prompt = draw.choices(range(2, 500), k=length)
+            for mode, deployment in deployments.items():
+                with Client(deployment.config.listen) as client:
+                    receipt = client.generate(prompt, PARAMS).receipt
+                assert receipt is not None
+                assert receipt.decode is not None
+                assert receipt.decode.num_forwards == PARAMS.max_tokens - 1
+                if index or length > 1024:
+                    receipts.setdefault((mode, length), []).append(receipt)
+    return receipts
+
+
+def _push_figures(receipts: list[Receipt]) -> dict[str, float]:
+    decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
+    median = statistics.median
+    # Both legs begin at about the same time: what is beyond the prefill, with commit and checks.
+    parked = [
+        r.decode.parked_s - r.prefill.queue_s - r.prefill.prefill_s for r in receipts if r.decode
+    ]
+    return {
+        "exposed_transfer_ms": round(median(d.push.exposed_transfer_s for d in decodes) * 1e3, 3),
+        "posting_ms": round(median(d.push.posting_s for d in decodes) * 1e3, 3),
+        "prefill_ms": round(median(r.prefill.prefill_s for r in receipts) * 1e3, 1),
+        "token_1_to_commit_taken_ms": round(median(parked) * 1e3, 3),
+        "num_bytes": decodes[0].push.num_bytes,
+        "num_descriptors": median(d.push.num_descriptors for d in decodes),
+        "num_requests": len(receipts),
+    }
+
+
+def _modes_table(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, object]:
+    table: dict[str, object] = {}
+    for length in LENGTHS:
+        rows = {mode: _push_figures(receipts[mode, length]) for mode in MODES}
+        latest = rows["after-prefill"]["exposed_transfer_ms"]
+        for row in rows.values():
+            row["exposed_ratio_to_after_prefill"] = round(row["exposed_transfer_ms"] / latest, 3)
+        table[f"{length} tokens"] = rows
+    return table
+
+
+def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, float]:
+    """Bytes per second while posting, which on one host copies, against a copy in one process."""
+    decode = receipts["after-prefill", LENGTHS[-1]][-1].decode
+    assert decode is not None
+    source = np.ones(decode.push.num_bytes, dtype=np.uint8)
+    target = np.zeros_like(source)  # its pages are there
+    copies = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        copies.append(time.perf_counter() - started)
+    push_gb = decode.push.num_bytes / decode.push.posting_s / 1e9
+    copy_gb = decode.push.num_bytes / statistics.median(copies) / 1e9
+    return {
+        "num_bytes": decode.push.num_bytes,
+        "push_gb_per_s": round(push_gb, 2),
+        "memory_copy_gb_per_s": round(copy_gb, 2),
+        "ratio": round(push_gb / copy_gb, 3),
+    }
+
+
+async def _join_a_batch(address: str) -> dict[str, object]:
+    """Requests that come while 32 others decode: steps from their commit to their first step."""
+    draw = random.Random(1)
+    long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
+    async with AsyncClient(address) as client:
+
+        async def run(params: SamplingParams) -> Receipt:
+            receipt = (await client.generate(draw.choices(range(2, 500), k=100), params)).receipt
+            assert receipt is not None
+            return receipt
+
+        decoding = [asyncio.create_task(run(long)) for _ in range(NUM_DECODING)]
+        await asyncio.sleep(5.0)  # all of them have begun
+        joined = [await run(PARAMS) for _ in range(60)]
+        still = sum(not task.done() for task in decoding)
+        for task in decoding:
+            task.cancel()
+        await asyncio.gather(*decoding, return_exceptions=True)
+    decodes = [receipt.decode for receipt in joined if receipt.decode is not None]
+    # The first step itself is counted, too: 1 is the step that comes next.
+    steps = sorted(decode.steps_until_first - 1 for decode in decodes)
+    return {
+        "num_still_decoding_at_the_end": still,
+        "whole_steps_between_commit_and_first_step": {
+            "p50": steps[len(steps) // 2],
+            "p99": steps[int(len(steps) * 0.99)],
+        },
+        "commit_to_token_2_ms": summary([decode.first_step_s * 1e3 for decode in decodes]),
+        "time_per_token_ms": summary([r.time_per_token_s * 1e3 for r in joined]),
+        "forwards_less_generated": sorted({d.num_forwards - PARAMS.max_tokens for d in decodes}),
+    }
+
+
+def _idle_cpu(deployment: LocalDeployment) -> dict[str, float]:
+    def seconds() -> dict[str, float]:
+        tick = os.sysconf("SC_CLK_TCK")
+        found = {}
+        for child in deployment.children:
+            stat = Path(f"/proc/{child.process.pid}/stat").read_text(encoding="ascii")
+            fields = stat.rpartition(")")[2].split()
+            found[child.name] = (int(fields[11]) + int(fields[12])) / tick  # user and system
+        return found
+
+    before = seconds()
+    time.sleep(IDLE_S)
+    return {
+        name: round((after - before[name]) / IDLE_S * 100, 2) for name, after in seconds().items()
+    }
+
+
+def _byte_tokenizer() -> object:
+    import tokenizers
+
+    vocabulary = {f"<{index}>": index for index in range(512)}
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -1,0 +1,145 @@
+"""Digests of blocks: whether what arrived is what was sent.
+
+    P  digest of its memory when a piece is posted -> Digests, when it is complete
+    D  digest of its own memory                    -> equal: verified; else Resend, with the next
+                                                      number of attempt
+
+Refuses to know: requests' tokens, and what is done with bytes that are wrong for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+
+from kvconnector.layout import LayerRange
+from kvconnector.messages import Commit, Digests, Resend, Watermark
+
+DIGEST_BYTES = 8
+MAX_DIGESTS_PER_MESSAGE = 448  # with their indices less than 8 KiB: one fragment of the transport
+
+Key = tuple[str, int]  # (request_id, epoch)
+
+
+class BlockDigests:
+    """xxh3-64 of blocks, or of some of their layers, read from a cache.
+
+    Args:
+        kv_cache: `[num_blocks, num_layers, ...]`, contiguous.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        num_blocks, self.num_layers = kv_cache.shape[:2]
+        self._layers = kv_cache.view(num_blocks, self.num_layers, -1).view(torch.uint8)
+
+    def of(self, block_ids: Sequence[int], layers: LayerRange | None) -> bytes:
+        """``DIGEST_BYTES`` for each block."""
+        part = slice(None) if layers is None else slice(*layers)
+        if not self._layers.is_cuda:
+            blocks = self._layers.numpy()
+            return b"".join(xxhash.xxh3_64_digest(blocks[i, part].data) for i in block_ids)
+        copied = self._layers[list(block_ids), part].cpu().numpy()
+        return b"".join(xxhash.xxh3_64_digest(block.data) for block in copied)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One granted request, and what of it is verified.
+
+    Attributes:
+        layers: of each block, a bit for each layer that is right.
+        attempts: of what had to be asked for again, by place and layers, how often.
+        missing: what was asked for again and has not come: a write that is still to land.
+        watermark: came, but not all that it speaks of is verified.
+        commit: likewise.
+    """
+
+    engine_id: str
+    block_ids: Sequence[int]
+    layers: list[int]
+    attempts: dict[tuple[int, LayerRange], int] = field(default_factory=dict)
+    missing: set[tuple[int, LayerRange]] = field(default_factory=set)
+    watermark: Watermark | None = None
+    commit: Commit | None = None
+
+
+class Verifier:
+    """What a decode node has granted and not yet got, and whether its bytes are right.
+
+    Args:
+        digests: of the decode node's own memory.
+    """
+
+    def __init__(self, digests: BlockDigests) -> None:
+        self._digests = digests
+        self._all_layers = (1 << digests.num_layers) - 1
+        self._arrivals: dict[Key, Arrival] = {}
+
+    def expect(self, key: Key, engine_id: str, block_ids: Sequence[int]) -> None:
+        """These blocks were granted to that peer."""
+        self._arrivals[key] = Arrival(engine_id, block_ids, [0] * len(block_ids))
+
+    def find(self, key: Key, engine_id: str) -> Arrival | None:
+        """What that peer was granted, unless it is over."""
+        arrival = self._arrivals.get(key)
+        return arrival if arrival is not None and arrival.engine_id == engine_id else None
+
+    def forget(self, key: Key) -> None:
+        self._arrivals.pop(key, None)
+
+    def forget_peer(self, engine_id: str) -> None:
+        for key in [k for k, arrival in self._arrivals.items() if arrival.engine_id == engine_id]:
+            del self._arrivals[key]
+
+    def check(self, message: Digests, own_engine_id: str) -> Resend | None:
+        """Compare digests with our memory; what to ask for again, if anything is wrong.
+
+        A message that is late, doubled or does not fit changes nothing.
+        """
+        arrival = self.find((message.request_id, message.epoch), message.engine_id)
+        layers = message.layers or (0, self._digests.num_layers)
+        fits = 0 <= layers[0] < layers[1] <= self._digests.num_layers
+        if (
+            arrival is None
+            or not fits
+            or len(message.digests) != DIGEST_BYTES * len(message.indices)
+        ):
+            return None
+        bits = (1 << layers[1]) - (1 << layers[0])
+        wrong = []
+        for place, index in enumerate(message.indices):
+            part = (index, layers)
+            if index >= len(arrival.block_ids):
+                continue
+            if arrival.layers[index] & bits == bits and part not in arrival.missing:
+                continue
+            if arrival.attempts.get(part, 0) != message.attempt:
+                continue
+            sent = message.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+            if self._digests.of(arrival.block_ids[index : index + 1], layers) == sent:
+                arrival.layers[index] |= bits
+                arrival.missing.discard(part)
+            else:
+                arrival.layers[index] &= ~bits
+                arrival.attempts[part] = message.attempt + 1
+                arrival.missing.add(part)
+                wrong.append(index)
+        if not wrong:
+            return None
+        return Resend(
+            engine_id=own_engine_id,
+            request_id=message.request_id,
+            epoch=message.epoch,
+            indices=wrong,
+            layers=layers,
+            attempt=message.attempt + 1,
+        )
+
+    def is_verified(self, arrival: Arrival, num_blocks: int) -> bool:
+        """Whether the first ``num_blocks`` blocks, all layers of them, are right and stay so."""
+        if any(index < num_blocks for index, _ in arrival.missing):
+            return False
+        return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])

@@ -1,0 +1,146 @@
+"""Transfer: one request's way to its decode node, as the sender sees it: what is computed, what is
+posted, what is complete. Touches no transport; all of it lives on the I/O thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvconnector.base import BlockPush, PendingWrite
+from kvconnector.layout import LayerRange, count_runs
+
+MAX_ATTEMPTS = 3  # at writing again what arrived wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a push that is posted as one write.
+
+    Attributes:
+        indices: places, among the request's blocks that travel, of ``block_ids``.
+        watermark: prompt tokens, and blocks that travel, that are complete once this and all before
+            it has arrived.
+        attempt: how often the decode node has asked for it again.
+    """
+
+    indices: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    layers: LayerRange | None = None
+    watermark: tuple[int, int] | None = None
+    is_computed: Callable[[], bool] | None = None
+    attempt: int = 0
+
+
+@dataclass(slots=True)
+class Write:
+    """A posted piece; ``digests`` is of its blocks, empty if they are not used."""
+
+    pending: PendingWrite
+    piece: Piece
+    num_bytes: int
+    digests: bytes
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One attempt at one request.
+
+    Attributes:
+        granted: the decode node's blocks, once it has granted them.
+        pieces: not yet posted, in order.
+        writes: posted and not yet complete, in order.
+        last: the push that brought token 1.
+        failure: why it ends; nothing is posted any more.
+        block_ids: this node's, by their places among those that travel; of what was posted.
+        attempts: how often places were asked for again, by place and layers.
+        commit_is_sent: only with digests does it go on then, until all is verified.
+    """
+
+    request_id: str
+    epoch: int
+    engine_id: str
+    num_blocks: int
+    granted: list[int] | None = None
+    pieces: deque[Piece] = field(default_factory=deque)
+    writes: deque[Write] = field(default_factory=deque)
+    last: BlockPush | None = None
+    last_at: float = 0.0
+    num_blocks_pushed: int = 0
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    posting_s: float = 0.0
+    failure: str | None = None
+    block_ids: dict[int, int] = field(default_factory=dict)
+    attempts: dict[tuple[int, LayerRange], int] = field(default_factory=dict)
+    commit_is_sent: bool = False
+
+    @property
+    def can_post(self) -> bool:
+        """Whether the next piece is granted and computed."""
+        if self.granted is None or self.failure is not None or not self.pieces:
+            return False
+        is_computed = self.pieces[0].is_computed
+        return is_computed is None or is_computed()
+
+    def post(self, write: Write, remote: list[int]) -> None:
+        """Note a piece that was posted to the decode node's blocks ``remote``."""
+        piece = write.piece
+        self.writes.append(write)
+        self.num_bytes += write.num_bytes
+        self.block_ids.update(zip(piece.indices, piece.block_ids, strict=True))
+        # Layers of neighbouring blocks do not adjoin.
+        whole = piece.layers is None
+        self.num_descriptors += count_runs(piece.block_ids, remote) if whole else len(remote)
+        if piece.attempt == 0 and (piece.layers is None or piece.layers[0] == 0):
+            self.num_blocks_pushed += len(remote)
+
+    def send_again(self, indices: list[int], layers: LayerRange, attempt: int) -> None:
+        """Write these once more; a doubled or late wish is granted once.
+
+        Fails the transfer when it was in vain too often.
+        """
+        wanted = [i for i in indices if self.attempts.get((i, layers), 0) < attempt]
+        if self.failure is not None or not wanted:
+            return
+        if attempt > MAX_ATTEMPTS or any(index not in self.block_ids for index in wanted):
+            self.fail(f"digests of KV blocks were wrong after {attempt - 1} attempts")
+            return
+        self.attempts.update(dict.fromkeys(((index, layers) for index in wanted), attempt))
+        block_ids = tuple(self.block_ids[index] for index in wanted)
+        self.pieces.append(Piece(tuple(wanted), block_ids, layers, attempt=attempt))
+
+    def fail(self, reason: str) -> None:
+        """Post nothing more."""
+        if self.failure is None:
+            self.failure = reason
+            self.pieces.clear()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all there ever will be has arrived."""
+        return bool(self.last and self.granted is not None and not self.pieces and not self.writes)
+
+
+def cut(push: BlockPush, max_blocks: int) -> list[Piece]:
+    """A push in pieces of at most ``max_blocks`` blocks.
+
+    In the order of this node's block ids: neighbours that adjoin on both sides are then next to
+    each other, whatever order the request has them in, and travel as one range.
+    """
+    order = sorted(range(len(push.block_ids)), key=push.block_ids.__getitem__)
+    pieces = []
+    watermark = (push.num_tokens, push.first_block + len(push.block_ids))
+    for start in range(0, len(order), max_blocks):
+        part = order[start : start + max_blocks]
+        is_last = start + max_blocks >= len(order)
+        pieces.append(
+            Piece(
+                indices=tuple(push.first_block + offset for offset in part),
+                block_ids=tuple(push.block_ids[offset] for offset in part),
+                layers=push.layers,
+                watermark=watermark if is_last and push.layers is None else None,
+                is_computed=push.is_computed,
+            )
+        )
+    return pieces

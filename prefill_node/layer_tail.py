@@ -1,0 +1,56 @@
+"""LayerTail: the last chunks of one step, pushed some layers at a time while the rest computes.
+
+Made before the step and called on the thread that computes; the sender posts elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from kvconnector.base import BlockPush, KVSender
+from kvconnector.layout import LayerRange
+
+
+class LayerTail:
+    """Called after each layer of one step.
+
+    Args:
+        sender: where the pushes go.
+        layer_groups: ranges of layers, in order; each is pushed when its last layer is computed.
+        fence: asks whether a GPU has computed what was launched so far; see `Engine.fence`.
+
+    Attributes:
+        num_groups_pushed: of the layer groups.
+    """
+
+    def __init__(
+        self,
+        sender: KVSender,
+        layer_groups: Sequence[LayerRange],
+        fence: Callable[[], Callable[[], bool] | None],
+    ) -> None:
+        self._sender = sender
+        self._layer_groups = layer_groups
+        self._fence = fence
+        self._pushes: list[BlockPush] = []
+        self.num_groups_pushed = 0
+
+    def add(self, push: BlockPush) -> None:
+        """Push these blocks, which the step makes complete."""
+        self._pushes.append(push)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer was pushed."""
+        return self.num_groups_pushed == len(self._layer_groups)
+
+    def after_layer(self, layer: int) -> None:
+        """Push the group of layers that ends with this one."""
+        if self.is_complete or layer + 1 != self._layer_groups[self.num_groups_pushed][1]:
+            return
+        layers = self._layer_groups[self.num_groups_pushed]
+        is_computed = self._fence()
+        for push in self._pushes:
+            self._sender.push(dataclasses.replace(push, layers=layers, is_computed=is_computed))
+        self.num_groups_pushed += 1

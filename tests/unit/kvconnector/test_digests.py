@@ -1,0 +1,229 @@
+"""Digests: every damaged block is found, asked for again, and never believed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from baton.sampling_params import SamplingParams
+from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEventKind
+from kvconnector.digests import BlockDigests
+from kvconnector.in_memory import InMemoryTransport, _Done
+from kvconnector.layout import LayerRange
+from kvconnector.messages import Digests, Verified, Watermark, decode, encode
+from kvconnector.receiver import Receiver
+from kvconnector.sender import Sender
+from kvconnector.transfer import MAX_ATTEMPTS
+from tests.fakes.handoff_cluster import Cluster
+from tests.fakes.waiting import wait_until
+from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
+
+NUM_BLOCKS = 8
+BLOCK_SHAPE = (4, 2, 2, 4, 8)  # layers, k and v, heads, tokens, head_dim
+NUM_DAMAGED = 1000
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+Kind = TransferEventKind
+
+
+class DamagingTransport(InMemoryTransport):
+    """Turns one random bit of what it writes, while ``num_damages`` lasts."""
+
+    draw = random.Random(0)
+    num_damages = 0
+    num_writes = 0
+
+    def write(
+        self,
+        engine_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        layers: LayerRange | None = None,
+    ) -> _Done:
+        done = super().write(engine_id, local_block_ids, remote_block_ids, layers)
+        self.num_writes += 1
+        if self.num_damages:
+            self.num_damages -= 1
+            part = slice(None) if layers is None else slice(*layers)
+            target = self._end(engine_id)._blocks[self.draw.choice(remote_block_ids), part]
+            written = target.view(-1).view(torch.uint8)
+            written[self.draw.randrange(len(written))] ^= 1 << self.draw.randrange(8)
+        return done
+
+
+class Pair:
+    """A sender that damages and a receiver that checks, in threads of their own."""
+
+    def __init__(self) -> None:
+        self.source = torch.rand(NUM_BLOCKS, *BLOCK_SHAPE)
+        self.target = torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE)
+        self.transport = DamagingTransport("p-digests", self.source)
+        deaths = self.deaths = list[Exception]()
+        self.receiver = Receiver(
+            InMemoryTransport("d-digests", self.target),
+            lambda: None,
+            deaths.append,
+            digests=BlockDigests(self.target),
+        )
+        self.sender = Sender(
+            self.transport, lambda: None, deaths.append, digests=BlockDigests(self.source)
+        )
+        self.receiver.expect(True)
+        self.receiver.connect(self.sender.peer_info)
+        self.sender.connect(self.receiver.peer_info)
+        self.sent: list[TransferEvent] = []
+        self.received: list[TransferEvent] = []
+        self.wait(self.received, Kind.PEER_CONNECTED, "")
+
+    def wait(self, events: list[TransferEvent], kind: Kind, request_id: str) -> TransferEvent:
+        def found() -> list[TransferEvent]:
+            self.sent += self.sender.poll()
+            self.received += self.receiver.poll()
+            return [e for e in events if e.kind is kind and e.request_id == request_id]
+
+        wait_until(found, f"{kind} of {request_id}")
+        return found()[0]
+
+    def hand_over(self, name: str, layers: Sequence[LayerRange | None]) -> None:
+        """Two blocks, of which the second one by layers."""
+        self.sender.start(name, 0, "d-digests", num_tokens=8, num_blocks=2)
+        self.wait(self.received, Kind.STARTED, name)
+        first, second = random.Random(name).sample(range(NUM_BLOCKS), 2)
+        self.receiver.grant(
+            KVReservation(
+                request_id=name, epoch=0, engine_id="p-digests", block_ids=(first, second)
+            )
+        )
+        push = BlockPush(request_id=name, epoch=0, first_block=0, block_ids=(0,), num_tokens=4)
+        self.sender.push(push)
+        for part in layers:
+            self.sender.push(
+                BlockPush(request_id=name, epoch=0, first_block=1, block_ids=(1,), layers=part)
+            )
+        self.sender.push(
+            BlockPush(
+                request_id=name, epoch=0, first_block=2, block_ids=(), num_tokens=8, token_id=5
+            )
+        )
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        assert self.deaths == []
+
+
+def test_of_a_thousand_random_damages_all_are_found_and_made_good() -> None:
+    pair = Pair()
+    by_layers = [(0, 1), (1, 3), (3, 4)]
+    for number in range(NUM_DAMAGED):
+        pair.transport.num_damages = num_damages = 1 + number % 2
+        num_writes = pair.transport.num_writes + 1 + num_damages
+        name = f"r{number}"
+        parts = by_layers if number % 3 else [None]
+        pair.hand_over(name, parts)
+        pair.wait(pair.received, Kind.COMMITTED, name)
+        assert pair.transport.num_writes == num_writes + len(parts)  # each damage costs one
+        first, second = random.Random(name).sample(range(NUM_BLOCKS), 2)
+        assert torch.equal(pair.target[[first, second]], pair.source[[0, 1]])
+        pair.wait(pair.sent, Kind.COMMITTED, name)
+        pair.target.zero_()
+    pair.close()
+
+
+def test_what_stays_wrong_fails_after_a_few_attempts_and_was_never_committed() -> None:
+    pair = Pair()
+    pair.transport.num_damages = 10**6
+    pair.hand_over("a", [None])
+    reason = f"digests of KV blocks were wrong after {MAX_ATTEMPTS} attempts"
+    assert pair.wait(pair.received, Kind.FAILED, "a").reason == reason
+    assert pair.wait(pair.sent, Kind.FAILED, "a").reason == reason
+    kinds = {event.kind for event in pair.received if event.request_id == "a"}
+    assert kinds == {Kind.STARTED, Kind.FAILED}  # no watermark either
+    pair.transport.num_damages = 0
+    pair.hand_over("b", [None])
+    pair.wait(pair.received, Kind.COMMITTED, "b")
+    pair.close()
+
+
+def go_on(cluster: Cluster) -> None:
+    for engine_id in "pd":
+        cluster.step(engine_id)
+        cluster.round(engine_id)
+
+
+def test_a_watermark_waits_for_the_digests_that_it_overtook() -> None:
+    cluster = make_cluster(20, kv_digests=True)
+    prompt = prompt_of(0, 14)
+    cluster.place("a", 1, prompt, GREEDY)
+    cluster.step("d")
+    cluster.step("p")
+    for engine_id in "pddp":  # it is granted before the second chunk
+        cluster.round(engine_id)
+        cluster.step("d")
+        while cluster.network.messages:
+            cluster.network.deliver(0)
+    while cluster.network.writes:
+        cluster.network.land(0)
+    cluster.round("p")
+    kinds = [type(decode(message.payload)) for message in cluster.network.messages]
+    assert kinds == [Digests, Watermark]
+    cluster.network.deliver(kinds.index(Watermark))
+    cluster.round("d")
+    assert Kind.WATERMARK not in [event.kind for event in cluster.d_endpoint.emitted]
+    cluster.settle()
+    assert Kind.WATERMARK in [event.kind for event in cluster.d_endpoint.emitted]
+    assert tuple(cluster.attempts["a", 1].tokens.values()) == reference_tokens(
+        tuple(prompt), GREEDY
+    )
+    assert_clean(cluster)
+
+
+def test_the_prefill_node_holds_its_blocks_until_all_is_verified() -> None:
+    cluster = make_cluster(20, kv_digests=True)
+    cluster.place("a", 1, prompt_of(0, 14), GREEDY)
+    for _ in range(60):
+        go_on(cluster)
+        while cluster.network.writes:
+            cluster.network.land(0)
+        for index, message in enumerate(cluster.network.messages):
+            if isinstance(decode(message.payload), Verified):
+                assert cluster.p.requests() != []
+                cluster.network.drop(index)  # it is lost: until the deadline, then
+                break
+        while cluster.network.messages:
+            cluster.network.deliver(0)
+    assert cluster.attempts["a", 1].is_complete
+    assert cluster.p.requests() != []
+    cluster.p.push_tracker.expire(float("inf"))
+    cluster.settle()
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Digests(engine_id="p", request_id="a", epoch=1, indices=[98, 99], digests=b"x" * 16),
+        Digests(engine_id="p", request_id="a", epoch=1, indices=[0], digests=b"short"),
+        Digests(
+            engine_id="p", request_id="a", epoch=1, indices=[0], digests=b"12345678", attempt=7
+        ),
+        Digests(
+            engine_id="p", request_id="a", epoch=1, indices=[0], digests=b"12345678", layers=(0, 99)
+        ),
+        Digests(engine_id="p", request_id="nobody", epoch=1, indices=[0], digests=b"12345678"),
+    ],
+)
+def test_digests_that_fit_nothing_are_data(message: Digests) -> None:
+    assert decode(encode(message)) == message
+    cluster = make_cluster(20, kv_digests=True)
+    cluster.place("a", 1, prompt_of(0, 14), GREEDY)
+    for _ in range(6):
+        go_on(cluster)
+        cluster.d_endpoint._on_message(message)
+        while cluster.network.messages:
+            cluster.network.deliver(0)
+    cluster.settle()
+    assert cluster.attempts["a", 1].is_complete
+    assert_clean(cluster)
