@@ -38,6 +38,7 @@ from kvconnector.messages import (
 )
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peers import PeerState
+from kvconnector.repeats import Repeats
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,8 @@ class Sender:
     ) -> None:
         self._info = transport.peer_info
         self._transfers: dict[tuple[str, int], _Transfer] = {}  # (request_id, epoch)
+        self._clock = clock
+        self._starts = Repeats()  # not granted yet
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
@@ -177,6 +180,8 @@ class Sender:
         )
         if not self._endpoint.peers.may_start(engine_id) or not self._send(engine_id, message):
             self._fail(transfer, "the decode node cannot be reached")
+        key = (transfer.request_id, transfer.epoch)
+        self._starts.add(key, engine_id, message, self._clock())
 
     def _push(self, push: BlockPush, now: float) -> None:
         transfer = self._transfers.get((push.request_id, push.epoch))
@@ -231,6 +236,7 @@ class Sender:
     # ------------------------------------------------------------------ progress
 
     def _progress(self) -> bool:
+        self._repeat_starts()
         in_flight_bytes: dict[str, int] = {}
         for transfer in list(self._transfers.values()):
             self._settle(transfer)
@@ -242,6 +248,15 @@ class Sender:
         self._forget_leaving()
         self._endpoint.expect(self._endpoint.peers.is_meeting or bool(self._transfers))
         return any(t.writes or (t.pieces and t.granted) for t in self._transfers.values())
+
+    def _repeat_starts(self) -> None:
+        """Of a transfer that is over at the receiver's, its end was lost, or its Start was."""
+        for key, start in self._starts.take_due(self._clock()):
+            transfer = self._transfers.get(key)
+            if transfer is None or transfer.failure is not None or transfer.granted is not None:
+                self._starts.remove(key, start.engine_id)
+            else:
+                self._send(start.engine_id, start.message)
 
     def _send(self, engine_id: str, message: Message) -> bool:
         return self._endpoint.peers.send(engine_id, message)
