@@ -32,8 +32,8 @@ class EngineConfig:
             made for, or what the KV cache holds if that is less.
         max_num_requests: most requests in one batch.
         max_num_batched_tokens: most tokens that one step computes.
-        long_prefill_threshold: most tokens of one prompt in a step, so that a long prompt is cut
-            into chunks and leaves room for others.
+        long_prefill_token_threshold: most tokens of one prompt in a step, so that a long prompt is
+            cut into chunks and leaves room for others.
         scheduling_policy: ``fcfs`` or ``priority``.
         prefix_cache: find prompts' prefixes again that were computed before.
         prefix_hash: ``xxh3_128`` or ``sha256``.
@@ -52,7 +52,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_requests: int = 64
     max_num_batched_tokens: int = 1024
-    long_prefill_threshold: int = 512
+    long_prefill_token_threshold: int = 512
     scheduling_policy: str = "fcfs"
     prefix_cache: bool = True
     prefix_hash: str = "xxh3_128"
@@ -67,7 +67,7 @@ class EngineConfig:
             "block_size",
             "max_num_requests",
             "max_num_batched_tokens",
-            "long_prefill_threshold",
+            "long_prefill_token_threshold",
             "kv_cache_bytes",
             "num_blocks",
             "max_model_len",

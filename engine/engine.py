@@ -102,7 +102,7 @@ class Engine:
             kv_cache_manager,
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            long_prefill_threshold=config.long_prefill_threshold,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=config.scheduling_policy,
         )
         self._runner = make_model_runner(

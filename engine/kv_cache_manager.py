@@ -6,7 +6,7 @@ blocks of the pool; ``Request.block_ids`` has them all (`engine/kv_cache_coordin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from baton.block_hash import BlockHasher
 from engine.block_pool import BlockPool
@@ -23,6 +23,9 @@ class KVCacheManager:
         sliding_windows: of each KV cache group; None: full attention.
         hasher: names blocks for the prefix cache; None switches it off.
         record_events: keep what the prefix cache stored and removed.
+
+    Attributes:
+        slides: whether blocks slide out of a window, so that `free_slid_out` has something to do.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class KVCacheManager:
         self.num_groups = len(sliding_windows)
         self._coordinator = KVCacheCoordinator(sliding_windows, block_size, self.block_pool)
         self._null_block = self._coordinator.null_block
+        self.slides = self._null_block is not None
         self._hasher = hasher
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -156,6 +160,12 @@ class KVCacheManager:
             request.block_ids[place] = block_id
         return True
 
+    def num_tokens_to_grant(self, request: Request) -> int:
+        """Tokens up to the end of the decode block, the one behind the prompt's last block."""
+        num_blocks = -(-request.num_initial_tokens // self.block_size) + 1
+        room = min(num_blocks * self.block_size, request.max_num_tokens)
+        return max(room, request.num_initial_tokens)
+
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
         """Places in ``block_ids`` of the blocks that a node needs to go on after a prompt.
 
@@ -171,7 +181,9 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Drop the request's references, tail blocks first: a prefix is worth keeping longest."""
-        null_block = self._null_block
-        self.block_pool.release(b for b in reversed(request.block_ids) if b != null_block)
+        block_ids: Iterable[int] = reversed(request.block_ids)
+        if self._null_block is not None:
+            block_ids = (b for b in block_ids if b != self._null_block)
+        self.block_pool.release(block_ids)
         request.block_ids = []
         request.num_cached_blocks = 0

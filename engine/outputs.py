@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from baton.outputs import RequestOutput, TokenLogprobs
 from engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's part of a step: compute its next ``num_scheduled_tokens`` tokens."""
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
+    """One request's part of a step: compute its next ``num_scheduled_tokens`` tokens.
+
+    A struct, for one is made per output token, and a frozen dataclass takes ten times as long.
+    """
 
     request: Request
     num_scheduled_tokens: int

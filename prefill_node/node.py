@@ -7,12 +7,13 @@ One thread calls `step`; commands come in, and events go out, through queues.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from baton.errors import InvalidRequestError, TransferError
 from baton.ledger import Ledger
@@ -202,7 +203,7 @@ class PrefillNode:
             job = self._jobs.pop(output.request_id)
             # The engine stops after one token: unless that is the end indeed, D goes on.
             if job.command.decode_engine_id and output.finish_reason is not FinishReason.STOP:
-                output = dataclasses.replace(output, finish_reason=None)
+                output = msgspec.structs.replace(output, finish_reason=None)
                 handed_over[output.request_id] = output
             else:
                 self.push_tracker.drop(output.request_id, "")

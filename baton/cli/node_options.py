@@ -82,9 +82,9 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
         max_num_batched_tokens: Annotated[
             int, typer.Option(help="Most tokens in a step.")
         ] = _DEFAULTS.max_num_batched_tokens,
-        long_prefill_threshold: Annotated[
+        long_prefill_token_threshold: Annotated[
             int, typer.Option(help="Most tokens of one prompt in a step (its chunk).")
-        ] = _DEFAULTS.long_prefill_threshold,
+        ] = _DEFAULTS.long_prefill_token_threshold,
         scheduling_policy: Annotated[
             str, typer.Option(help="fcfs or priority.")
         ] = _DEFAULTS.scheduling_policy,
@@ -132,7 +132,7 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                     max_model_len=max_model_len or None,
                     max_num_requests=max_num_requests,
                     max_num_batched_tokens=max_num_batched_tokens,
-                    long_prefill_threshold=long_prefill_threshold,
+                    long_prefill_token_threshold=long_prefill_token_threshold,
                     scheduling_policy=scheduling_policy,
                     prefix_cache=prefix_cache,
                     prefix_hash=prefix_hash,

@@ -33,6 +33,7 @@ from kvconnector.messages import Beat, Hello, HelloAck, Message, decode
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
+from tests.fakes.dead_engines import let_die
 from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork, ScriptedTransport
 from tests.fakes.virtual_clock import VirtualClock
 
@@ -161,7 +162,7 @@ class Cluster:
             num_blocks=num_blocks * num_groups,
             max_num_requests=4,
             max_num_batched_tokens=12,
-            long_prefill_threshold=5,
+            long_prefill_token_threshold=5,
             async_scheduling=async_scheduling,
         )
         p_engine, self.d_engine = Engine(folder, config), CheckedEngine(folder, config)
@@ -233,6 +234,7 @@ class Cluster:
         """One node's process ends, and the router tells the other."""
         self.dead.add(engine_id)
         self.network.kill(engine_id)
+        let_die((self.p if engine_id == "p" else self.d).engine)
         survivor = self.d if engine_id == "p" else self.p
         survivor.submit(PeerUpdate(engine_id, removed=True))
 

@@ -19,7 +19,7 @@ SMALL = {
     "num_blocks": 40,
     "max_num_requests": 6,
     "max_num_batched_tokens": 64,
-    "long_prefill_threshold": 32,
+    "long_prefill_token_threshold": 32,
 }
 
 
@@ -65,7 +65,7 @@ def test_a_stream_that_is_left_leaves_nothing_in_flight() -> None:
 
 
 def test_a_step_in_flight_gives_each_request_one_token_more() -> None:
-    scheduler, runner = make_scheduler(long_prefill_threshold=3), FakeRunner()
+    scheduler, runner = make_scheduler(long_prefill_token_threshold=3), FakeRunner()
     scheduler.add(make_request("a", 5, 10))
     first = scheduler.schedule()
     scheduler.begin(first)
