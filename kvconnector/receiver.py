@@ -29,6 +29,7 @@ from kvconnector.messages import (
     Watermark,
 )
 from kvconnector.peer_info import PeerInfo
+from kvconnector.repeats import Repeats
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,12 @@ class Receiver:
     ) -> None:
         self._info = transport.peer_info
         self._clock = clock
+        self._grants = Repeats()  # neither committed nor ended yet
         self._verifier = None if digests is None else Verifier(digests)  # of the I/O thread
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
-            progress=lambda: False,
+            progress=self._progress,
             on_event=on_event,
             on_death=on_death,
             clock=clock,
@@ -79,6 +81,7 @@ class Receiver:
 
     def disconnect(self, engine_id: str) -> None:
         def call() -> None:
+            self._grants.remove_peer(engine_id)
             self._endpoint.peers.remove(engine_id)
             if self._verifier is not None:
                 self._verifier.forget_peer(engine_id)
@@ -92,18 +95,26 @@ class Receiver:
             epoch=reservation.epoch,
             block_ids=list(reservation.block_ids),
         )
-        if (verifier := self._verifier) is not None:
-            key = (reservation.request_id, reservation.epoch)
-            self._endpoint.submit(
-                lambda: verifier.expect(key, reservation.engine_id, reservation.block_ids)
-            )
-        self._send(reservation.engine_id, message)
+
+        def call() -> None:
+            key = (message.request_id, message.epoch)
+            if self._verifier is not None:
+                self._verifier.expect(key, reservation.engine_id, reservation.block_ids)
+            self._grants.add(key, reservation.engine_id, message, self._clock())
+            self._endpoint.peers.send(reservation.engine_id, message)
+
+        self._endpoint.submit(call)
 
     def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
         message = Cancel(engine_id=self._info.engine_id, request_id=request_id, epoch=epoch)
-        if (verifier := self._verifier) is not None:
-            self._endpoint.submit(lambda: verifier.forget((request_id, epoch)))
-        self._send(engine_id, message)
+
+        def call() -> None:
+            if self._verifier is not None:
+                self._verifier.forget((request_id, epoch))
+            self._grants.remove((request_id, epoch), engine_id)
+            self._endpoint.peers.send(engine_id, message)
+
+        self._endpoint.submit(call)
 
     def expect(self, expecting: bool) -> None:
         self._endpoint.expect(expecting)
@@ -116,11 +127,19 @@ class Receiver:
 
     # ------------------------------------------------------------------ the I/O thread
 
-    def _send(self, engine_id: str, message: Message) -> None:
-        self._endpoint.submit(lambda: self._endpoint.peers.send(engine_id, message))
+    def _progress(self) -> bool:
+        """Repeat grants: of a transfer that is over at the sender's, its end was lost."""
+        for _, grant in self._grants.take_due(self._clock()):
+            self._endpoint.peers.send(grant.engine_id, grant.message)
+        return False
 
     def _on_message(self, message: Message) -> None:
         self._endpoint.peers.note_alive(message.engine_id, self._clock())
+        if isinstance(message, Commit | Quiet):
+            self._grants.remove((message.request_id, message.epoch), message.engine_id)
+        elif isinstance(message, Watermark):
+            key = (message.request_id, message.epoch)
+            self._grants.put_off(key, message.engine_id, self._clock())
         match message:
             case Hello():
                 ack = HelloAck(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)

@@ -39,6 +39,7 @@ from kvconnector.messages import (
 )
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peers import PeerState
+from kvconnector.repeats import Repeats
 from kvconnector.transfer import Transfer, Write, cut
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,9 @@ class Sender:
     ) -> None:
         self._info = transport.peer_info
         self._digests = digests
+        self._clock = clock
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
+        self._starts = Repeats()  # not granted yet
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
@@ -156,6 +159,8 @@ class Sender:
         )
         if not self._endpoint.peers.may_start(engine_id) or not self._send(engine_id, message):
             self._fail(transfer, "the decode node cannot be reached")
+        key = (transfer.request_id, transfer.epoch)
+        self._starts.add(key, engine_id, message, self._clock())
 
     def _push(self, push: BlockPush, now: float) -> None:
         transfer = self._transfers.get((push.request_id, push.epoch))
@@ -211,6 +216,7 @@ class Sender:
     # ------------------------------------------------------------------ progress
 
     def _progress(self) -> bool:
+        self._repeat_starts()
         in_flight_bytes: dict[str, int] = {}
         for transfer in list(self._transfers.values()):
             self._settle(transfer)
@@ -223,6 +229,15 @@ class Sender:
         self._endpoint.expect(self._endpoint.peers.is_meeting or bool(self._transfers))
         granted = [t for t in self._transfers.values() if t.granted is not None]
         return any(transfer.writes or transfer.pieces for transfer in granted)
+
+    def _repeat_starts(self) -> None:
+        """Of a transfer that is over at the receiver's, its end was lost, or its Start was."""
+        for key, start in self._starts.take_due(self._clock()):
+            transfer = self._transfers.get(key)
+            if transfer is None or transfer.failure is not None or transfer.granted is not None:
+                self._starts.remove(key, start.engine_id)
+            else:
+                self._send(start.engine_id, start.message)
 
     def _send(self, engine_id: str, message: Message) -> bool:
         return self._endpoint.peers.send(engine_id, message)

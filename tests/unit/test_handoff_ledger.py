@@ -70,3 +70,6 @@ def test_a_reference_that_nobody_owns_is_found() -> None:
     grant = only(cluster.d.ledger(), BlockOwner.GRANT)
     cluster.d.engine.hold(grant.block_ids[:1])
     assert cluster.d.ledger().orphans == tuple(sorted([*leaked, grant.block_ids[0]]))
+    cluster.d.engine.release([*leaked, grant.block_ids[0]])
+    cluster.settle()
+    assert in_order(cluster.d).holdings == ()

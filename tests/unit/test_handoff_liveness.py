@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvconnector.messages import Commit, Grant, Message, Start, decode
 from kvconnector.peers import BEAT_INTERVAL_S, LEASE_S
 from kvconnector.transfer import Transfer
 from tests.fakes.handoff_cluster import Cluster
@@ -125,3 +126,30 @@ def test_silence_in_one_direction_ends_transfers_on_both_sides() -> None:
         assert cluster.attempts["a", 1].error
         assert connected(cluster)[-1]
         assert_clean(cluster)
+
+
+@pytest.mark.parametrize("kind", [Start, Grant, Commit])
+def test_a_request_whose_message_is_lost_ends_soon_and_not_at_its_deadline(
+    kind: type[Message],
+) -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 17)
+    lost = None
+    messages = cluster.network.messages
+    for _ in range(100):
+        go_on(cluster)
+        for message in list(messages):
+            if lost is None and isinstance(decode(message.payload), kind):
+                messages.remove(message)
+                lost = message
+        deliver_all(cluster)
+        while cluster.network.writes:
+            cluster.network.land(0)
+    assert lost is not None
+    assert cluster.attempts["a", 1].is_open
+    cluster.settle()
+    # Of a commit that is lost the prefill node knows no more than that it is over.
+    assert cluster.attempts["a", 1].is_complete is (kind is not Commit)
+    assert bool(cluster.attempts["a", 1].error) is (kind is Commit)
+    assert_right(cluster)
+    assert_clean(cluster)
