@@ -10,10 +10,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Protocol
 
-from baton import wire
+from baton import wire, wire_ledger
 from baton.errors import EngineDeadError
+from baton.ledger import Ledger
 from baton.link import (
     AbortAll,
     NodeBeat,
@@ -45,6 +47,9 @@ class NodeProgram(Protocol):
 
     def requests(self) -> Iterable[RequestView]: ...
 
+    def ledger(self) -> Future[Ledger]:
+        """Who holds which blocks, taken between two steps."""
+
     def close(self) -> None:
         """End the engine's and the connector's threads."""
 
@@ -67,6 +72,12 @@ class NodeAdmin(admin_pb2_grpc.NodeAdminServicer):
             num_blocks=self._num_blocks,
             num_quarantined_blocks=beat.num_quarantined_blocks,
         )
+
+    async def ListBlocks(  # gRPC's naming
+        self, request: admin_pb2.ListBlocksRequest, context: object
+    ) -> admin_pb2.ListBlocksResponse:
+        """Every reference on a block and who holds it; waits for the end of the current step."""
+        return wire_ledger.ledger_to_proto(await asyncio.wrap_future(self._node.ledger()))
 
 
 async def run_node_program(

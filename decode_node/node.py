@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequestError, TransferError
+from baton.ledger import Ledger
 from baton.link import (
     AbortAll,
     CancelCommand,
@@ -31,6 +32,7 @@ from baton.outputs import DecodeReceipt, RequestOutput
 from baton.prompt import check_prompt, check_sampling_params
 from decode_node.reservations import Reservation, Reservations, ReservationState
 from engine.engine import Engine
+from engine.ledger import take_ledger
 from engine.outputs import StepResult
 from engine.request import Request, RequestStatus, view_request
 from kvconnector.base import KVReceiver, TransferEvent, TransferEventKind
@@ -59,14 +61,20 @@ class DecodeNode:
         engine: stepped by this node only.
         receiver: from the prefill nodes.
         emit: takes events for the router; safe to call from this node's thread.
+        clock: seconds that never go back.
     """
 
     def __init__(
-        self, engine: Engine, receiver: KVReceiver, emit: Callable[[NodeEvent], None]
+        self,
+        engine: Engine,
+        receiver: KVReceiver,
+        emit: Callable[[NodeEvent], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.receiver = receiver
-        self.reservations = Reservations(engine, receiver)
+        self.reservations = Reservations(engine, receiver, clock)
+        self._clock = clock
         self._emit = emit
         self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
         self._jobs: dict[str, _Job] = {}
@@ -75,7 +83,7 @@ class DecodeNode:
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
-        self._inbox.append((time.monotonic(), command))
+        self._inbox.append((self._clock(), command))
 
     def step(self) -> bool:
         """One round; returns whether there is more to do now."""
@@ -117,6 +125,10 @@ class DecodeNode:
             view_request(job.request, job.reservation.state.value, job.reservation.parked_at)
             for job in list(self._jobs.values())
         ]
+
+    def ledger(self) -> Ledger:
+        """Who holds which blocks; only between steps, on this node's thread."""
+        return take_ledger(self.engine, self.reservations.held())
 
     # ------------------------------------------------------------------ commands
 
@@ -204,7 +216,7 @@ class DecodeNode:
 
     def _answer(self, result: StepResult) -> None:
         """Tell the router of each new token, and of what a finished request cost."""
-        now = time.monotonic()
+        now = self._clock()
         for output in result.outputs:
             job = self._jobs[output.request_id]
             if not job.steps_until_first:
@@ -240,7 +252,7 @@ class DecodeNode:
         self.engine.abort(request_id)
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRY_INTERVAL_S

@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from baton.ledger import BlockHolding, BlockOwner
 from baton.outputs import PushReceipt
 from engine.engine import Engine
 from engine.request import Request
@@ -74,9 +76,16 @@ class Reservations:
     Args:
         engine: where the blocks are.
         receiver: where grants go.
+        clock: seconds that never go back.
     """
 
-    def __init__(self, engine: Engine, receiver: KVReceiver) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        receiver: KVReceiver,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._engine = engine
         self._receiver = receiver
         self._open: dict[Key, Reservation] = {}  # PARKED, GRANTED, RECEIVING
@@ -187,7 +196,7 @@ class Reservations:
 
     def tick(self) -> None:
         """Free what dead peers held, ask others again, forget what is old; call now and then."""
-        now = time.monotonic()
+        now = self._clock()
         if now < self._tick_at:
             return
         self._tick_at = now + TICK_S
@@ -220,6 +229,17 @@ class Reservations:
         """Blocks of ended requests that a peer may still write."""
         return sum(len(r.block_ids) for r in list(self._quarantine.values()))
 
+    def held(self) -> list[BlockHolding]:
+        """Blocks that prefill nodes may write; for the ledger."""
+        now = self._clock()
+        granted = (
+            _holding(BlockOwner.GRANT, r, r.request.block_ids, now) for r in self._open.values()
+        )
+        quarantined = (
+            _holding(BlockOwner.QUARANTINE, r, r.block_ids, now) for r in self._quarantine.values()
+        )
+        return [*granted, *quarantined]
+
     # ------------------------------------------------------------------ inside
 
     def _want_grant(self, key: Key, reservation: Reservation) -> None:
@@ -240,7 +260,7 @@ class Reservations:
         reservation.state = ReservationState.COMMITTED
         reservation.num_received_tokens = event.num_tokens
         reservation.receipt = event.receipt
-        reservation.committed_at = time.monotonic()
+        reservation.committed_at = self._clock()
         reservation.committed_at_step = self._engine.num_steps
         self._engine.commit(request.request_id, event.token_id)
         return True
@@ -248,7 +268,7 @@ class Reservations:
     def _end(self, key: Key, reservation: Reservation, *, quiet: bool) -> None:
         """Take a reservation out of the engine; unless the wire is quiet, quarantine its blocks."""
         del self._open[key]
-        self._ended[key] = time.monotonic()
+        self._ended[key] = self._clock()
         reservation.state = ReservationState.QUARANTINED
         if reservation.block_ids and not quiet:
             self._engine.hold(reservation.block_ids)
@@ -258,7 +278,7 @@ class Reservations:
         self._engine.abort(key[0])
 
     def _cancel_remote(self, key: Key, reservation: Reservation) -> None:
-        reservation.cancelled_at = time.monotonic()
+        reservation.cancelled_at = self._clock()
         self._receiver.cancel(key[0], key[1], reservation.engine_id)
 
     def _settle_ended(self, key: Key, event: TransferEvent) -> None:
@@ -272,7 +292,7 @@ class Reservations:
             case TransferEventKind.STARTED if key in self._ended:
                 self._receiver.cancel(key[0], key[1], event.engine_id)
             case TransferEventKind.STARTED:
-                self._early_starts[key] = (time.monotonic(), event.engine_id)
+                self._early_starts[key] = (self._clock(), event.engine_id)
             case _:
                 pass
 
@@ -280,6 +300,20 @@ class Reservations:
         reservation = self._quarantine.pop(key, None)
         if reservation is not None:
             self._engine.release(reversed(reservation.block_ids))
+
+
+def _holding(
+    owner: BlockOwner, reservation: Reservation, block_ids: Iterable[int], now: float
+) -> BlockHolding:
+    return BlockHolding(
+        owner=owner,
+        block_ids=tuple(block_ids),
+        request_id=reservation.request.request_id,
+        epoch=reservation.epoch,
+        state=reservation.state.value,
+        peer=reservation.engine_id,
+        age_s=now - reservation.parked_at,
+    )
 
 
 def _is_dead(peer: PeerInfo) -> bool:

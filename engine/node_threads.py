@@ -6,9 +6,12 @@ connector, which `make_node` brings.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
+from baton.ledger import Ledger
 from baton.link import (
     AbortAll,
     NodeBeat,
@@ -32,6 +35,8 @@ class Node(Protocol):
     def beat(self) -> NodeBeat: ...
 
     def requests(self) -> list[RequestView]: ...
+
+    def ledger(self) -> Ledger: ...
 
 
 class ConnectorEnd(Protocol):
@@ -70,7 +75,8 @@ class NodeThreads:
         self._name = name
         self._role = role
         self._loaded = loaded
-        self._loop = EngineLoop(lambda: self._node.step(), on_engine_death, name="engine")
+        self._ledger_calls: deque[Future[Ledger]] = deque()
+        self._loop = EngineLoop(self._step, on_engine_death, name="engine")
         loaded.engine.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
@@ -88,6 +94,19 @@ class NodeThreads:
 
     def requests(self) -> list[RequestView]:
         return self._node.requests()
+
+    def ledger(self) -> Future[Ledger]:
+        call: Future[Ledger] = Future()
+        self._ledger_calls.append(call)
+        self._loop.wake()
+        return call
+
+    def _step(self) -> bool:
+        while self._ledger_calls:
+            call = self._ledger_calls.popleft()
+            if call.set_running_or_notify_cancel():  # else nobody waits for it any more
+                call.set_result(self._node.ledger())
+        return self._node.step()
 
     def close(self) -> None:
         self._loop.stop()

@@ -38,6 +38,8 @@ class Endpoint:
         on_event: called on the thread after events were added; wakes the node.
         on_death: called on the thread, once, with what nobody expected; the process must end.
         greets: whether this end says Hello to its peers.
+        is_busy: whether something posted to a peer is still in flight.
+        on_lost: called on the thread when a peer is not reached any more, with the reason.
         clock: seconds that never go back.
     """
 
@@ -50,10 +52,14 @@ class Endpoint:
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
         greets: bool = False,
+        is_busy: Callable[[str], bool] = lambda engine_id: False,
+        on_lost: Callable[[str, str], None] = lambda engine_id, reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.transport = transport
-        self.peers = Peers(transport, self.emit, clock, greets=greets)
+        self.peers = Peers(
+            transport, self.emit, clock, greets=greets, is_busy=is_busy, on_lost=on_lost
+        )
         self._clock = clock
         self._on_message = on_message
         self._progress = progress
@@ -157,5 +163,5 @@ class Endpoint:
                 continue
             if message.engine_id in self.peers:
                 self._on_message(message)
-        self.peers.greet()
+        self.peers.tick()
         return self._progress()

@@ -5,6 +5,7 @@ P -> D   Start     I compute this prompt for you      D -> P   Grant     write i
 P -> D   Watermark tokens up to here are complete     D -> P   Cancel    write no more
 P -> D   Commit    all is complete; token 1 is ...
 P -> D   Quiet     I write no more, for this reason
+P -> D   Beat      I live                             D -> P   Beat      so do I: your beat came
 
 With digests, a Commit is not the end:
 P -> D   Digests   what arrived must be this      D -> P   Resend    it is not: write it again
@@ -36,11 +37,18 @@ class _RequestMessage(_Message, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """P asks whether D knows it and is awake."""
+    """P asks whether D knows it and is awake.
+
+    ``sent_at_s`` is of P's own clock. D sends it back and makes nothing of it.
+    """
+
+    sent_at_s: float = 0.0
 
 
 class HelloAck(_Message, frozen=True, kw_only=True):
     """D does."""
+
+    sent_at_s: float = 0.0
 
 
 class Start(_RequestMessage, frozen=True, kw_only=True):
@@ -85,6 +93,16 @@ class Quiet(_RequestMessage, frozen=True, kw_only=True):
     reason: str
 
 
+class Beat(_Message, frozen=True, kw_only=True):
+    """P lives; D answers with the same, which renews P's lease to write into D's memory.
+
+    ``sent_at_s`` is of P's own clock, as in `Hello`: a lease is as old as the beat that D
+    answered, however long the answer has lain in a queue.
+    """
+
+    sent_at_s: float = 0.0
+
+
 class Digests(_RequestMessage, frozen=True, kw_only=True):
     """xxh3-64 of what P wrote into these of the granted blocks; the writes are complete.
 
@@ -118,6 +136,7 @@ Message = (
     | Commit
     | Cancel
     | Quiet
+    | Beat
     | Digests
     | Resend
     | Verified

@@ -1,8 +1,11 @@
 """Peers: whom an end of the connector knows, and how each of them is. One state machine per peer.
 
-    GREETING -> CONNECTED        it has answered (to a sender) or asked (a receiver)
-        ^----------'             it cannot be reached; greeted again, less often
-    any      -> LEAVING -> gone  its router has lost it; forgotten when nothing is in flight to it
+    GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats, or it cannot be reached; and back
+        `----------`-------------`-> LEAVING -> gone
+
+A sender says Hello until it is answered, then Beat; a receiver answers both. A sender's lease to
+write into a peer's memory is as old as the beat that was answered, by its own clock: a process
+that stood still finds its lease run out, whatever has come into its queues meanwhile.
 
 All of this runs on the I/O thread. Knows no request: who has something in flight says so.
 """
@@ -10,6 +13,7 @@ All of this runs on the I/O thread. Knows no request: who has something in fligh
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -17,22 +21,27 @@ from enum import Enum
 from baton.errors import TransferError
 from kvconnector import messages
 from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
-from kvconnector.messages import Hello, Message
+from kvconnector.messages import Beat, Hello, Message
 from kvconnector.peer_info import PeerInfo
 
 logger = logging.getLogger(__name__)
 
+BEAT_INTERVAL_S = 0.25
+# After so long without a sign a peer is suspect. It is the lease, too: a sender's is counted from
+# when it sent a beat, a receiver's patience from when one came. So the sender gives up first.
+LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
-HELLO_TIMEOUT_S = 10.0  # then it is reported, and greeted less often
-SLOW_HELLO_INTERVAL_S = 1.0
+HELLO_TIMEOUT_S = 10.0  # then a new peer is reported, and greeted less often
+MAX_BACK_OFF_S = 1.0  # between two attempts to meet or reach a peer again
 
 
 class PeerState(Enum):
     """How a peer is."""
 
-    GREETING = "GREETING"
+    GREETING = "GREETING"  # learnt, not heard of yet
     CONNECTED = "CONNECTED"
-    LEAVING = "LEAVING"
+    SUSPECT = "SUSPECT"  # reported as failed; it may come back
+    LEAVING = "LEAVING"  # its router has lost it; forgotten when nothing is in flight to it
 
 
 @dataclass(slots=True)
@@ -41,15 +50,25 @@ class Peer:
 
     Attributes:
         path: name of the path that bytes take.
-        is_reported: that it does not answer was said already.
+        alive_at: a moment of our clock at which it was alive.
+        speak_at: when the next Hello or Beat is due.
+        back_off_s: between attempts to meet or reach it again; doubled each time.
+        is_broken: the transport's connection failed; it must be made anew.
     """
 
     info: PeerInfo
     path: str
     report_at: float
     state: PeerState = PeerState.GREETING
-    next_hello_at: float = 0.0
-    is_reported: bool = False
+    alive_at: float = -math.inf
+    speak_at: float = -math.inf
+    reconnect_at: float = -math.inf
+    back_off_s: float = HELLO_INTERVAL_S
+    is_broken: bool = False
+
+    @property
+    def engine_id(self) -> str:
+        return self.info.engine_id
 
 
 class Peers:
@@ -58,8 +77,10 @@ class Peers:
     Args:
         transport: that reaches them.
         emit: takes events about them.
-        clock: seconds that never go back.
-        greets: whether this end says Hello; the other one waits for it.
+        clock: seconds that never go back, also while this process stands still.
+        greets: whether this end says Hello and Beat; the other one answers.
+        is_busy: whether something posted to a peer is in flight; its connection must stay then.
+        on_lost: called when a peer becomes suspect, with the reason.
     """
 
     def __init__(
@@ -69,12 +90,16 @@ class Peers:
         clock: Callable[[], float],
         *,
         greets: bool,
+        is_busy: Callable[[str], bool],
+        on_lost: Callable[[str, str], None],
     ) -> None:
         self._transport = transport
-        self._engine_id = transport.peer_info.engine_id
+        self._own_id = transport.peer_info.engine_id
         self._emit = emit
         self._clock = clock
         self._greets = greets
+        self._is_busy = is_busy
+        self._on_lost = on_lost
         self._peers: dict[str, Peer] = {}
 
     def __contains__(self, engine_id: str) -> bool:
@@ -98,7 +123,11 @@ class Peers:
         except TransferError as error:
             self._report(info.engine_id, str(error))
             return
-        self._peers[info.engine_id] = Peer(info, path, self._clock() + HELLO_TIMEOUT_S)
+        peer = Peer(info, path, self._clock() + HELLO_TIMEOUT_S)
+        known = self._peers.get(info.engine_id)
+        if known is not None:
+            peer.alive_at, peer.is_broken = known.alive_at, known.is_broken
+        self._peers[info.engine_id] = peer
 
     def leave(self, engine_id: str) -> None:
         """Its router has lost it, which does not mean that it is dead: `remove` it when quiet."""
@@ -111,17 +140,90 @@ class Peers:
         self._peers.pop(engine_id, None)
         self._transport.disconnect(engine_id)
 
-    def confirm(self, engine_id: str) -> None:
-        """A peer has answered, or asked."""
+    # ------------------------------------------------------------------ signs of life
+
+    def note_alive(self, engine_id: str, at_s: float) -> None:
+        """A peer was alive at a moment of our clock; what is older than known changes nothing."""
         peer = self._peers[engine_id]
-        if peer.state is not PeerState.GREETING:
+        if at_s <= self._clock():  # it comes from the network
+            peer.alive_at = max(peer.alive_at, at_s)
+
+    def renew(self, engine_id: str, sent_at_s: float) -> None:
+        """A peer has answered what we sent at ``sent_at_s``: the lease counts from there."""
+        self.note_alive(engine_id, sent_at_s)
+        if self._is_fresh(self._peers[engine_id]):
+            self.confirm(engine_id)
+
+    def confirm(self, engine_id: str) -> None:
+        """A peer has answered, or asked: it is connected, for the first time or again."""
+        peer = self._peers[engine_id]
+        if peer.state not in (PeerState.GREETING, PeerState.SUSPECT):
             return
         peer.state = PeerState.CONNECTED
+        peer.back_off_s = HELLO_INTERVAL_S
         self._emit(
             TransferEvent(
                 kind=TransferEventKind.PEER_CONNECTED, engine_id=engine_id, transport=peer.path
             )
         )
+
+    def may_start(self, engine_id: str) -> bool:
+        """Whether a new transfer to a peer makes sense."""
+        peer = self._peers.get(engine_id)
+        return peer is not None and peer.state in (PeerState.GREETING, PeerState.CONNECTED)
+
+    def may_write(self, engine_id: str) -> bool:
+        """Whether the lease of a peer's memory holds. If it has run out, the peer is suspect."""
+        peer = self._peers.get(engine_id)
+        if peer is None:
+            return False
+        if self._is_fresh(peer):
+            return True
+        self._lose_if_silent(peer)
+        return False
+
+    def tick(self) -> None:
+        """Suspect who is silent; say Hello and Beat when it is time."""
+        for peer in self:
+            self._lose_if_silent(peer)
+            if self._greets:
+                self._speak(peer)
+
+    @property
+    def is_meeting(self) -> bool:
+        """Whether a new peer may answer any moment."""
+        now = self._clock()
+        return any(p.state is PeerState.GREETING and now < p.report_at for p in self)
+
+    def _speak(self, peer: Peer) -> None:
+        now = self._clock()
+        if now < peer.speak_at or peer.state is PeerState.LEAVING:
+            return
+        if peer.state is PeerState.CONNECTED:
+            peer.speak_at = now + BEAT_INTERVAL_S
+            self.send(peer.engine_id, Beat(engine_id=self._own_id, sent_at_s=now))
+            return
+        if peer.state is PeerState.SUSPECT:
+            peer.speak_at = now + self._next_back_off(peer)
+        else:
+            peer.speak_at = now + HELLO_INTERVAL_S
+            if now >= peer.report_at:
+                self._lose(peer, f"no answer in {HELLO_TIMEOUT_S:.0f} s")
+        self._notify(peer, Hello(engine_id=self._own_id, sent_at_s=now))
+
+    def _is_fresh(self, peer: Peer) -> bool:
+        return self._clock() - peer.alive_at < LEASE_S
+
+    def _lose_if_silent(self, peer: Peer) -> None:
+        if peer.state is PeerState.CONNECTED and not self._is_fresh(peer):
+            silent_s = self._clock() - peer.alive_at
+            self._lose(peer, f"no beat of {peer.engine_id} for {silent_s:.1f} s")
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        """Say once that a peer is not there."""
+        peer.state = PeerState.SUSPECT
+        self._report(peer.engine_id, reason)
+        self._on_lost(peer.engine_id, reason)
 
     # ------------------------------------------------------------------ messages
 
@@ -133,45 +235,45 @@ class Peers:
         if self._notify(peer, message):
             return True
         if peer.state is PeerState.CONNECTED:
-            peer.state, peer.is_reported = PeerState.GREETING, True
-            self._report(engine_id, "it cannot be reached")
+            self._lose(peer, f"{engine_id} cannot be reached")
         return False
-
-    def greet(self) -> None:
-        """Say Hello to those who have not answered yet, when it is time."""
-        if not self._greets:
-            return
-        now = self._clock()
-        for engine_id, peer in self._peers.items():
-            if peer.state is not PeerState.GREETING or now < peer.next_hello_at:
-                continue
-            interval_s = SLOW_HELLO_INTERVAL_S if peer.is_reported else HELLO_INTERVAL_S
-            peer.next_hello_at = now + interval_s
-            self._notify(peer, Hello(engine_id=self._engine_id))
-            if now > peer.report_at and not peer.is_reported:
-                peer.is_reported = True
-                self._report(engine_id, f"no answer in {HELLO_TIMEOUT_S:.0f} s")
-
-    @property
-    def is_meeting(self) -> bool:
-        """Whether a peer was greeted lately that may answer any moment."""
-        return any(p.state is PeerState.GREETING and not p.is_reported for p in self)
 
     def _notify(self, peer: Peer, message: Message) -> bool:
         payload = messages.encode(message)
-        engine_id = peer.info.engine_id
-        try:
-            self._transport.notify(engine_id, payload)
-        except TransferError:
-            # A connection that failed stays failed; the peer may be well.
-            try:
-                self._transport.disconnect(engine_id)
-                peer.path = self._transport.connect(peer.info)
-                self._transport.notify(engine_id, payload)
-            except TransferError as error:
-                logger.warning("cannot reach %s: %s", engine_id, error)
+        for _ in range(2):  # a connection that failed stays failed; the peer may be well
+            if peer.is_broken and not self._reconnect(peer):
                 return False
+            try:
+                self._transport.notify(peer.engine_id, payload)
+            except TransferError as error:
+                logger.warning("cannot reach %s: %s", peer.engine_id, error)
+                peer.is_broken = True
+            else:
+                return True
+        return False
+
+    def _reconnect(self, peer: Peer) -> bool:
+        """Connect anew, unless it was tried just now or something is in flight.
+
+        Writes in flight use the connection: they end first, as this peer's transfers fail.
+        """
+        now = self._clock()
+        if now < peer.reconnect_at or self._is_busy(peer.engine_id):
+            return False
+        peer.reconnect_at = now + self._next_back_off(peer)
+        try:
+            self._transport.disconnect(peer.engine_id)
+            peer.path = self._transport.connect(peer.info)
+        except TransferError as error:
+            logger.warning("cannot connect to %s: %s", peer.engine_id, error)
+            return False
+        peer.is_broken = False
         return True
+
+    def _next_back_off(self, peer: Peer) -> float:
+        back_off_s = peer.back_off_s
+        peer.back_off_s = min(2 * back_off_s, MAX_BACK_OFF_S)
+        return back_off_s
 
     def _report(self, engine_id: str, reason: str) -> None:
         self._emit(

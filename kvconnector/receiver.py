@@ -7,6 +7,7 @@ node (`decode_node/reservations.py`).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from baton.outputs import PushReceipt
@@ -14,6 +15,7 @@ from kvconnector.base import KVReservation, KVTransport, TransferEvent, Transfer
 from kvconnector.digests import Arrival, BlockDigests, Verifier
 from kvconnector.endpoint import Endpoint
 from kvconnector.messages import (
+    Beat,
     Cancel,
     Commit,
     Digests,
@@ -38,6 +40,7 @@ class Receiver:
         transport: how bytes travel; owned from now on.
         on_event: called (on another thread) when `poll` has something.
         on_death: called (on another thread) when the connector cannot continue.
+        clock: seconds that never go back.
         digests: of this node's memory, if what arrives is to be checked before anybody hears of it.
     """
 
@@ -46,9 +49,11 @@ class Receiver:
         transport: KVTransport,
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
         digests: BlockDigests | None = None,
     ) -> None:
         self._info = transport.peer_info
+        self._clock = clock
         self._verifier = None if digests is None else Verifier(digests)  # of the I/O thread
         self._endpoint = Endpoint(
             transport,
@@ -56,6 +61,7 @@ class Receiver:
             progress=lambda: False,
             on_event=on_event,
             on_death=on_death,
+            clock=clock,
         )
         self._endpoint.start()
 
@@ -114,9 +120,14 @@ class Receiver:
         self._endpoint.submit(lambda: self._endpoint.peers.send(engine_id, message))
 
     def _on_message(self, message: Message) -> None:
+        self._endpoint.peers.note_alive(message.engine_id, self._clock())
         match message:
             case Hello():
-                self._greet(message.engine_id)
+                ack = HelloAck(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
+                self._answer(message.engine_id, ack)
+            case Beat():
+                beat = Beat(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
+                self._answer(message.engine_id, beat)
             case Start():
                 self._emit(TransferEventKind.STARTED, message, num_tokens=message.num_tokens)
             case Watermark() | Commit() if self._verifier is not None:
@@ -174,8 +185,8 @@ class Receiver:
             arrival.watermark = None
             self._emit(TransferEventKind.WATERMARK, watermark, num_tokens=watermark.num_tokens)
 
-    def _greet(self, engine_id: str) -> None:
-        if self._endpoint.peers.send(engine_id, HelloAck(engine_id=self._info.engine_id)):
+    def _answer(self, engine_id: str, message: HelloAck | Beat) -> None:
+        if self._endpoint.peers.send(engine_id, message):
             self._endpoint.peers.confirm(engine_id)
 
     def _emit(

@@ -24,6 +24,7 @@ from kvconnector.digests import DIGEST_BYTES, MAX_DIGESTS_PER_MESSAGE, BlockDige
 from kvconnector.endpoint import Endpoint
 from kvconnector.layout import LayerRange, check_block_ids
 from kvconnector.messages import (
+    Beat,
     Cancel,
     Commit,
     Digests,
@@ -54,6 +55,7 @@ class Sender:
         transport: how bytes travel; owned from now on.
         on_event: called (on another thread) when `poll` has something.
         on_death: called (on another thread) when the connector cannot continue.
+        clock: seconds that never go back.
         digests: of this node's memory, if the decode node is to check what arrives.
     """
 
@@ -62,6 +64,7 @@ class Sender:
         transport: KVTransport,
         on_event: Callable[[], None],
         on_death: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
         digests: BlockDigests | None = None,
     ) -> None:
         self._info = transport.peer_info
@@ -74,6 +77,9 @@ class Sender:
             on_event=on_event,
             on_death=on_death,
             greets=True,
+            is_busy=self._has_writes,
+            on_lost=self._fail_all,
+            clock=clock,
         )
         self._endpoint.start()
 
@@ -119,11 +125,19 @@ class Sender:
         Its router has lost it, which does not mean that it is dead: what was posted may still land
         there, and only then may it be told that the wire is quiet.
         """
+        self._endpoint.peers.leave(engine_id)
+        self._fail_all(engine_id, reason)
         for transfer in list(self._transfers.values()):
+            self._finish_if_quiet(transfer)
+
+    def _fail_all(self, engine_id: str, reason: str) -> None:
+        """Post nothing more to a peer."""
+        for transfer in self._transfers.values():
             if transfer.engine_id == engine_id:
                 self._fail(transfer, reason)
-                self._finish_if_quiet(transfer)
-        self._endpoint.peers.leave(engine_id)
+
+    def _has_writes(self, engine_id: str) -> bool:
+        return any(t.writes for t in self._transfers.values() if t.engine_id == engine_id)
 
     def _forget_leaving(self) -> None:
         busy = {transfer.engine_id for transfer in self._transfers.values()}
@@ -140,7 +154,7 @@ class Sender:
             epoch=transfer.epoch,
             num_tokens=num_tokens,
         )
-        if self._is_leaving(engine_id) or not self._send(engine_id, message):
+        if not self._endpoint.peers.may_start(engine_id) or not self._send(engine_id, message):
             self._fail(transfer, "the decode node cannot be reached")
 
     def _push(self, push: BlockPush, now: float) -> None:
@@ -155,8 +169,8 @@ class Sender:
     # ------------------------------------------------------------------ messages
 
     def _on_message(self, message: Message) -> None:
-        if isinstance(message, HelloAck):
-            self._endpoint.peers.confirm(message.engine_id)
+        if isinstance(message, HelloAck | Beat):
+            self._endpoint.peers.renew(message.engine_id, message.sent_at_s)
         elif isinstance(message, Grant | Cancel | Resend | Verified):
             transfer = self._transfers.get((message.request_id, message.epoch))
             if transfer is None:
@@ -213,14 +227,12 @@ class Sender:
     def _send(self, engine_id: str, message: Message) -> bool:
         return self._endpoint.peers.send(engine_id, message)
 
-    def _is_leaving(self, engine_id: str) -> bool:
-        peers = self._endpoint.peers
-        return engine_id in peers and peers[engine_id].state is PeerState.LEAVING
-
     def _post(self, transfer: Transfer, room_bytes: int) -> int:
         """Post what is computed and granted; returns the bytes posted."""
         posted = 0
-        while posted < room_bytes and transfer.can_post:
+        # Asked before each post: this process may have stood still since the last one.
+        may_write = self._endpoint.peers.may_write
+        while posted < room_bytes and transfer.can_post and may_write(transfer.engine_id):
             assert transfer.granted is not None
             piece = transfer.pieces.popleft()
             remote = [transfer.granted[index] for index in piece.indices]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequestError, TransferError
+from baton.ledger import Ledger
 from baton.link import (
     AbortAll,
     CancelCommand,
@@ -32,6 +33,7 @@ from baton.outputs import FinishReason, PrefillReceipt, RequestOutput
 from baton.prompt import check_prompt, check_sampling_params
 from baton.push_mode import PushMode
 from engine.engine import Engine
+from engine.ledger import take_ledger
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request, view_request
 from kvconnector.base import KVSender, TransferEvent, TransferEventKind
@@ -125,6 +127,10 @@ class PrefillNode:
         local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
         views = [view_request(job.request, "", job.received_at) for job in local]
         return views + self.push_tracker.views()
+
+    def ledger(self) -> Ledger:
+        """Who holds which blocks; only between steps, on this node's thread."""
+        return take_ledger(self.engine, self.push_tracker.held())
 
     # ------------------------------------------------------------------ commands
 

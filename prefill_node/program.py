@@ -11,6 +11,7 @@ from engine.node_engine import load_engine
 from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
 from kvconnector.digests import BlockDigests
+from kvconnector.faults import FaultSpec, FaultyTransport
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
 
@@ -30,6 +31,7 @@ def make_program(
     Raises:
         ConfigError: an option does not fit the model or the machine.
     """
+    faults = FaultSpec.parse(options.inject_faults)
     make_transport = KV_CONNECTORS.load(options.kv_connector)
     loaded = load_engine(
         options.model,
@@ -41,6 +43,8 @@ def make_program(
 
     def make_node(wake: Callable[[], None]) -> tuple[PrefillNode, Sender]:
         transport = make_transport(loaded.engine_id, loaded.engine.kv_cache)
+        if faults is not None:
+            transport = FaultyTransport(transport, loaded.engine.kv_cache, faults)
         digests = BlockDigests(loaded.engine.kv_cache) if options.kv_digests else None
         sender = Sender(transport, on_event=wake, on_death=on_death, digests=digests)
         node = PrefillNode(loaded.engine, sender, emit, options.push, options.layer_groups)

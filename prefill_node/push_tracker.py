@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from baton.ledger import BlockHolding, BlockOwner
 from baton.link import RequestView
 from baton.outputs import RequestOutput
 from baton.push_mode import PushMode
@@ -62,6 +63,18 @@ def _ends_prompt(item: ScheduledRequest) -> bool:
     return start + item.num_scheduled_tokens == request.num_initial_tokens
 
 
+def _holding(owner: BlockOwner, handoff: _Handoff) -> BlockHolding:
+    return BlockHolding(
+        owner=owner,
+        block_ids=tuple(handoff.held_block_ids),
+        request_id=handoff.request.request_id,
+        epoch=handoff.epoch,
+        state=handoff.state,
+        peer=handoff.engine_id,
+        age_s=time.monotonic() - handoff.added_at,
+    )
+
+
 class PushTracker:
     """The handoffs of one prefill node.
 
@@ -88,8 +101,8 @@ class PushTracker:
         self._block_size = engine.kv_cache_spec.block_size
         self._num_groups = engine.kv_cache_spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
-        # Ended on our side, not yet quiet on the wire: (request_id, epoch) -> held blocks.
-        self._draining: dict[tuple[str, int], list[int]] = {}
+        # Ended on our side, not yet quiet on the wire; by (request_id, epoch).
+        self._draining: dict[tuple[str, int], _Handoff] = {}
 
     def add(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
         """Hand this request over to a decode node when it is computed.
@@ -177,7 +190,7 @@ class PushTracker:
         if not handoff.started:
             self._engine.release(handoff.held_block_ids)
             return
-        self._draining[request_id, handoff.epoch] = handoff.held_block_ids
+        self._draining[request_id, handoff.epoch] = handoff
         self._sender.abort(request_id, handoff.epoch, reason)
 
     def expire(self, now: float) -> None:
@@ -199,7 +212,7 @@ class PushTracker:
         """
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:
-            self._engine.release(draining)
+            self._engine.release(draining.held_block_ids)
             return False
         handoff = self._handoffs.get(event.request_id)
         if handoff is None or handoff.epoch != event.epoch:
@@ -218,7 +231,13 @@ class PushTracker:
     @property
     def num_draining_blocks(self) -> int:
         """Blocks of ended requests that are still on the wire."""
-        return sum(len(block_ids) for block_ids in list(self._draining.values()))
+        return sum(len(handoff.held_block_ids) for handoff in list(self._draining.values()))
+
+    def held(self) -> list[BlockHolding]:
+        """Blocks that travel, or may still be read by a write; for the ledger."""
+        pushed = (_holding(BlockOwner.PUSH, handoff) for handoff in self._handoffs.values())
+        drained = (_holding(BlockOwner.DRAINING, handoff) for handoff in self._draining.values())
+        return [*pushed, *drained]
 
     def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:
         """Have the blocks that this step, the prompt's last, writes pushed while it computes."""

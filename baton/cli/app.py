@@ -9,7 +9,7 @@ import typer
 import typer.core
 import typer.main
 
-from baton.cli import client_commands, up
+from baton.cli import audit, client_commands, up
 from baton.registry import Registry
 from baton.version import __version__
 
@@ -28,7 +28,16 @@ class _ProgramGroup(typer.core.TyperGroup):
     """The commands of this file and the programs."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return ["up", *PROGRAMS.names(), "generate", "chat", "nodes", "requests", "version"]
+        return [
+            "up",
+            *PROGRAMS.names(),
+            "generate",
+            "chat",
+            "nodes",
+            "requests",
+            "audit",
+            "version",
+        ]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in PROGRAMS.names():
@@ -49,6 +58,7 @@ app.command()(client_commands.generate)
 app.command()(client_commands.chat)
 app.command()(client_commands.nodes)
 app.command()(client_commands.requests)
+app.command()(audit.audit)
 
 
 @app.callback()

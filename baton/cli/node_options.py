@@ -114,6 +114,15 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
             typer.Option(help="Check that KV blocks arrive unchanged; the same on all nodes."),
         ] = False,
         log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+        inject_faults: Annotated[
+            str,
+            typer.Option(
+                help="For drills: what goes wrong in the KV connector, such as "
+                "drop=0.01,delay=1ms-20ms,seed=3. Also: duplicate, reorder, corrupt, fail_post "
+                "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write).",
+                envvar="BATON_INJECT_FAULTS",
+            ),
+        ] = "",
     ) -> None:
         try:
             options = NodeOptions(
@@ -147,6 +156,7 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                 push=push,
                 layer_groups=layer_groups,
                 kv_digests=kv_digests,
+                inject_faults=inject_faults,
             )
         except ConfigError as error:
             print_error(error)

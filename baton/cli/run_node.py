@@ -31,6 +31,7 @@ class NodeOptions:
     push: PushMode
     layer_groups: int
     kv_digests: bool
+    inject_faults: str = ""
 
 
 MakeProgram = Callable[

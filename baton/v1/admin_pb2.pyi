@@ -83,3 +83,51 @@ class RequestDescription(_message.Message):
     num_blocks: int
     age_s: float
     def __init__(self, request_id: _Optional[str] = ..., status: _Optional[str] = ..., transfer_state: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class ListBlocksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListBlocksResponse(_message.Message):
+    __slots__ = ("holdings", "num_blocks", "num_free_blocks", "num_references", "orphans", "overdrawn")
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFERENCES_FIELD_NUMBER: _ClassVar[int]
+    ORPHANS_FIELD_NUMBER: _ClassVar[int]
+    OVERDRAWN_FIELD_NUMBER: _ClassVar[int]
+    holdings: _containers.RepeatedCompositeFieldContainer[BlockHolding]
+    num_blocks: int
+    num_free_blocks: int
+    num_references: int
+    orphans: _containers.RepeatedCompositeFieldContainer[BlockRange]
+    overdrawn: _containers.RepeatedCompositeFieldContainer[BlockRange]
+    def __init__(self, holdings: _Optional[_Iterable[_Union[BlockHolding, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_references: _Optional[int] = ..., orphans: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., overdrawn: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ...) -> None: ...
+
+class BlockHolding(_message.Message):
+    __slots__ = ("owner", "request_id", "epoch", "state", "peer", "age_s", "num_blocks", "ranges")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    request_id: str
+    epoch: int
+    state: str
+    peer: str
+    age_s: float
+    num_blocks: int
+    ranges: _containers.RepeatedCompositeFieldContainer[BlockRange]
+    def __init__(self, owner: _Optional[str] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., peer: _Optional[str] = ..., age_s: _Optional[float] = ..., num_blocks: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ...) -> None: ...
+
+class BlockRange(_message.Message):
+    __slots__ = ("first_block_id", "num_blocks")
+    FIRST_BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    first_block_id: int
+    num_blocks: int
+    def __init__(self, first_block_id: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...

@@ -111,12 +111,23 @@ class NodeAdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.ListBlocks = channel.unary_unary(
+                '/baton.v1.NodeAdmin/ListBlocks',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ListBlocksRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ListBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class NodeAdminServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def ListRequests(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBlocks(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,6 +140,11 @@ def add_NodeAdminServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ListBlocksRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ListBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -158,6 +174,33 @@ class NodeAdmin(object):
             '/baton.v1.NodeAdmin/ListRequests',
             baton_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.NodeAdmin/ListBlocks',
+            baton_dot_v1_dot_admin__pb2.ListBlocksRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ListBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

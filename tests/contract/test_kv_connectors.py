@@ -205,9 +205,7 @@ def test_a_last_push_without_blocks_commits_what_has_arrived(link: Link) -> None
     link.assert_arrived({1: 2})
 
 
-def test_layers_of_blocks_arrive_by_themselves_and_the_other_layers_stay_as_they_were(
-    link: Link,
-) -> None:
+def test_layers_arrive_by_themselves_and_the_others_stay_as_they_were(link: Link) -> None:
     link.start("a", 12)
     link.wait("d", Kind.STARTED)
     link.grant("a", (5, 6, 7))
@@ -437,6 +435,27 @@ def test_a_peer_that_was_disconnected_can_be_met_again(link: Link) -> None:
     link.wait("d", Kind.PEER_CONNECTED, count=2)
     full_exchange(link, "a", 3, 4)
     link.assert_arrived({3: 4})
+
+
+def test_a_peer_that_was_started_anew_works_at_once_though_the_old_one_has_transfers(
+    link: Link, request: pytest.FixtureRequest
+) -> None:
+    connector = link.receiver.peer_info.connector
+    link.start("old", 8)
+    link.wait("d", Kind.STARTED)
+    link.receiver.close()
+    target = torch.full((NUM_D_BLOCKS, *BLOCK_SHAPE), UNTOUCHED)
+    transport = KV_CONNECTORS.load(connector)(f"d{next(_numbers)}-contract", target)
+    receiver = Receiver(transport, lambda: None, lambda error: None)
+    request.addfinalizer(receiver.close)
+    new = Link(link.sender, receiver, link.source, target)
+    receiver.expect(True)
+    receiver.connect(link.sender.peer_info)
+    link.sender.connect(receiver.peer_info)
+    new.wait("d", Kind.PEER_CONNECTED)
+    full_exchange(new, "a", 3, 4)
+    new.assert_arrived({3: 4})
+    assert new.wait("p", Kind.FAILED, "old").reason  # it missed its beats
 
 
 def test_many_requests_at_once_all_arrive_right(link: Link) -> None:

@@ -31,14 +31,17 @@ from engine.engine import Engine
 from kvconnector.base import KVTransport, TransferEvent
 from kvconnector.digests import BlockDigests
 from kvconnector.endpoint import Endpoint
-from kvconnector.messages import Message
+from kvconnector.messages import Beat, Hello, HelloAck, Message, decode
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
-from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
+from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork, ScriptedTransport
+from tests.fakes.virtual_clock import VirtualClock
 
 Key = tuple[str, int]  # (request_id, epoch)
 BLOCK_SIZE = 4
+ROUND_S = 0.05  # of virtual time, in `settle`
+SETTLE_ROUNDS = 50  # 2.5 s: longer than any beat, lease, back-off or repeated Cancel
 
 
 class ThreadlessEndpoint(Endpoint):
@@ -157,6 +160,8 @@ class Cluster:
         self.attempts: dict[Key, Attempt] = {}
         self.reports: list[PeerReport] = []
         self.dead: set[str] = set()
+        self.stopped: set[str] = set()  # processes that stand still, and may go on
+        self.clock = VirtualClock()
         config = EngineConfig(
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks * num_groups,
@@ -175,6 +180,7 @@ class Cluster:
                 ScriptedTransport("p", p_engine.kv_cache, self.network),
                 lambda: None,
                 _never,
+                self.clock,
                 BlockDigests(p_engine.kv_cache) if kv_digests else None,
             )
             self.sender.started = []
@@ -182,10 +188,11 @@ class Cluster:
                 ScriptedTransport("d", self.d_engine.kv_cache, self.network),
                 lambda: None,
                 _never,
+                self.clock,
                 BlockDigests(self.d_engine.kv_cache) if kv_digests else None,
             )
         self.p = PrefillNode(p_engine, self.sender, self._take, push_mode)
-        self.d = DecodeNode(self.d_engine, receiver, self._take)
+        self.d = DecodeNode(self.d_engine, receiver, self._take, self.clock)
         self.p_endpoint = endpoint_of(self.sender._endpoint)
         self.d_endpoint = endpoint_of(receiver._endpoint)
         self.rejoin()
@@ -268,7 +275,7 @@ class Cluster:
 
     def step(self, engine_id: str) -> None:
         """One step of a node's engine thread."""
-        if engine_id in self.dead:
+        if engine_id in self.dead or engine_id in self.stopped:
             return
         node = self.p if engine_id == "p" else self.d
         node.step()
@@ -276,17 +283,18 @@ class Cluster:
 
     def round(self, engine_id: str) -> None:
         """One round of a node's KV I/O thread."""
-        if engine_id not in self.dead:
+        if engine_id not in self.dead and engine_id not in self.stopped:
             (self.p_endpoint if engine_id == "p" else self.d_endpoint).round()
 
     def settle(self) -> None:
-        """Let everything happen, without faults, until nothing more happens."""
+        """Let everything happen, without faults, until nothing but beats happens for a while."""
+        self.stopped.clear()
         quiet = 0
-        for _ in range(2000):
+        for _ in range(4000):
             for engine_id in "dp":
                 self.round(engine_id)
                 self.step(engine_id)
-            busy = bool(self.network.messages or self.network.writes)
+            busy = bool(self.network.writes) or not all(map(is_beat, self.network.messages))
             while self.network.messages:
                 self.network.deliver(0)
             while self.network.writes:
@@ -294,11 +302,17 @@ class Cluster:
             steps = self.p.engine.num_steps + self.d.engine.num_steps
             quiet = 0 if busy or steps != self._last_steps else quiet + 1
             self._last_steps = steps
-            if quiet > 5:
+            if quiet > SETTLE_ROUNDS:
                 return
+            self.clock.advance(ROUND_S)
         raise AssertionError("it never becomes quiet")
 
     _last_steps = -1
+
+
+def is_beat(message: ScriptedMessage) -> bool:
+    """Whether a message is about its sender's being there, and about no request."""
+    return isinstance(decode(message.payload), Beat | Hello | HelloAck)
 
 
 def _never(error: Exception) -> None:

@@ -25,7 +25,8 @@ from decode_node import reservations
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
-from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster, kv_of
+from kvconnector.peers import BEAT_INTERVAL_S
+from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster, is_beat, kv_of
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 MAX_PROMPT_TOKENS = 18
@@ -147,8 +148,6 @@ class HandoffMachine(RuleBasedStateMachine):
     ) -> None:
         self.mixed, self.kv_digests = mixed, kv_digests
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(reservations, "RECANCEL_S", 0.0)
-        self.patch.setattr(reservations, "TICK_S", 0.0)
         self.cluster = make_cluster(
             num_blocks,
             mixed=mixed,
@@ -203,7 +202,35 @@ class HandoffMachine(RuleBasedStateMachine):
             self.cluster.round(engine_id)
             self.cluster.step(engine_id)
 
+    @rule(seconds=st.sampled_from([0.1, 0.3, 1.2]))
+    def pass_time(self, seconds: float) -> None:
+        """Nothing happens for a while: beats, leases and repeated questions become due."""
+        self.is_faulty = True
+        self.cluster.clock.advance(seconds)
+
+    @rule(engine_id=st.sampled_from("pd"))
+    def stop(self, engine_id: str) -> None:
+        """A process stands still; what is sent to it waits, what it has posted goes on."""
+        self.is_faulty = True
+        self.cluster.stopped.add(engine_id)
+
+    @rule()
+    def resume(self) -> None:
+        self.cluster.stopped.clear()
+
     # ------------------------------------------------------------ the network
+
+    @rule(deaf=st.sampled_from("pd"), num_beats=st.integers(1, 8))
+    def lose_beats(self, deaf: str, num_beats: int) -> None:
+        """Time passes, and one side hears only what is no beat."""
+        self.is_faulty = True
+        messages = self.cluster.network.messages
+        for _ in range(num_beats):
+            self.cluster.clock.advance(BEAT_INTERVAL_S)
+            for engine_id in "pd":
+                self.cluster.round(engine_id)
+                lost = [m for m in messages if is_beat(m) and m.target == deaf]
+                messages[:] = [m for m in messages if m not in lost]
 
     @precondition(lambda self: self.cluster.network.messages)
     @rule(data=st.data(), keep=st.booleans())
@@ -261,6 +288,22 @@ class HandoffMachine(RuleBasedStateMachine):
         if hasattr(self, "cluster"):
             for node in (self.cluster.p, self.cluster.d):
                 node.engine.check()
+                ledger = node.ledger()
+                assert (ledger.orphans, ledger.overdrawn) == ((), ())
+
+    @invariant()
+    def what_a_peer_may_write_is_not_free(self) -> None:
+        if not hasattr(self, "cluster") or self.cluster.dead:
+            return
+        cluster = self.cluster
+        held = cluster.d.engine.block_ref_counts().keys()
+        sources = cluster.p.engine.block_ref_counts().keys()
+        for write in cluster.network.writes:
+            assert held >= set(write.remote_block_ids)
+            assert sources >= set(write.local_block_ids)
+        for transfer in cluster.sender._transfers.values():
+            if transfer.failure is None:  # it may still post, its lease permitting
+                assert held >= set(transfer.granted or ())
 
     def teardown(self) -> None:
         if not hasattr(self, "cluster"):

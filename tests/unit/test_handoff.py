@@ -156,11 +156,8 @@ def test_a_lost_router_leaves_no_block_behind_while_the_decode_node_has_no_room_
 
 @pytest.mark.parametrize("lost", ["cancel", "quiet"])
 def test_a_lost_word_about_the_end_of_a_transfer_does_not_keep_its_blocks_for_ever(
-    lost: str, monkeypatch: pytest.MonkeyPatch
+    lost: str,
 ) -> None:
-    monkeypatch.setattr(reservations, "RECANCEL_S", 0.0)
-    monkeypatch.setattr(reservations, "TICK_S", 0.0)
-    monkeypatch.setattr(reservations, "TICK_S", 0.0)
     cluster = make_cluster(20)
     place(cluster, "a", 10)
     run_until_writing(cluster)
@@ -186,8 +183,6 @@ def test_a_lost_word_about_the_end_of_a_transfer_does_not_keep_its_blocks_for_ev
 def test_blocks_of_a_prefill_node_that_is_only_thought_gone_come_back_when_it_is_quiet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reservations, "RECANCEL_S", 0.0)
-    monkeypatch.setattr(reservations, "TICK_S", 0.0)
     monkeypatch.setattr(reservations, "_is_dead", lambda peer: False)
     cluster = make_cluster(20)
     place(cluster, "a", 10)
@@ -228,7 +223,6 @@ def test_a_decode_node_that_is_only_thought_gone_hears_quiet_after_the_last_writ
 def test_when_a_node_dies_in_the_middle_of_a_write_the_other_frees_everything(
     killed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservations, "TICK_S", 0.0)
     cluster = make_cluster(20)
     dead = cluster.dead
     monkeypatch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)

@@ -65,9 +65,11 @@ class Pair:
             InMemoryTransport("d-digests", self.target),
             lambda: None,
             deaths.append,
-            BlockDigests(self.target),
+            digests=BlockDigests(self.target),
         )
-        self.sender = Sender(self.transport, lambda: None, deaths.append, BlockDigests(self.source))
+        self.sender = Sender(
+            self.transport, lambda: None, deaths.append, digests=BlockDigests(self.source)
+        )
         self.receiver.expect(True)
         self.receiver.connect(self.sender.peer_info)
         self.sender.connect(self.receiver.peer_info)

@@ -1,0 +1,46 @@
+"""Real processes over a connector that loses, delays, doubles and swaps messages on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.test_storm import assert_nothing_is_held, storm
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
+
+
+@pytest.mark.slow
+def test_a_storm_over_a_bad_network_ends_and_leaves_nothing_held() -> None:
+    faults = "drop=0.03,delay=0ms-20ms,duplicate=0.05,reorder=0.05,fail_post=0.02,seed=4"
+    config = LocalDeploymentConfig(
+        model=str(DEMO_MODEL),
+        listen=free_address(),
+        # Of a message that is lost nobody hears: the request ends at its deadline.
+        router_args=["--request-timeout-s", "8"],
+        node_args=["--num-blocks", "150", "--max-num-requests", "16", "--inject-faults", faults],
+    )
+    with LocalDeployment(config) as deployment:
+        deployment.wait_ready(READY_TIMEOUT_S)
+        ends = asyncio.run(storm(config.listen, seed=3))
+        assert ends.count("whole") > 0
+        assert set(ends) <= {"whole", "left", "DeadlineExceededError", "NodeUnavailableError"}
+        assert_nothing_is_held(config.listen, num_nodes=2)
+        for child in deployment.children:
+            if child.name != "router":
+                assert "FAULTS ARE INJECTED" in child.log.read_text(encoding="utf-8")
+
+
+def test_a_malformed_spec_ends_a_node_with_one_line() -> None:
+    command = [sys.executable, "-m", "baton", "decode", "--model", str(DEMO_MODEL)]
+    command += ["--inject-faults", "drop=lots"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert "inject_faults: drop must be a probability from 0 to 1, got 'lots'" in lines[0]

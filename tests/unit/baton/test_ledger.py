@@ -1,0 +1,126 @@
+"""Unit tests of the ledger: what balances, what is an orphan, and what `baton audit` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from baton import wire_ledger
+from baton.cli.app import app
+from baton.ledger import BlockHolding, BlockOwner, Ledger, balance, to_ranges
+from baton.v1 import admin_pb2, admin_pb2_grpc
+
+
+def hold(owner: BlockOwner, *block_ids: int) -> BlockHolding:
+    return BlockHolding(
+        owner=owner, block_ids=block_ids, request_id="r1", epoch=7, state="PUSHING", peer="d0-1"
+    )
+
+
+def take(*holdings: BlockHolding, ref_counts: dict[int, int]) -> Ledger:
+    return balance(holdings, ref_counts, num_blocks=10, num_free_blocks=10 - len(ref_counts))
+
+
+def test_a_ledger_balances_when_every_reference_has_one_owner() -> None:
+    ledger = take(
+        hold(BlockOwner.REQUEST, 1, 2, 3),
+        hold(BlockOwner.PUSH, 2, 3),
+        ref_counts={1: 1, 2: 2, 3: 2},
+    )
+    assert (ledger.orphans, ledger.overdrawn, ledger.num_references) == ((), (), 5)
+
+
+def test_a_reference_too_many_is_an_orphan_and_one_too_few_is_overdrawn() -> None:
+    ledger = take(hold(BlockOwner.REQUEST, 1, 2, 3), ref_counts={1: 1, 2: 2, 5: 1})
+    assert ledger.orphans == (2, 5)
+    assert ledger.overdrawn == (3,)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "ranges"),
+    [([], []), ([4], [(4, 1)]), ([4, 5, 6, 9, 3, 4], [(4, 3), (9, 1), (3, 2)])],
+)
+def test_ids_that_follow_one_another_are_ranges(
+    block_ids: list[int], ranges: list[tuple[int, int]]
+) -> None:
+    assert to_ranges(block_ids) == ranges
+
+
+class Admin(admin_pb2_grpc.AdminServicer, admin_pb2_grpc.NodeAdminServicer):
+    """A router and its nodes at one address."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.ledger = Ledger(
+            holdings=(), num_blocks=1, num_free_blocks=1, num_references=0, orphans=(), overdrawn=()
+        )
+        self.addresses = [""]
+
+    def ListNodes(
+        self, request: admin_pb2.ListNodesRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.ListNodesResponse:
+        nodes = [
+            admin_pb2.NodeDescription(node_name=f"n{i}", address=address or self.address)
+            for i, address in enumerate(self.addresses)
+        ]
+        return admin_pb2.ListNodesResponse(nodes=nodes)
+
+    def ListBlocks(
+        self, request: admin_pb2.ListBlocksRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.ListBlocksResponse:
+        return wire_ledger.ledger_to_proto(self.ledger)
+
+
+@pytest.fixture
+def admin() -> Iterator[Admin]:
+    made = Admin()
+    server = grpc.server(ThreadPoolExecutor(2))
+    admin_pb2_grpc.add_AdminServicer_to_server(made, server)  # type: ignore[no-untyped-call]  # generated
+    admin_pb2_grpc.add_NodeAdminServicer_to_server(made, server)  # type: ignore[no-untyped-call]  # generated
+    made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield made
+    server.stop(None)
+
+
+def audit(admin: Admin) -> tuple[int, str]:
+    runner = CliRunner(env={"COLUMNS": "200"})
+    result = runner.invoke(app, ["audit", "--router", admin.address])
+    return result.exit_code, result.output
+
+
+def test_audit_of_nodes_in_order_names_every_owner_and_ends_with_0(admin: Admin) -> None:
+    admin.ledger = take(
+        hold(BlockOwner.PUSH, 4, 5, 6, 9), ref_counts=dict.fromkeys((4, 5, 6, 9), 1)
+    )
+    code, output = audit(admin)
+    assert code == 0, output
+    row = next(line for line in output.splitlines() if "PUSHING" in line)
+    assert row.split()[:9] == ["n0", "push", "r1", "7", "PUSHING", "d0-1", "4:", "4-6,", "9"]
+    assert "n0: 4 of 10 blocks held, 4 references, 4 of them with an owner" in output
+
+
+def test_audit_names_orphans_and_ends_with_1(admin: Admin) -> None:
+    admin.ledger = take(ref_counts={2: 1, 3: 1, 7: 1})
+    code, output = audit(admin)
+    assert code == 1
+    assert "ORPHANS (references without an owner): blocks 2-3, 7" in output
+    admin.ledger = take(hold(BlockOwner.REQUEST, 2), ref_counts={})
+    code, output = audit(admin)
+    assert code == 1
+    assert "OVERDRAWN (owners without a reference): blocks 2" in output
+
+
+def test_audit_ends_with_1_when_a_node_or_the_router_cannot_be_asked(admin: Admin) -> None:
+    admin.addresses = ["", "127.0.0.1:1"]
+    code, output = audit(admin)
+    assert code == 1
+    assert "n0: 0 of 1 blocks held" in output
+    assert "n1: cannot be asked (UNAVAILABLE)" in output
+    admin.address = "127.0.0.1:1"
+    code, output = audit(admin)
+    assert (code, "cannot be reached (UNAVAILABLE)" in output) == (1, True)

@@ -1,0 +1,194 @@
+"""Unit tests of Peers: who is suspected when, who may be written to, and how a link comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from baton.errors import TransferError
+from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.messages import Beat, Hello, Message, decode
+from kvconnector.peers import BEAT_INTERVAL_S, HELLO_TIMEOUT_S, LEASE_S, Peers, PeerState
+from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
+from tests.fakes.virtual_clock import VirtualClock
+
+CONNECTED, FAILED = TransferEventKind.PEER_CONNECTED, TransferEventKind.PEER_FAILED
+
+
+class BreakableTransport(ScriptedTransport):
+    """Messages fail from `is_broken` on, until it is connected anew."""
+
+    is_broken = False
+    num_connects = 0
+
+    def connect(self, peer: object) -> str:
+        self.num_connects += 1
+        self.is_broken = False
+        return super().connect(peer)  # type: ignore[arg-type]  # a PeerInfo
+
+    def notify(self, engine_id: str, payload: bytes) -> None:
+        if self.is_broken:
+            raise TransferError("the connection is broken")
+        super().notify(engine_id, payload)
+
+
+@dataclass
+class Scene:
+    """The peers of a sender "p", which has learnt the decode node "d"."""
+
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    network: ScriptedNetwork = field(default_factory=ScriptedNetwork)
+    events: list[TransferEvent] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    is_busy: bool = False
+
+    def __post_init__(self) -> None:
+        self.transport = BreakableTransport("p", torch.zeros(2, 4, 8), self.network)
+        other = ScriptedTransport("d", torch.zeros(2, 4, 8), self.network)
+        self.peers = Peers(
+            self.transport,
+            self.events.append,
+            self.clock,
+            greets=True,
+            is_busy=lambda engine_id: self.is_busy,
+            on_lost=lambda engine_id, reason: self.lost.append(reason),
+        )
+        self.peers.add(other.peer_info)
+
+    def tick(self) -> list[Message]:
+        """What is said now."""
+        self.peers.tick()
+        said = [decode(message.payload) for message in self.network.messages]
+        self.network.messages.clear()
+        return said
+
+    def answer(self, said: list[Message]) -> None:
+        for message in said:
+            assert isinstance(message, Hello | Beat)
+            self.peers.renew("d", message.sent_at_s)
+
+    def connect(self) -> None:
+        self.answer(self.tick())
+        assert self.peers["d"].state is PeerState.CONNECTED
+
+    def kinds(self) -> list[TransferEventKind]:
+        return [event.kind for event in self.events]
+
+
+def test_a_new_peer_may_be_written_to_only_when_it_has_answered() -> None:
+    scene = Scene()
+    assert not scene.peers.may_write("d")
+    said = scene.tick()
+    assert not scene.peers.may_write("d")
+    scene.answer(said)
+    assert scene.peers.may_write("d")
+    assert scene.kinds() == [CONNECTED]
+
+
+def test_beats_keep_a_link_that_nobody_uses_and_there_are_four_a_second() -> None:
+    scene = Scene()
+    scene.connect()
+    said = []
+    for _ in range(1000):
+        scene.clock.advance(0.01)
+        beats = scene.tick()
+        scene.answer(beats)
+        said += beats
+    assert len(said) == pytest.approx(10 / BEAT_INTERVAL_S, abs=2)
+    assert scene.kinds() == [CONNECTED]
+
+
+def test_three_lost_beats_change_nothing_and_the_fourth_makes_a_peer_suspect_once() -> None:
+    scene = Scene()
+    scene.connect()
+    for number in range(1, 5):
+        scene.clock.advance(BEAT_INTERVAL_S)
+        assert scene.peers.may_write("d") == (number < 4)
+        scene.tick()
+    assert scene.kinds() == [CONNECTED, FAILED]
+    assert scene.lost == [scene.events[-1].reason] == ["no beat of d for 1.0 s"]
+    assert not scene.peers.may_start("d")
+
+
+def test_a_suspect_is_greeted_with_back_off_and_is_connected_again_when_it_answers() -> None:
+    scene = Scene()
+    scene.connect()
+    scene.clock.advance(LEASE_S)
+    hellos = []
+    for _ in range(1000):
+        hellos += scene.tick()
+        scene.clock.advance(0.01)
+    assert all(isinstance(message, Hello) for message in hellos)
+    assert 10 <= len(hellos) <= 16  # a few quick ones, then one a second
+    scene.answer(hellos[:-1])  # old answers say nothing of now
+    assert scene.peers["d"].state is PeerState.SUSPECT
+    scene.clock.advance(1.0)
+    scene.connect()
+    assert scene.kinds() == [CONNECTED, FAILED, CONNECTED]
+    assert scene.peers.may_write("d")
+
+
+def test_answers_that_waited_while_this_process_stood_still_renew_no_lease() -> None:
+    scene = Scene()
+    scene.connect()
+    scene.clock.advance(BEAT_INTERVAL_S)
+    waiting = scene.tick()
+    scene.clock.advance(5)
+    scene.answer(waiting)  # read only now
+    assert not scene.peers.may_write("d")
+    assert scene.lost == ["no beat of d for 5.0 s"]
+
+
+@pytest.mark.parametrize("stamp", [float("nan"), float("inf"), 1e18])
+def test_a_stamp_that_was_never_ours_renews_nothing(stamp: float) -> None:
+    scene = Scene()
+    scene.peers.renew("d", stamp)
+    assert not scene.peers.may_write("d")
+    assert scene.events == []
+
+
+def test_a_peer_that_never_answers_is_reported_once() -> None:
+    scene = Scene()
+    for _ in range(200):
+        scene.clock.advance(0.1)
+        scene.tick()
+    assert [event.reason for event in scene.events] == [f"no answer in {HELLO_TIMEOUT_S:.0f} s"]
+
+
+def test_a_broken_connection_is_made_anew_at_once_when_nothing_is_in_flight() -> None:
+    scene = Scene()
+    scene.connect()
+    scene.transport.is_broken = True
+    assert scene.peers.send("d", Hello(engine_id="p"))
+    assert scene.transport.num_connects == 2
+    assert scene.kinds() == [CONNECTED]
+
+
+def test_a_broken_connection_stays_until_what_is_in_flight_has_ended() -> None:
+    scene = Scene()
+    scene.connect()
+    scene.transport.is_broken = scene.is_busy = True
+    assert not scene.peers.send("d", Hello(engine_id="p"))
+    assert scene.lost == ["d cannot be reached"]
+    for _ in range(30):
+        scene.clock.advance(0.1)
+        assert scene.tick() == []
+    assert scene.transport.num_connects == 1
+    scene.is_busy = False
+    scene.clock.advance(1)
+    scene.connect()
+    assert scene.transport.num_connects == 2
+    assert scene.kinds() == [CONNECTED, FAILED, CONNECTED]
+
+
+def test_one_that_leaves_hears_no_more_beats_and_is_not_suspected() -> None:
+    scene = Scene()
+    scene.connect()
+    scene.peers.leave("d")
+    scene.clock.advance(60)
+    assert scene.tick() == []
+    assert scene.kinds() == [CONNECTED]
+    scene.peers.remove("d")
+    assert "d" not in scene.peers

@@ -1,0 +1,127 @@
+"""Drills of the hand-off on a virtual clock: nodes that are silent, stand still and come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnector.peers import BEAT_INTERVAL_S, LEASE_S
+from kvconnector.transfer import Transfer
+from tests.fakes.handoff_cluster import Cluster
+from tests.property.test_handoff import assert_clean, make_cluster
+from tests.unit.test_handoff import assert_right, deliver_all, go_on, place, run_until_writing
+
+
+def pass_time(cluster: Cluster, seconds: float) -> None:
+    """All but posted writes goes on meanwhile."""
+    for _ in range(round(seconds / BEAT_INTERVAL_S)):
+        cluster.clock.advance(BEAT_INTERVAL_S)
+        for _ in range(2):
+            go_on(cluster)
+            deliver_all(cluster)
+
+
+def connected(cluster: Cluster) -> list[bool]:
+    return [report.connected for report in cluster.reports]
+
+
+def test_a_slow_write_does_not_make_anybody_suspect() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    run_until_writing(cluster)
+    pass_time(cluster, 20)
+    cluster.settle()
+    assert cluster.attempts["a", 1].is_complete
+    assert connected(cluster) == [True, True]
+    assert_clean(cluster)
+
+
+def test_a_prefill_node_that_stood_still_writes_nothing_of_before() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 17)
+    run_until_writing(cluster)
+    cluster.stopped.add("p")
+    pass_time(cluster, 5)
+    assert cluster.attempts["a", 1].error == "decode: its prefill node cannot be reached"
+    assert cluster.d.beat().num_quarantined_blocks > 0  # what it has posted may still land
+    posted = list(cluster.network.writes)
+    cluster.stopped.clear()
+    for _ in range(20):
+        go_on(cluster)
+        deliver_all(cluster)
+    assert cluster.network.writes == posted
+    assert cluster.d.beat().num_quarantined_blocks > 0
+    cluster.settle()
+    assert cluster.d.beat().num_quarantined_blocks == 0
+    assert_clean(cluster)
+    place(cluster, "b", 17)  # both are as before, and nobody was started anew
+    cluster.settle()
+    assert cluster.attempts["b", 1].is_complete
+    assert connected(cluster).count(False) == 2
+    assert connected(cluster)[-2:] == [True, True]
+    assert_right(cluster)
+
+
+def test_a_decode_node_that_stood_still_finds_its_requests_ended_and_goes_on() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 17)
+    run_until_writing(cluster)
+    cluster.stopped.add("d")
+    pass_time(cluster, 5)
+    assert connected(cluster) == [True, True, False]
+    while cluster.network.writes:
+        cluster.network.land(0)
+    pass_time(cluster, 1)
+    assert cluster.sender._transfers == {}
+    cluster.stopped.clear()
+    cluster.settle()
+    assert "no beat of d for" in cluster.attempts["a", 1].error
+    assert_clean(cluster)
+    place(cluster, "b", 17)
+    cluster.settle()
+    assert cluster.attempts["b", 1].is_complete
+    assert connected(cluster)[-1]
+
+
+@pytest.mark.parametrize("seconds", [LEASE_S / 2, LEASE_S])
+def test_a_process_that_stands_still_just_before_a_post_looks_at_its_lease(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster(20)
+    post = cluster.sender._post
+    stops = [seconds]
+
+    def stand_still(transfer: Transfer, room_bytes: int) -> int:
+        if transfer.granted and transfer.pieces and stops:
+            cluster.clock.advance(stops.pop())  # behind all other checks of this round
+        return post(transfer, room_bytes)
+
+    monkeypatch.setattr(cluster.sender, "_post", stand_still)
+    place(cluster, "a", 17)
+    for _ in range(20):
+        go_on(cluster)
+        deliver_all(cluster)
+    assert not stops
+    assert bool(cluster.network.writes) == (seconds < LEASE_S)
+    cluster.settle()
+    assert cluster.attempts["a", 1].is_complete == (seconds < LEASE_S)
+    assert_clean(cluster)
+
+
+def test_silence_in_one_direction_ends_transfers_on_both_sides() -> None:
+    for deaf in "pd":
+        cluster = make_cluster(20)
+        place(cluster, "a", 17)
+        run_until_writing(cluster)
+        for _ in range(8):
+            cluster.clock.advance(BEAT_INTERVAL_S)
+            for _ in range(2):
+                go_on(cluster)
+                messages = cluster.network.messages
+                messages[:] = [message for message in messages if message.target != deaf]
+                deliver_all(cluster)
+        assert False in connected(cluster)
+        assert cluster.d.beat().num_quarantined_blocks > 0 or deaf == "p"
+        cluster.settle()
+        assert cluster.attempts["a", 1].error
+        assert connected(cluster)[-1]
+        assert_clean(cluster)
