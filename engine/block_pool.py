@@ -11,13 +11,12 @@ with the same prefix can take it back (`touch`). Knows no request and no tensor.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.block_hash import BlockHash
 from baton.link import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
-from engine.extents import WINDOW_FACTOR, choose_extents
+from engine.extents import choose_extents, window_size
 
 
 @dataclass(slots=True, eq=False)
@@ -75,8 +74,8 @@ class BlockPool:
             return None
         window = num_blocks
         if extents and num_blocks > 1:  # the newer half only if there is no other way
-            window = max(num_blocks, min(num_blocks * WINDOW_FACTOR, self.num_free // 2))
-        block_ids = [block.block_id for block in itertools.islice(self._free_blocks(), window)]
+            window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
+        block_ids = self._oldest_free(window)
         if len(block_ids) > num_blocks:
             block_ids = choose_extents(block_ids, num_blocks)
         elif extents:
@@ -251,6 +250,15 @@ class BlockPool:
         del self._cached[block_hash]
         if self._events is not None and not silent:
             self._events.append(BlocksRemoved((block_hash,)))
+
+    def _oldest_free(self, num_blocks: int) -> list[int]:
+        block_ids = []
+        block = self._head
+        for _ in range(num_blocks):
+            assert block.next is not None
+            block = block.next
+            block_ids.append(block.block_id)
+        return block_ids
 
     def _append_free(self, block: KVCacheBlock) -> None:
         last = self._tail.previous
