@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
 from baton.link import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
-from engine.extents import WINDOW_FACTOR, choose_extents
+from engine.extents import choose_extents, window_size
 
 
 @dataclass(slots=True, eq=False)
@@ -227,8 +227,11 @@ class BlockPool:
     def _take_extents(self, num_blocks: int) -> list[int]:
         """Unlink blocks that follow each other in memory, out of the older half of the list."""
         # The newer half only if there is no other way.
-        window = max(num_blocks, min(num_blocks * WINDOW_FACTOR, self.num_free // 2))
-        candidates = [block.block_id for block in itertools.islice(self._free_blocks(), window)]
+        window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
+        candidates, block = [], self._head
+        for _ in range(window):
+            block = block.next
+            candidates.append(block.block_id)
         block_ids = choose_extents(candidates, num_blocks)
         for block_id in block_ids:
             block = self._blocks[block_id]

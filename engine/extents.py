@@ -1,7 +1,7 @@
 """Extents: blocks that follow each other in memory, so that a transfer copies few, long ranges.
 
     oldest free blocks   40 41 7 90 8 9 42 ...      wanted: 5
-    runs among them      [7 8 9] [40 41 42] [90]    given:  40 41 42, 7 8
+    runs among them      [7 8 9] [40 41 42] [90]    given:  7 8 9, 40 41
 
 Refuses to know: what blocks hold, and in what state they are.
 """
@@ -10,44 +10,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 # How many times the wanted number of blocks is looked at: the more, the longer the extents, and
 # the further from "what was freed longest ago goes first".
 WINDOW_FACTOR = 8
+MAX_EXTRA = 2048  # many blocks find long runs among themselves
+
+
+def window_size(num_blocks: int) -> int:
+    """How many of the oldest free blocks to choose among."""
+    return min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
 
 
 def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
-    """``num_blocks`` of the candidates, in few runs of consecutive ids.
+    """``num_blocks`` of the candidates, in the fewest runs of consecutive ids that there can be.
 
-    Takes the longest runs, and for what is left the shortest run that has room for it. Sorts the
-    candidates; nothing else is more than linear in them.
+    Takes the longest runs, and for what is left the shortest run that has room for it.
 
     Args:
-        candidates: block ids, all different, at least ``num_blocks``.
+        candidates: block ids, all different, at least ``num_blocks``, at least one.
     """
-    runs = _runs(candidates)
-    runs.sort(key=len)  # stable: of equal ones the lower ids come first
+    ordered = np.sort(np.array(candidates, dtype=np.int64))
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(ordered) != 1) + 1))
+    lengths = np.diff(starts, append=len(ordered))
+    longest_first = np.argsort(-lengths, kind="stable")  # of equal ones the lower ids come first
+    lengths = lengths[longest_first]
+    totals = np.cumsum(lengths)
+    num_whole = int(np.searchsorted(totals, num_blocks))
+    missing = num_blocks - (int(totals[num_whole - 1]) if num_whole else 0)
+    shortest = int(np.searchsorted(-lengths, -missing, side="right")) - 1
     chosen: list[int] = []
-    fits = None
-    while len(chosen) < num_blocks:
-        missing = num_blocks - len(chosen)
-        while runs and len(runs[-1]) >= missing:
-            fits = runs.pop()
-        if fits is not None:
-            chosen += fits[:missing]
-            break
-        chosen += runs.pop()
+    for run, length in [*((i, lengths[i]) for i in range(num_whole)), (shortest, missing)]:
+        start = starts[longest_first[run]]
+        chosen += ordered[start : start + length].tolist()
     return chosen
-
-
-def _runs(block_ids: Sequence[int]) -> list[range]:
-    """Maximal runs of consecutive ids, ascending."""
-    ordered = sorted(block_ids)
-    runs = []
-    start = previous = ordered[0]
-    for block_id in ordered[1:]:
-        if block_id != previous + 1:
-            runs.append(range(start, previous + 1))
-            start = block_id
-        previous = block_id
-    runs.append(range(start, previous + 1))
-    return runs

@@ -78,9 +78,18 @@ class Verifier:
         self._all_layers = (1 << digests.num_layers) - 1
         self._arrivals: dict[Key, Arrival] = {}
 
-    def expect(self, key: Key, engine_id: str, block_ids: Sequence[int]) -> None:
-        """These blocks were granted to that peer."""
-        self._arrivals[key] = Arrival(engine_id, block_ids, [0] * len(block_ids))
+    def expect(
+        self, key: Key, engine_id: str, block_ids: Sequence[int], first_block: int = 0
+    ) -> None:
+        """These blocks were granted to that peer.
+
+        Args:
+            first_block: place of the first of them; what is before it, the decode node has.
+        """
+        here = [self._all_layers] * first_block
+        self._arrivals[key] = Arrival(
+            engine_id, [*[0] * first_block, *block_ids], here + [0] * len(block_ids)
+        )
 
     def find(self, key: Key, engine_id: str) -> Arrival | None:
         """What that peer was granted, unless it is over."""

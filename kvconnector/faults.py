@@ -23,7 +23,7 @@ import torch
 from baton.errors import ConfigError, TransferError
 from kvconnector import messages
 from kvconnector.base import KVTransport, PendingWrite
-from kvconnector.messages import Commit, Grant, Message
+from kvconnector.messages import Commit, Digests, Grant, Message
 from kvconnector.peer_info import PeerInfo
 
 logger = logging.getLogger(__name__)
@@ -187,6 +187,7 @@ class FaultyTransport:
         self._random = random.Random(spec.seed)
         self._waiting: list[_Waiting] = []
         self._granted: dict[tuple[str, int], list[int]] = {}  # what `corrupt` may spoil
+        self._digested: set[tuple[str, int]] = set()
         self._num_until_kill = 0 if spec.kill is None else spec.kill.count
 
     @property
@@ -250,7 +251,7 @@ class FaultyTransport:
             except TransferError:  # the endpoint says so
                 continue
             self._pass(type(message).__name__, "recv")
-            if isinstance(message, Commit):
+            if isinstance(message, Commit | Digests):
                 self._spoil(message)
         return payloads
 
@@ -281,9 +282,18 @@ class FaultyTransport:
             except TransferError as error:  # as lost as any message to nobody
                 logger.warning("a delayed message to %s is lost: %s", waiting.engine_id, error)
 
-    def _spoil(self, commit: Commit) -> None:
-        """Flip a bit in memory: all writes have landed, and nobody has looked at them yet."""
-        block_ids = self._granted.pop((commit.request_id, commit.epoch), [])
+    def _spoil(self, message: Commit | Digests) -> None:
+        """Flip a bit in memory: these writes have landed, and nobody has looked at them yet."""
+        key = (message.request_id, message.epoch)
+        block_ids = self._granted.get(key, [])
+        if isinstance(message, Digests):  # looked at now, and not when the commit comes
+            self._digested.add(key)
+            block_ids = [block_ids[i] for i in message.indices if i < len(block_ids)]
+        else:
+            self._granted.pop(key, None)
+            if key in self._digested:
+                self._digested.discard(key)
+                return
         if not block_ids or not self._happens(self._spec.corrupt):
             return
         block_id = self._random.choice(block_ids)

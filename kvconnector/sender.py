@@ -245,12 +245,9 @@ class Sender:
     def _post(self, transfer: Transfer, room_bytes: int) -> int:
         """Post what is computed and granted; returns the bytes posted."""
         posted = 0
-        while (
-            posted < room_bytes
-            and transfer.can_post
-            # Asked before each post: this process may have stood still since the last one.
-            and self._endpoint.peers.may_write(transfer.engine_id)
-        ):
+        # Asked before each post: this process may have stood still since the last one.
+        may_write = self._endpoint.peers.may_write
+        while posted < room_bytes and transfer.can_post and may_write(transfer.engine_id):
             assert transfer.granted is not None
             piece = transfer.pieces.popleft()
             remote = [transfer.granted[index] for index in piece.indices]

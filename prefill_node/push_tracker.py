@@ -57,6 +57,12 @@ class _Handoff:
         return "PUSHING" if self.num_blocks_pushed else "STARTED"
 
 
+def _ends_prompt(item: ScheduledRequest) -> bool:
+    request = item.request
+    start = request.num_computed_tokens + request.num_tokens_in_flight
+    return start + item.num_scheduled_tokens == request.num_initial_tokens
+
+
 def _holding(owner: BlockOwner, handoff: _Handoff) -> BlockHolding:
     return BlockHolding(
         owner=owner,
@@ -67,12 +73,6 @@ def _holding(owner: BlockOwner, handoff: _Handoff) -> BlockHolding:
         peer=handoff.engine_id,
         age_s=time.monotonic() - handoff.added_at,
     )
-
-
-def _ends_prompt(item: ScheduledRequest) -> bool:
-    request = item.request
-    start = request.num_computed_tokens + request.num_tokens_in_flight
-    return start + item.num_scheduled_tokens == request.num_initial_tokens
 
 
 class PushTracker:

@@ -153,10 +153,10 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                     num_threads=num_threads,
                 ),
                 log_level=log_level,
-                inject_faults=inject_faults,
                 push=push,
                 layer_groups=layer_groups,
                 kv_digests=kv_digests,
+                inject_faults=inject_faults,
             )
         except ConfigError as error:
             print_error(error)

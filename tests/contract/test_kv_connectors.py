@@ -202,9 +202,7 @@ def test_a_last_push_without_blocks_commits_what_has_arrived(link: Link) -> None
     link.assert_arrived({1: 2})
 
 
-def test_layers_of_blocks_arrive_by_themselves_and_the_other_layers_stay_as_they_were(
-    link: Link,
-) -> None:
+def test_layers_arrive_by_themselves_and_the_others_stay_as_they_were(link: Link) -> None:
     link.start("a", 12)
     link.wait("d", Kind.STARTED)
     link.grant("a", (5, 6, 7))

@@ -20,10 +20,10 @@ def num_runs(block_ids: list[int]) -> int:
 @pytest.mark.parametrize(
     ("candidates", "num_blocks", "expected"),
     [
-        ([40, 41, 7, 90, 8, 9, 42], 5, [40, 41, 42, 7, 8]),
+        ([40, 41, 7, 90, 8, 9, 42], 5, [7, 8, 9, 40, 41]),
         ([9, 8, 7], 3, [7, 8, 9]),  # a tail is freed backwards
         ([1, 2, 3, 4, 5, 20, 21], 2, [20, 21]),  # the shortest run with room
-        ([1, 3, 5], 2, [5, 1]),
+        ([1, 3, 5], 2, [1, 5]),
         ([4], 1, [4]),
     ],
 )
