@@ -15,6 +15,7 @@ from typing import Protocol
 from baton import wire
 from baton.errors import EngineDeadError
 from baton.link import (
+    BEAT_INTERVAL_S,
     AbortAll,
     NodeBeat,
     NodeEvent,
@@ -28,8 +29,6 @@ from baton.rpc import RpcServer, warn_if_public
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 logger = logging.getLogger(__name__)
-
-BEAT_INTERVAL_S = 0.25
 
 
 class NodeProgram(Protocol):

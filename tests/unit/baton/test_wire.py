@@ -103,8 +103,9 @@ receipts = st.builds(
     total_s=seconds,
     prefill_node=texts,
     decode_node=texts,
-    prefill=prefill_receipts,
+    prefill=st.none() | prefill_receipts,
     decode=st.none() | decode_receipts,
+    num_attempts=uint32,
 )
 float32 = st.floats(max_value=0, width=32)
 logprobs = st.builds(TokenLogprobs, float32, st.lists(st.tuples(uint32, float32)).map(tuple))
