@@ -34,6 +34,9 @@ from baton.v1 import node_pb2, node_pb2_grpc
 logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
+REGISTER_TIMEOUT_S = 2.0
+# A router that is stopped or behind a dead network is noticed after twice this time.
+KEEPALIVE_S = 1.0
 
 
 class RouterLink:
@@ -81,7 +84,7 @@ class RouterLink:
         give_up_at = time.monotonic() + self._join_timeout_s
         ever_joined = warned = False
         while True:
-            async with open_channel(self._router) as channel:
+            async with open_channel(self._router, keepalive_s=KEEPALIVE_S) as channel:
                 try:
                     await self._hold(channel)
                 except grpc.aio.AioRpcError as error:
@@ -105,8 +108,12 @@ class RouterLink:
         """Register, then carry messages until the stream breaks."""
         stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
         call = stub.Link()
-        await call.write(wire.registration_to_proto(self._registration))
-        first = await call.read()
+        try:
+            async with asyncio.timeout(REGISTER_TIMEOUT_S):
+                await call.write(wire.registration_to_proto(self._registration))
+                first = await call.read()
+        except TimeoutError:  # it takes connections and does not answer
+            return
         if not isinstance(first, node_pb2.RouterMessage):
             return
         self._take(first)
@@ -138,7 +145,10 @@ class RouterLink:
             except ValueError as error:  # a value that a peer sent and the wire cannot hold
                 logger.error("dropped an event that cannot be sent: %s", error)
                 continue
-            await call.write(message)
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError:  # the router ended the call: it took us for dead
+                return
 
     def _take(self, message: node_pb2.RouterMessage) -> None:
         try:

@@ -26,6 +26,10 @@ OPTIONS = RetryOptions(
 CODES = ("UNAVAILABLE", "UNAVAILABLE", "PREEMPTED", "INTERNAL", "CANCELLED")
 
 
+def commands_of(hand: HandNode) -> list[PrefillCommand | DecodeCommand]:
+    return [*hand.of(PrefillCommand), *hand.of(DecodeCommand)]
+
+
 class World:
     """Says, in an order drawn by chance, what nodes of a real cluster may say."""
 
@@ -41,7 +45,7 @@ class World:
     def plan(self) -> None:
         """What each node will say of commands that it has not seen yet."""
         for hand in (*self.scene.prefills, *self.scene.decodes):
-            for command in (*hand.of(PrefillCommand), *hand.of(DecodeCommand)):
+            for command in commands_of(hand):
                 if (hand.engine_id, command.epoch) in self.planned:
                     continue
                 self.planned.add((hand.engine_id, command.epoch))
@@ -142,13 +146,12 @@ def assert_nothing_is_left(scene: Scene, nodes: list[HandNode]) -> None:
     for hand in nodes:
         assert hand.node.legs == {}
         assert hand.node.num_open_tokens == 0
-        commands = [*hand.of(PrefillCommand), *hand.of(DecodeCommand)]
-        epochs.update(command.epoch for command in commands)
+        epochs.update(command.epoch for command in commands_of(hand))
     last = scene.outputs[-1] if scene.outputs else None
     finished_epoch = max(epochs) if last is not None and last.receipt is not None else None
     for hand in nodes:
         cancelled = {command.epoch for command in hand.of(CancelCommand)}
-        for command in (*hand.of(PrefillCommand), *hand.of(DecodeCommand)):
+        for command in commands_of(hand):
             assert command.epoch in cancelled | {finished_epoch}
     budget = OPTIONS.max_attempts + OPTIONS.max_preemptions
     assert len(epochs) <= budget
