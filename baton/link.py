@@ -11,7 +11,7 @@ from enum import Enum
 from baton.outputs import DecodeReceipt, PrefillReceipt, RequestOutput
 from baton.sampling_params import SamplingParams
 
-# How often a node tells the router that it lives and how busy it is.
+# How often a node and its router tell each other that they live.
 BEAT_INTERVAL_S = 0.25
 
 
@@ -185,7 +185,12 @@ class Refusal:
     problem: str
 
 
-RouterCommand = Refusal | PeerUpdate | PrefillCommand | DecodeCommand | CancelCommand
+@dataclass(frozen=True, slots=True)
+class RouterBeat:
+    """The router lives. No node's loop ever sees it."""
+
+
+RouterCommand = Refusal | PeerUpdate | PrefillCommand | DecodeCommand | CancelCommand | RouterBeat
 
 
 @dataclass(frozen=True, slots=True)

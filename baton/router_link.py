@@ -18,6 +18,7 @@ import grpc.aio
 from baton import wire
 from baton.errors import ConfigError, InvalidRequestError, NodeUnavailableError
 from baton.link import (
+    BEAT_INTERVAL_S,
     AbortAll,
     NodeBeat,
     NodeEvent,
@@ -25,6 +26,7 @@ from baton.link import (
     Refusal,
     RequestDelta,
     RequestError,
+    RouterBeat,
     RouterCommand,
 )
 from baton.outputs import RequestOutput
@@ -35,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
 REGISTER_TIMEOUT_S = 2.0
-# A router that is stopped or behind a dead network is noticed after twice this time.
-KEEPALIVE_S = 1.0
+# A router that misses more beats is stopped or behind a dead network.
+MAX_MISSED_BEATS = 6
 
 
 class RouterLink:
@@ -68,6 +70,7 @@ class RouterLink:
         self._on_joined = on_joined
         self._join_timeout_s = join_timeout_s
         self._joined = False
+        self._num_missed_beats = 0
 
     def send(self, beat: NodeBeat) -> None:
         """Queue a beat; dropped while there is no link."""
@@ -84,7 +87,7 @@ class RouterLink:
         give_up_at = time.monotonic() + self._join_timeout_s
         ever_joined = warned = False
         while True:
-            async with open_channel(self._router, keepalive_s=KEEPALIVE_S) as channel:
+            async with open_channel(self._router) as channel:
                 try:
                     await self._hold(channel)
                 except grpc.aio.AioRpcError as error:
@@ -122,7 +125,8 @@ class RouterLink:
         self._joined = True
         await self._on_joined(True)
         logger.info("joined router %s as %s", self._router, self._registration.node_name)
-        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+        jobs = (self._write(call), self._read(call), self._watch())
+        tasks = [asyncio.create_task(job) for job in jobs]
         try:
             # Whichever ends, ends the link: a node that only listens or only talks is lost.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +139,16 @@ class RouterLink:
 
     async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while isinstance(message := await call.read(), node_pb2.RouterMessage):
+            self._num_missed_beats = 0
             self._take(message)
+
+    async def _watch(self) -> None:
+        """End when the router says nothing; counted, so that who was stopped blames nobody."""
+        self._num_missed_beats = 0
+        while self._num_missed_beats <= MAX_MISSED_BEATS:
+            await asyncio.sleep(BEAT_INTERVAL_S)
+            self._num_missed_beats += 1
+        logger.warning("the router is silent")
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:
@@ -159,7 +172,7 @@ class RouterLink:
             return
         if isinstance(command, Refusal):
             raise ConfigError(f"the router refused this node: {command.problem}")
-        if command is not None:
+        if command is not None and not isinstance(command, RouterBeat):
             self._submit(command)
 
     def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> None:

@@ -183,23 +183,9 @@ def warn_if_public(address: str) -> None:
         )
 
 
-def open_channel(address: str, *, keepalive_s: float | None = None) -> grpc.aio.Channel:
-    """An asyncio channel with our limits.
-
-    Args:
-        keepalive_s: how often to ask whether the other side is there, and how long to wait for
-            its answer; the usual ones if not given.
-    """
-    options = dict(_CHANNEL_OPTIONS)
-    if keepalive_s is not None:
-        keepalive_ms = round(keepalive_s * 1e3)
-        options |= {
-            "grpc.keepalive_time_ms": keepalive_ms,
-            "grpc.keepalive_timeout_ms": keepalive_ms,
-            # What only listens for a while asks, too.
-            "grpc.http2.max_pings_without_data": 0,
-        }
-    return grpc.aio.insecure_channel(address, options=list(options.items()))
+def open_channel(address: str) -> grpc.aio.Channel:
+    """An asyncio channel with our limits."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
 def open_sync_channel(address: str) -> grpc.Channel:

@@ -21,6 +21,7 @@ from baton.link import (
     Refusal,
     RequestDelta,
     RequestError,
+    RouterBeat,
     RouterCommand,
 )
 from baton.outputs import RequestOutput
@@ -221,11 +222,12 @@ class NodePool:
         self._note_change()
 
     def count_missed_beats(self) -> None:
-        """To be called once per beat interval; nodes that missed too many are lost.
+        """To be called once per beat interval: beats, too; nodes that missed too many are lost.
 
         Counted in calls, not in seconds: a router that was held up itself blames nobody.
         """
         for node in self.nodes:
+            node.send(RouterBeat())
             node.num_missed_beats += 1
             # (The first is no miss: the beat of this interval may be on its way.)
             if node.num_missed_beats > self._max_missed_beats + 1:

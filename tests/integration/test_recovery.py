@@ -178,3 +178,31 @@ def all_blocks_free(deployment: LocalDeployment) -> bool:
         node.beat.num_free_blocks == 400 and not node.beat.num_quarantined_blocks
         for node in nodes(deployment).values()
     )
+
+
+def test_nodes_leave_a_router_that_is_stopped_and_join_it_again(
+    two_prefill_nodes: LocalDeployment, expected: dict[int, tuple[int, ...]]
+) -> None:
+    address = nodes(two_prefill_nodes)["d0"].address
+    with Client(two_prefill_nodes.config.listen) as client:
+        for name in ("p0", "p1"):  # so that the request stays on the decode node
+            send(two_prefill_nodes, name, signal.SIGSTOP)
+        stream = Stream(client, SHORT_PROMPT)
+        try:
+            wait_until(lambda: num_requests(address) == 1, "the request on d0")
+            send(two_prefill_nodes, "router", signal.SIGSTOP)
+            stopped_at = time.monotonic()
+            wait_until(lambda: num_requests(address) == 0, "the end of the request on d0")
+            assert time.monotonic() - stopped_at < 4.0  # nobody could be told of its tokens
+        finally:
+            for name in ("p0", "p1", "router"):
+                send(two_prefill_nodes, name, signal.SIGCONT)
+        # To the client nothing has happened: the router places the call anew.
+        assert stream.end() == expected[len(SHORT_PROMPT)]
+
+
+def num_requests(address: str) -> int:
+    """Open requests of a node, as it says itself."""
+    with grpc.insecure_channel(address) as channel:
+        stub = admin_pb2_grpc.NodeAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        return len(stub.ListRequests(admin_pb2.ListRequestsRequest()).requests)

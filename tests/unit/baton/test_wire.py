@@ -174,6 +174,7 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
         timeout_s=seconds,
     ),
     st.builds(link.CancelCommand, texts, uint32),
+    st.builds(link.RouterBeat),
 )
 text_deltas = st.builds(
     TextDelta,
@@ -261,6 +262,7 @@ def test_the_dataclasses_and_the_messages_have_the_same_fields() -> None:
         (link.PrefillCommand, node_pb2.PrefillCommand),
         (link.DecodeCommand, node_pb2.DecodeCommand),
         (link.CancelCommand, node_pb2.CancelCommand),
+        (link.RouterBeat, node_pb2.RouterBeat),
         (link.RequestError, node_pb2.RequestError),
     ]
     for ours, theirs in pairs:
