@@ -11,6 +11,9 @@ from enum import Enum
 from baton.outputs import DecodeReceipt, PrefillReceipt, RequestOutput
 from baton.sampling_params import SamplingParams
 
+# How often a node and its router tell each other that they live.
+BEAT_INTERVAL_S = 0.25
+
 
 class NodeRole(Enum):
     """What a node does."""
@@ -40,7 +43,12 @@ class NodeRegistration:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """Why a request failed on a node; ``code`` is the name of a gRPC status code."""
+    """Why a request failed on a node.
+
+    Attributes:
+        code: name of a gRPC status code; or ``PREEMPTED``: a decode node was short of memory and
+            gives the request back, for another attempt behind the tokens that it has.
+    """
 
     code: str
     message: str
@@ -177,7 +185,12 @@ class Refusal:
     problem: str
 
 
-RouterCommand = Refusal | PeerUpdate | PrefillCommand | DecodeCommand | CancelCommand
+@dataclass(frozen=True, slots=True)
+class RouterBeat:
+    """The router lives. No node's loop ever sees it."""
+
+
+RouterCommand = Refusal | PeerUpdate | PrefillCommand | DecodeCommand | CancelCommand | RouterBeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from baton import wire, wire_ledger
 from baton.errors import EngineDeadError
 from baton.ledger import Ledger
 from baton.link import (
+    BEAT_INTERVAL_S,
     AbortAll,
     NodeBeat,
     NodeEvent,
@@ -30,8 +31,6 @@ from baton.rpc import RpcServer, warn_if_public
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 logger = logging.getLogger(__name__)
-
-BEAT_INTERVAL_S = 0.25
 
 
 class NodeProgram(Protocol):

@@ -102,9 +102,14 @@ class Receipt:
 
     Attributes:
         num_output_tokens: that the client got; a node may have computed more.
-        decode_node: empty when the request ended with token 1.
-        decode: None when the request ended with token 1, or when a stop string ended it at the
-            router: the decode node, still at work, was told to stop and gave no account.
+        prefill_node: of the last attempt, like all that follows.
+        decode_node: empty when the request ended with the prefill node's token.
+        prefill: None when the decode node had (nearly) all of the prompt in its cache and computed
+            the rest itself.
+        decode: None when the request ended with the prefill node's token, or when a stop string
+            ended it at the router: the decode node, still at work, was told to stop and gave no
+            account.
+        num_attempts: 1, unless nodes were lost, did not reach each other or were short of memory.
     """
 
     num_prompt_tokens: int
@@ -113,8 +118,9 @@ class Receipt:
     total_s: float
     prefill_node: str
     decode_node: str
-    prefill: PrefillReceipt
+    prefill: PrefillReceipt | None
     decode: DecodeReceipt | None
+    num_attempts: int = 1
 
     @property
     def time_per_token_s(self) -> float:

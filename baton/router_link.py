@@ -18,6 +18,7 @@ import grpc.aio
 from baton import wire
 from baton.errors import ConfigError, InvalidRequestError, NodeUnavailableError
 from baton.link import (
+    BEAT_INTERVAL_S,
     AbortAll,
     NodeBeat,
     NodeEvent,
@@ -25,6 +26,7 @@ from baton.link import (
     Refusal,
     RequestDelta,
     RequestError,
+    RouterBeat,
     RouterCommand,
 )
 from baton.outputs import RequestOutput
@@ -34,6 +36,9 @@ from baton.v1 import node_pb2, node_pb2_grpc
 logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
+REGISTER_TIMEOUT_S = 2.0
+# A router that misses more beats is stopped or behind a dead network.
+MAX_MISSED_BEATS = 6
 
 
 class RouterLink:
@@ -65,6 +70,7 @@ class RouterLink:
         self._on_joined = on_joined
         self._join_timeout_s = join_timeout_s
         self._joined = False
+        self._num_missed_beats = 0
 
     def send(self, beat: NodeBeat) -> None:
         """Queue a beat; dropped while there is no link."""
@@ -105,8 +111,12 @@ class RouterLink:
         """Register, then carry messages until the stream breaks."""
         stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
         call = stub.Link()
-        await call.write(wire.registration_to_proto(self._registration))
-        first = await call.read()
+        try:
+            async with asyncio.timeout(REGISTER_TIMEOUT_S):
+                await call.write(wire.registration_to_proto(self._registration))
+                first = await call.read()
+        except TimeoutError:  # it takes connections and does not answer
+            return
         if not isinstance(first, node_pb2.RouterMessage):
             return
         self._take(first)
@@ -115,7 +125,8 @@ class RouterLink:
         self._joined = True
         await self._on_joined(True)
         logger.info("joined router %s as %s", self._router, self._registration.node_name)
-        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+        jobs = (self._write(call), self._read(call), self._watch())
+        tasks = [asyncio.create_task(job) for job in jobs]
         try:
             # Whichever ends, ends the link: a node that only listens or only talks is lost.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +139,16 @@ class RouterLink:
 
     async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while isinstance(message := await call.read(), node_pb2.RouterMessage):
+            self._num_missed_beats = 0
             self._take(message)
+
+    async def _watch(self) -> None:
+        """End when the router says nothing; counted, so that who was stopped blames nobody."""
+        self._num_missed_beats = 0
+        while self._num_missed_beats <= MAX_MISSED_BEATS:
+            await asyncio.sleep(BEAT_INTERVAL_S)
+            self._num_missed_beats += 1
+        logger.warning("the router is silent")
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:
@@ -138,7 +158,10 @@ class RouterLink:
             except ValueError as error:  # a value that a peer sent and the wire cannot hold
                 logger.error("dropped an event that cannot be sent: %s", error)
                 continue
-            await call.write(message)
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError:  # the router ended the call: it took us for dead
+                return
 
     def _take(self, message: node_pb2.RouterMessage) -> None:
         try:
@@ -149,7 +172,7 @@ class RouterLink:
             return
         if isinstance(command, Refusal):
             raise ConfigError(f"the router refused this node: {command.problem}")
-        if command is not None:
+        if command is not None and not isinstance(command, RouterBeat):
             self._submit(command)
 
     def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> None:

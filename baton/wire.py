@@ -240,6 +240,8 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 output_token_ids=command.output_token_ids,
             )
         )
+    if isinstance(command, link.RouterBeat):
+        return node_pb2.RouterMessage(beat=node_pb2.RouterBeat())
     return node_pb2.RouterMessage(
         cancel=node_pb2.CancelCommand(request_id=command.request_id, epoch=command.epoch)
     )
@@ -275,6 +277,8 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             timeout_s=decode.timeout_s,
             output_token_ids=tuple(decode.output_token_ids),
         )
+    if kind == "beat":
+        return link.RouterBeat()
     if kind == "cancel":
         return link.CancelCommand(message.cancel.request_id, message.cancel.epoch)
     return None

@@ -200,12 +200,14 @@ def receipt_to_proto(receipt: Receipt) -> types_pb2.Receipt:
         total_s=receipt.total_s,
         prefill_node=receipt.prefill_node,
         decode_node=receipt.decode_node,
-        prefill=prefill_receipt_to_proto(receipt.prefill),
+        prefill=prefill_receipt_to_proto(receipt.prefill) if receipt.prefill else None,
         decode=decode_receipt_to_proto(receipt.decode) if receipt.decode else None,
+        num_attempts=receipt.num_attempts,
     )
 
 
 def receipt_from_proto(message: types_pb2.Receipt) -> Receipt:
+    has = message.HasField
     return Receipt(
         num_prompt_tokens=message.num_prompt_tokens,
         num_output_tokens=message.num_output_tokens,
@@ -213,8 +215,9 @@ def receipt_from_proto(message: types_pb2.Receipt) -> Receipt:
         total_s=message.total_s,
         prefill_node=message.prefill_node,
         decode_node=message.decode_node,
-        prefill=prefill_receipt_from_proto(message.prefill),
-        decode=decode_receipt_from_proto(message.decode) if message.HasField("decode") else None,
+        prefill=prefill_receipt_from_proto(message.prefill) if has("prefill") else None,
+        decode=decode_receipt_from_proto(message.decode) if has("decode") else None,
+        num_attempts=message.num_attempts,
     )
 
 

@@ -101,12 +101,13 @@ def _commit_to_token_2_ms(engine: Engine, request: Request, *, rested: bool) -> 
 
 def figures(receipt: Receipt) -> dict[str, float]:
     """The numbers of one request."""
-    decode = receipt.decode
+    prefill, decode = receipt.prefill, receipt.decode
+    assert prefill is not None
     assert decode is not None
     exposed_s, first_step_s = decode.push.exposed_transfer_s, decode.first_step_s
     return {
         "ttft_ms": receipt.ttft_s * 1e3,
-        "prefill_ms": receipt.prefill.prefill_s * 1e3,
+        "prefill_ms": prefill.prefill_s * 1e3,
         "exposed_transfer_ms": exposed_s * 1e3,
         "commit_to_token_2_ms": first_step_s * 1e3,
         "token_1_to_token_2_ms": (exposed_s + first_step_s) * 1e3,
@@ -132,12 +133,13 @@ def report(
         for state, milliseconds in control[length].items():
             summaries[f"control_commit_to_token_2_{state}_ms"] = milliseconds
         columns.append(summaries)
-        decode = collected[0].decode
+        prefill, decode = collected[0].prefill, collected[0].decode
+        assert prefill is not None
         assert decode is not None
         results[f"{length} tokens"] = {
             "num_bytes": decode.push.num_bytes,
             "num_blocks": decode.push.num_blocks,
-            "num_chunks": collected[0].prefill.num_chunks,
+            "num_chunks": prefill.num_chunks,
             "transport": decode.push.transport,
             "num_prompt_tokens_computed_on_decode_node": max(
                 r.decode.num_prompt_tokens_computed for r in collected if r.decode is not None

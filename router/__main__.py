@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from baton.client import DEFAULT_ADDRESS
+from baton.errors import ConfigError
+from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
 from baton.process import run_program, stop_event
 from baton.rpc import RpcServer, warn_if_public
@@ -27,6 +31,7 @@ from router.dispatcher import Dispatcher
 from router.link_service import NodeLinkService
 from router.node_pool import NodePool
 from router.policies import POLICIES
+from router.retry_budget import RetryOptions
 from router.service import InferenceService
 
 logger = logging.getLogger(__name__)
@@ -43,6 +48,16 @@ class RouterConfig:
     listen: str = DEFAULT_ADDRESS
     policy: str = "least_tokens"
     request_timeout_s: float = 600.0
+    max_attempts: int = 3
+    pair_timeout_s: float = 5.0
+    node_timeout_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.node_timeout_s >= 2 * BEAT_INTERVAL_S:
+            raise ConfigError(
+                f"node_timeout_s: must be {2 * BEAT_INTERVAL_S:g} or more (two beats), "
+                f"got {self.node_timeout_s:g}"
+            )
 
 
 async def serve(config: RouterConfig) -> None:
@@ -50,9 +65,12 @@ async def serve(config: RouterConfig) -> None:
     folder = find_model_folder(config.model, weights=False)
     limits = read_limits(folder)
     pool = NodePool(
-        model_digest=config_digest(folder), max_model_len=limits.max_position_embeddings
+        model_digest=config_digest(folder),
+        max_model_len=limits.max_position_embeddings,
+        max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
     )
-    dispatcher = Dispatcher(pool, POLICIES.load(config.policy)())
+    options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
+    dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options)
     inference = InferenceService(
         dispatcher,
         pool,
@@ -73,9 +91,26 @@ async def serve(config: RouterConfig) -> None:
     await server.set_serving(True)
     warn_if_public(address)
     logger.info("router of %s listens on %s", config.model, address)
-    await stopping.wait()
+    async with _watching(pool):
+        await stopping.wait()
     logger.info("stopping")
     await server.stop(STOP_GRACE_S)
+
+
+@contextlib.asynccontextmanager
+async def _watching(pool: NodePool) -> AsyncIterator[None]:
+    """Notice nodes that are silent: stopped, or behind a network that swallows all."""
+
+    async def count() -> None:
+        while True:
+            await asyncio.sleep(BEAT_INTERVAL_S)
+            pool.count_missed_beats()
+
+    task = asyncio.create_task(count())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 def _register(server: object, inference: InferenceService, pool: NodePool, model: str) -> None:
@@ -96,13 +131,42 @@ def router(
     request_timeout_s: Annotated[
         float, typer.Option(help="Deadline of calls that come without one, seconds.")
     ] = 600.0,
+    max_attempts: Annotated[
+        int,
+        typer.Option(
+            help="A request is tried so often, on other nodes where there are any. Where decode "
+            "nodes are short of memory it waits, and that does not count."
+        ),
+    ] = 3,
+    pair_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="How long a request waits for a pair of nodes when there is none, seconds. As "
+            "long as no node of a role has ever joined it fails at once."
+        ),
+    ] = 5.0,
+    node_timeout_s: Annotated[
+        float,
+        typer.Option(help="A node that says nothing for so long is lost, seconds."),
+    ] = 1.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
-    config = RouterConfig(
-        model=model, listen=listen, policy=policy, request_timeout_s=request_timeout_s
-    )
-    raise typer.Exit(run_program(lambda: serve(config), log_level=log_level))
+
+    def run() -> Coroutine[None, None, None]:
+        return serve(
+            RouterConfig(
+                model=model,
+                listen=listen,
+                policy=policy,
+                request_timeout_s=request_timeout_s,
+                max_attempts=max_attempts,
+                pair_timeout_s=pair_timeout_s,
+                node_timeout_s=node_timeout_s,
+            )
+        )
+
+    raise typer.Exit(run_program(run, log_level=log_level))
 
 
 if __name__ == "__main__":

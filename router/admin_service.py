@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton import wire
+from baton.link import NodeRegistration
 from baton.rpc import Context
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from router.node_pool import Node, NodePool
@@ -18,9 +19,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListNodes(  # gRPC's naming
         self, request: admin_pb2.ListNodesRequest, context: Context
     ) -> admin_pb2.ListNodesResponse:
-        """All joined nodes, how busy they are, and whom they reach."""
+        """All joined nodes, how busy they are, and whom they reach; and those that fell silent."""
         return admin_pb2.ListNodesResponse(
-            nodes=[self._describe(node) for node in self._pool.nodes], model=self._model
+            nodes=[
+                *(self._describe(node) for node in self._pool.nodes),
+                *map(_describe_lost, self._pool.lost),
+            ],
+            model=self._model,
         )
 
     def _describe(self, node: Node) -> admin_pb2.NodeDescription:
@@ -46,3 +51,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             peers=peers,
             num_requests=len(node.legs),
         )
+
+
+def _describe_lost(registration: NodeRegistration) -> admin_pb2.NodeDescription:
+    return admin_pb2.NodeDescription(
+        node_name=registration.node_name,
+        engine_id=registration.engine_id,
+        role=wire.role_to_proto(registration.role),
+        address=registration.address,
+        lost=True,
+    )

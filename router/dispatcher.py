@@ -1,14 +1,14 @@
-"""Dispatcher: one request's life. Picks a pair, sends both legs at once, forwards by index."""
+"""Dispatcher: one call's life. Picks pairs, begins attempts, forwards one stream of tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterator
 
 from baton.errors import (
     BatonError,
@@ -19,21 +19,16 @@ from baton.errors import (
     OverloadedError,
     RequestCancelledError,
 )
-from baton.link import (
-    CancelCommand,
-    DecodeCommand,
-    NodeRole,
-    PrefillCommand,
-    RequestDelta,
-    RequestError,
-)
-from baton.outputs import DecodeReceipt, PrefillReceipt, Receipt, RequestOutput
-from baton.sampling_params import SamplingParams
-from router.node_pool import LegDelta, Node, NodePool
-from router.policies.base import RouteQuery, RoutingPolicy
+from baton.link import NodeRole, RequestDelta, RequestError
+from baton.outputs import DecodeReceipt, Receipt, RequestOutput
+from router.attempt import Attempt
+from router.call import Call, CallOutput
+from router.node_pool import LegDelta, NodePool
+from router.pair_choice import PairChoice
+from router.policies.base import NodePair, RouteQuery, RoutingPolicy
+from router.retry_budget import RetryBudget, RetryOptions
 
-# A node gives up on a request this long after the router would have: a last safety net.
-NODE_EXTRA_TIMEOUT_S = 5.0
+logger = logging.getLogger(__name__)
 
 _ERRORS: dict[str, type[BatonError]] = {
     "UNAVAILABLE": NodeUnavailableError,
@@ -41,31 +36,9 @@ _ERRORS: dict[str, type[BatonError]] = {
     "RESOURCE_EXHAUSTED": OverloadedError,
     "CANCELLED": RequestCancelledError,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A checked request.
-
-    Attributes:
-        sampling_params: with a seed.
-        received_at: when it reached the router, by `time.perf_counter`.
-        timeout_s: from now.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int] = field(repr=False)
-    sampling_params: SamplingParams
-    received_at: float
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class CallOutput:
-    """New tokens, strictly in order; the last one carries the receipt."""
-
-    output: RequestOutput
-    receipt: Receipt | None = None
+# A node that is gone, cannot reach its peer, or has an engine that cannot continue: another may.
+_RETRYABLE = ("UNAVAILABLE", "INTERNAL")
+_DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
 
 
 class Dispatcher:
@@ -74,15 +47,25 @@ class Dispatcher:
     Args:
         pool: where nodes and their links are.
         policy: picks the pair.
+        options: limits of one call.
+        budget: of all calls together.
     """
 
-    def __init__(self, pool: NodePool, policy: RoutingPolicy) -> None:
-        self._pool = pool
-        self._policy = policy
-        self._open: dict[str, _Attempt] = {}
+    def __init__(
+        self,
+        pool: NodePool,
+        policy: RoutingPolicy,
+        options: RetryOptions | None = None,
+        budget: RetryBudget | None = None,
+    ) -> None:
+        self.pool = pool
+        self.policy = policy
+        self.options = options or RetryOptions()
+        self.budget = budget or RetryBudget()
+        self._open: dict[str, _OpenCall] = {}
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
-        self._epochs = itertools.count(secrets.randbits(31))
+        self.epochs: Iterator[int] = itertools.count(secrets.randbits(31))
 
     @property
     def num_open(self) -> int:
@@ -93,152 +76,195 @@ class Dispatcher:
         """Stream a call's tokens; ending the iteration early cancels it on both nodes.
 
         Raises:
-            NodeUnavailableError: there is no pair, or a node went away.
+            NodeUnavailableError: there is no pair, or attempts failed and none is left.
+            OverloadedError: decode nodes were short of memory time and again.
             DeadlineExceededError: the time is up.
         """
         if call.request_id in self._open:
             raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
-        attempt = self._open[call.request_id] = self._begin(call)
+        self.budget.note_call()
+        opened = self._open[call.request_id] = _OpenCall(self, call)
         try:
-            async with contextlib.aclosing(attempt.outputs()) as outputs:
+            async with contextlib.aclosing(opened.outputs()) as outputs:
                 async for output in outputs:
                     yield output
         finally:
-            attempt.close()
+            opened.close()
             del self._open[call.request_id]
 
     def receipt(self, request_id: str) -> Receipt:
         """The receipt of an open call as of now, for who is about to end it; after token 1."""
         return self._open[request_id].receipt(None)
 
-    def _begin(self, call: Call) -> _Attempt:
-        pairs = self._pool.pairs()
-        if not pairs:
-            raise NodeUnavailableError(self._pool.why_no_pair())
-        num_prompt_tokens = len(call.prompt_token_ids)
-        max_tokens = call.sampling_params.max_tokens
-        pair = self._policy.pick(
-            RouteQuery(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens), pairs
-        )
-        prefill = self._pool.node(pair.prefill.engine_id)
-        decode = self._pool.node(pair.decode.engine_id)
-        assert prefill is not None
-        assert decode is not None
-        # Token 1 is sampled by the prefill node: when there is no token 2, nobody else is asked.
-        ends_with_token_1 = max_tokens == 1 or num_prompt_tokens + 1 >= self._pool.max_model_len
-        return _Attempt(
-            call, prefill, None if ends_with_token_1 else decode, epoch=next(self._epochs)
-        )
 
+class _OpenCall:
+    """A call, its attempts one after the other, and the one stream that they make."""
 
-class _Attempt:
-    """One try of a call on one pair of nodes."""
-
-    def __init__(self, call: Call, prefill: Node, decode: Node | None, *, epoch: int) -> None:
+    def __init__(self, dispatcher: Dispatcher, call: Call) -> None:
+        self._dispatcher = dispatcher
+        self._options = dispatcher.options
         self._call = call
-        self._prefill = prefill
-        self._decode = decode
-        self._epoch = epoch
-        self._finished_on: NodeRole | None = None
-        self._prefill_receipt: PrefillReceipt | None = None
-        self._kv_arrived = False
-        self._num_output_tokens = 0
-        self._decoded = False  # tokens of the decode node were forwarded
+        self._output_token_ids: list[int] = []
+        self._attempt: Attempt | None = None
+        self._num_attempts = 0
+        self._num_failures = 0
+        self._num_preemptions = 0
+        self._choice = PairChoice()
         self._ttft_s = 0.0
         self._inbox: asyncio.Queue[LegDelta] = asyncio.Queue()
-        self._deadline = asyncio.get_running_loop().call_later(call.timeout_s, self._time_out)
-        self._send_legs()
-
-    def _send_legs(self) -> None:
-        call, num_prompt_tokens = self._call, len(self._call.prompt_token_ids)
-        timeout_s = call.timeout_s + NODE_EXTRA_TIMEOUT_S
-        if self._decode is not None:
-            num_tokens = num_prompt_tokens + call.sampling_params.max_tokens
-            self._decode.open_leg(call.request_id, self._epoch, num_tokens, self._inbox)
-            self._decode.send(
-                DecodeCommand(
-                    request_id=call.request_id,
-                    epoch=self._epoch,
-                    prompt_token_ids=call.prompt_token_ids,
-                    sampling_params=call.sampling_params,
-                    prefill_engine_id=self._prefill.engine_id,
-                    timeout_s=timeout_s,
-                )
-            )
-        self._prefill.open_leg(call.request_id, self._epoch, num_prompt_tokens, self._inbox)
-        self._prefill.send(
-            PrefillCommand(
-                request_id=call.request_id,
-                epoch=self._epoch,
-                prompt_token_ids=call.prompt_token_ids,
-                sampling_params=call.sampling_params,
-                decode_engine_id=self._decode.engine_id if self._decode else "",
-                timeout_s=timeout_s,
-            )
-        )
+        loop = asyncio.get_running_loop()
+        self._expires_at = loop.time() + call.timeout_s
+        self._deadline = loop.call_at(self._expires_at, self._time_out)
 
     async def outputs(self) -> AsyncGenerator[CallOutput, None]:
-        """Deltas of both legs, strictly by output index."""
-        early: dict[int, LegDelta] = {}  # token 2 may overtake token 1: they take other ways
+        """What the legs of all attempts say, strictly by output index."""
+        attempt = await self._begin("")
         while True:
             item = await self._inbox.get()
+            if item.delta.epoch != attempt.epoch:
+                continue  # of an attempt that has ended
             if item.delta.error is not None:
-                # After token 1, what a prefill node says of its push still matters. That it went
-                # away does not: if the KV had not arrived, the decode node will say so.
-                if item.node_lost and item.role is NodeRole.PREFILL and self._prefill_receipt:
-                    continue
-                raise _error(item.delta.error)
-            self._kv_arrived |= item.role is NodeRole.DECODE
-            early.setdefault(item.delta.output.output_index, item)
-            while (ready := early.pop(self._num_output_tokens, None)) is not None:
-                delta = ready.delta
-                self._num_output_tokens += len(delta.output.token_ids)
-                self._decoded |= ready.role is NodeRole.DECODE
-                self._note(delta)
-                if delta.output.finish_reason is not None:
-                    self._finished_on = ready.role
-                    yield CallOutput(delta.output, self.receipt(delta.decode))
+                if not attempt.survives(item):
+                    attempt.close()
+                    self._check_retry(attempt, item)
+                    attempt = await self._begin(item.delta.error.message)
+                continue
+            attempt.note_arrival(item)
+            for ready in attempt.order.push(item):
+                attempt.note_forwarded(ready)
+                output = ready.delta.output
+                if not self._output_token_ids:
+                    self._ttft_s = time.perf_counter() - self._call.received_at
+                self._output_token_ids += output.token_ids
+                if output.finish_reason is not None:
+                    yield CallOutput(output, self.receipt(ready.delta.decode))
                     return
-                yield CallOutput(delta.output)
+                yield CallOutput(output)
 
     def receipt(self, decode: DecodeReceipt | None) -> Receipt:
         """What the call cost up to now; ``decode``: the decode node's part, with its last token."""
-        assert self._prefill_receipt is not None
+        attempt = self._attempt
+        assert attempt is not None
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
-            num_output_tokens=self._num_output_tokens,
+            num_output_tokens=len(self._output_token_ids),
             ttft_s=self._ttft_s,
             total_s=time.perf_counter() - self._call.received_at,
-            prefill_node=self._prefill.name,
-            decode_node=self._decode.name if self._decode and self._decoded else "",
-            prefill=self._prefill_receipt,
+            prefill_node=attempt.prefill.name,
+            decode_node=attempt.decode.name if attempt.decode and attempt.decoded else "",
+            prefill=attempt.prefill_receipt,
             decode=decode,
+            num_attempts=self._num_attempts,
         )
 
     def close(self) -> None:
-        """Forget both legs; on nodes that may still work on the call, cancel it."""
+        """End what may still be open, on the nodes too."""
         self._deadline.cancel()
-        for node in (self._prefill, self._decode):
-            if node is None:
-                continue
-            node.close_leg(self._call.request_id, self._epoch)
-            # What ended on the decode node ended on both; else either may still be at work.
-            if self._finished_on is not NodeRole.DECODE:
-                node.send(CancelCommand(self._call.request_id, self._epoch))
+        if self._attempt is not None:
+            self._attempt.close()
 
-    def _note(self, delta: RequestDelta) -> None:
-        if delta.prefill is not None:
-            self._prefill_receipt = delta.prefill
-            self._ttft_s = time.perf_counter() - self._call.received_at
-            self._prefill.relieve_leg(self._call.request_id, self._epoch)
-        if self._prefill_receipt is not None and self._kv_arrived:  # it has no more to say
-            self._prefill.close_leg(self._call.request_id, self._epoch)
+    # ------------------------------------------------------------------ attempts
+
+    def _check_retry(self, attempt: Attempt, item: LegDelta) -> None:
+        """Count a failed attempt; raises its error if there must be no other."""
+        error, options = item.delta.error, self._options
+        assert error is not None
+        decode = attempt.decode.engine_id if attempt.decode else ""
+        self._choice.note_failure(attempt.prefill.engine_id, decode, item)
+        if error.code == "PREEMPTED":
+            self._num_preemptions += 1
+            if self._num_preemptions > options.max_preemptions:
+                raise OverloadedError(f"{error.message} (preempted {self._num_preemptions} times)")
+            return
+        if error.code not in _RETRYABLE:
+            raise _error(error)
+        self._num_failures += 1
+        if self._num_failures >= options.max_attempts:
+            raise NodeUnavailableError(
+                f"{error.message} (attempt {self._num_failures} of {options.max_attempts})"
+            )
+        # A node that is lost fails all its calls at once; that each of them tries once more is
+        # no more load than there was.
+        is_first_loss = item.node_lost and self._num_failures == 1
+        if not is_first_loss and not self._dispatcher.budget.take():
+            raise NodeUnavailableError(f"{error.message} (too many retries in the cluster)")
+        logger.info("request %s is tried again: %s", self._call.request_id, error.message)
+
+    async def _begin(self, failure: str) -> Attempt:
+        """Begin an attempt behind the tokens that the client has.
+
+        Args:
+            failure: of the attempt before.
+        """
+        dispatcher, call = self._dispatcher, self._call
+        pair = await self._wait_for_pair(failure)
+        if self._choice.has_failed(pair):  # nothing better is left: give it some time
+            await self._pause()
+            pair = await self._wait_for_pair(failure)
+        prefill = dispatcher.pool.node(pair.prefill.engine_id)
+        decode = dispatcher.pool.node(pair.decode.engine_id)
+        assert prefill is not None
+        assert decode is not None
+        # The prefill node samples the next token: when there is none behind, nobody else is asked.
+        num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
+        ends_with_next = (
+            len(self._output_token_ids) + 1 >= call.sampling_params.max_tokens
+            or num_tokens + 1 >= dispatcher.pool.max_model_len
+        )
+        self._num_attempts += 1
+        self._attempt = Attempt(
+            call,
+            self._output_token_ids,
+            prefill,
+            None if ends_with_next else decode,
+            epoch=next(dispatcher.epochs) % 2**32,
+            timeout_s=self._remaining_s(),
+            inbox=self._inbox,
+        )
+        return self._attempt
+
+    async def _wait_for_pair(self, failure: str) -> NodePair:
+        """The pair of the next attempt; waits for one if there is none now."""
+        pool, policy = self._dispatcher.pool, self._dispatcher.policy
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._options.pair_timeout_s
+        while not (pairs := pool.pairs()):
+            self._remaining_s()
+            why = "; ".join(filter(None, (failure, pool.why_no_pair())))
+            if not pool.has_had_both_roles or loop.time() >= give_up_at:
+                raise NodeUnavailableError(why)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min(give_up_at, self._expires_at)):
+                    await pool.wait_for_change()
+        self._remaining_s()
+        num_output_tokens = len(self._output_token_ids)
+        query = RouteQuery(
+            num_prompt_tokens=len(self._call.prompt_token_ids) + num_output_tokens,
+            max_tokens=self._call.sampling_params.max_tokens - num_output_tokens,
+        )
+        return policy.pick(query, self._choice.candidates(pairs))
+
+    async def _pause(self) -> None:
+        """Back off, the longer the more often this call failed; not past the deadline."""
+        options = self._options
+        exponent = min(self._num_failures + self._num_preemptions, 16) - 1
+        pause_s = min(options.first_pause_s * 2**exponent, options.longest_pause_s)
+        # Not all at once: those that were preempted together would be so again.
+        pause_s *= 0.5 + secrets.randbelow(512) / 1024
+        await asyncio.sleep(min(pause_s, self._remaining_s()))
+
+    def _remaining_s(self) -> float:
+        """Until the deadline; raises DeadlineExceededError behind it."""
+        remaining_s = self._expires_at - asyncio.get_running_loop().time()
+        if remaining_s <= 0:
+            raise _error(_DEADLINE)
+        return remaining_s
 
     def _time_out(self) -> None:
-        error = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
-        output = RequestOutput(self._call.request_id, 0, ())
-        delta = RequestDelta(output, self._epoch, error=error)
-        self._inbox.put_nowait(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
+        if self._attempt is not None:
+            output = RequestOutput(self._call.request_id, 0, ())
+            delta = RequestDelta(output, self._attempt.epoch, error=_DEADLINE)
+            self._inbox.put_nowait(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
 
 
 def _error(error: RequestError) -> BatonError:

@@ -38,7 +38,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             yield _registered(refusal)
             return
         outgoing: asyncio.Queue[RouterCommand | None] = asyncio.Queue()
-        node = Node(registration, outgoing.put_nowait)
+        node = Node(registration, outgoing.put_nowait, hang_up=lambda: outgoing.put_nowait(None))
         self._pool.add(node)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from baton.link import (
     Refusal,
     RequestDelta,
     RequestError,
+    RouterBeat,
     RouterCommand,
 )
 from baton.outputs import RequestOutput
@@ -27,13 +29,15 @@ from router.policies.base import NodePair, NodeState
 
 logger = logging.getLogger(__name__)
 
+LOST_NODES_SHOWN_S = 300.0
+
 
 @dataclass(frozen=True, slots=True)
 class LegDelta:
     """A delta and which leg of the request it came from.
 
     Attributes:
-        node_lost: not said by the node: its link broke.
+        node_lost: not said by the node: its link broke, or it is silent.
     """
 
     role: NodeRole
@@ -53,6 +57,7 @@ class Node:
 
     Attributes:
         send: puts a command on the node's link.
+        hang_up: ends the link; a node that still lives dials again.
         reports: what the node said about peers, by engine id.
     """
 
@@ -62,6 +67,8 @@ class Node:
     reports: dict[str, PeerReport] = field(default_factory=dict)
     legs: dict[tuple[str, int], _Leg] = field(default_factory=dict)
     num_open_tokens: int = 0
+    hang_up: Callable[[], None] = lambda: None
+    num_missed_beats: int = 0
 
     @property
     def name(self) -> str:
@@ -112,12 +119,18 @@ class NodePool:
     Args:
         model_digest: digest of the model's configuration; nodes of another model are refused.
         max_model_len: of the model; nodes may have less.
+        max_missed_beats: a node that misses more in a row is lost.
     """
 
-    def __init__(self, *, model_digest: str, max_model_len: int) -> None:
+    def __init__(self, *, model_digest: str, max_model_len: int, max_missed_beats: int = 4) -> None:
         self._model_digest = model_digest
         self._model_max_len = max_model_len
+        self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
+        # Silent and not back yet, with the time, by name: for operators only.
+        self._lost: dict[str, tuple[float, NodeRegistration]] = {}
+        self._roles_seen: set[NodeRole] = set()
+        self._changed = asyncio.Event()
 
     @property
     def nodes(self) -> list[Node]:
@@ -128,6 +141,22 @@ class NodePool:
         """Most tokens of a request that every node can take."""
         lengths = [node.registration.max_model_len for node in self._nodes.values()]
         return min([self._model_max_len, *lengths])
+
+    @property
+    def lost(self) -> list[NodeRegistration]:
+        """Nodes that fell silent in the last minutes and did not come back."""
+        oldest = time.monotonic() - LOST_NODES_SHOWN_S
+        self._lost = {name: item for name, item in self._lost.items() if item[0] > oldest}
+        return [registration for _, registration in self._lost.values()]
+
+    @property
+    def has_had_both_roles(self) -> bool:
+        """Whether nodes of both roles have ever joined: then what is missing may come back."""
+        return self._roles_seen == set(NodeRole)
+
+    async def wait_for_change(self) -> None:
+        """Wait until a node comes, goes, or reports on a peer."""
+        await self._changed.wait()
 
     def node(self, engine_id: str) -> Node | None:
         return self._nodes.get(engine_id)
@@ -170,26 +199,45 @@ class NodePool:
             node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
             other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
         self._nodes[node.engine_id] = node
+        self._lost.pop(node.name, None)
+        self._roles_seen.add(node.registration.role)
+        self._note_change()
         logger.info("%s node %s joined", node.registration.role.value, node.name)
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: Node, why: str = "went away") -> None:
         """A node's link broke: fail its legs and tell its peers."""
         if self._nodes.get(node.engine_id) is not node:
             return  # it was removed or replaced before
         del self._nodes[node.engine_id]
-        logger.info("%s node %s left", node.registration.role.value, node.name)
+        logger.info("%s node %s %s", node.registration.role.value, node.name, why)
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
             other.send(PeerUpdate(node.engine_id, removed=True))
         error = RequestError(
-            "UNAVAILABLE", f"{node.registration.role.value} node {node.name} went away"
+            "UNAVAILABLE", f"{node.registration.role.value} node {node.name} {why}"
         )
         for request_id, epoch in list(node.legs):
             delta = RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error)
             node.deliver(delta, node_lost=True)
+        self._note_change()
+
+    def count_missed_beats(self) -> None:
+        """To be called once per beat interval: beats, too; nodes that missed too many are lost.
+
+        Counted in calls, not in seconds: a router that was held up itself blames nobody.
+        """
+        for node in self.nodes:
+            node.send(RouterBeat())
+            node.num_missed_beats += 1
+            # (The first is no miss: the beat of this interval may be on its way.)
+            if node.num_missed_beats > self._max_missed_beats + 1:
+                self._lost[node.name] = (time.monotonic(), node.registration)
+                self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
+                node.hang_up()
 
     def take(self, node: Node, event: NodeEvent) -> None:
         """Take what a node said."""
+        node.num_missed_beats = 0
         if isinstance(event, tuple):
             for delta in event:
                 node.deliver(delta)
@@ -197,6 +245,7 @@ class NodePool:
             node.beat = event
         else:
             node.reports[event.engine_id] = event
+            self._note_change()
             if event.problem:
                 logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
 
@@ -223,6 +272,10 @@ class NodePool:
                 if report is not None and report.problem:
                     return f"{prefill.name} and {decode.name} are not paired: {report.problem}"
         return "no prefill node is connected to a decode node yet"
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()  # who waits from now on waits for the next change
 
     def _of(self, role: NodeRole) -> list[Node]:
         return [node for node in self._nodes.values() if node.registration.role is role]

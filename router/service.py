@@ -20,7 +20,8 @@ from baton.stop_strings import OutputText
 from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.dispatcher import Call, CallOutput, Dispatcher
+from router.call import Call, CallOutput
+from router.dispatcher import Dispatcher
 from router.node_pool import NodePool
 
 MAX_REQUEST_ID_CHARS = 128

@@ -128,7 +128,7 @@ def nodes(router: RouterOption = DEFAULT_ADDRESS) -> None:
     table.add_column("address", no_wrap=True)
     for node in response.nodes:
         table.add_row(
-            escape(node.node_name),
+            escape(f"{node.node_name} (lost)" if node.lost else node.node_name),
             types_pb2.NodeRole.Name(node.role).removeprefix("NODE_ROLE_").lower(),
             str(node.num_requests),
             str(node.beat.num_running),

@@ -12,11 +12,17 @@ def receipt_line(receipt: Receipt) -> str:
         f"TTFT {receipt.ttft_s * 1e3:.0f} ms",
         f"{receipt.time_per_token_s * 1e3:.1f} ms/token",
     ]
+    if receipt.num_attempts > 1:
+        parts.append(f"{receipt.num_attempts} attempts")
     if receipt.decode is None and receipt.decode_node:
         parts.append(f"ended on {receipt.decode_node} by a stop string")
         return " | ".join(parts)
     if receipt.decode is None:
-        parts.append(f"ended on {receipt.prefill_node} with its first token")
+        parts.append(f"ended on {receipt.prefill_node} with its token")
+        return " | ".join(parts)
+    computed = f"computed {receipt.decode.num_prompt_tokens_computed} prompt tokens"
+    if receipt.prefill is None:
+        parts.append(f"{receipt.decode_node} {computed} and had the others cached")
         return " | ".join(parts)
     if receipt.prefill.num_cached_tokens:
         parts.append(f"{receipt.prefill.num_cached_tokens} cached")
@@ -24,7 +30,7 @@ def receipt_line(receipt: Receipt) -> str:
     parts += [
         f"{receipt.prefill_node} pushed {format_bytes(push.num_bytes)} "
         f"({push.num_blocks} blocks) by {push.transport}",
-        f"{receipt.decode_node} computed {receipt.decode.num_prompt_tokens_computed} prompt tokens",
+        f"{receipt.decode_node} {computed}",
     ]
     return " | ".join(parts)
 

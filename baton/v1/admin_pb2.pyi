@@ -21,7 +21,7 @@ class ListNodesResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeDescription, _Mapping]]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "address", "beat", "peers", "num_requests")
+    __slots__ = ("node_name", "engine_id", "role", "address", "beat", "peers", "num_requests", "lost")
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class NodeDescription(_message.Message):
     BEAT_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
     role: _types_pb2.NodeRole
@@ -36,7 +37,8 @@ class NodeDescription(_message.Message):
     beat: _node_pb2.NodeBeat
     peers: _containers.RepeatedCompositeFieldContainer[PeerDescription]
     num_requests: int
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ...) -> None: ...
+    lost: bool
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ..., lost: bool = ...) -> None: ...
 
 class PeerDescription(_message.Message):
     __slots__ = ("node_name", "connected", "transport", "problem")

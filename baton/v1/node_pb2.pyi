@@ -115,18 +115,20 @@ class PeerReport(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel")
+    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     PEER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     peer_update: PeerUpdate
     prefill: PrefillCommand
     decode: DecodeCommand
     cancel: CancelCommand
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ...) -> None: ...
+    beat: RouterBeat
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("problem",)
@@ -179,6 +181,10 @@ class DecodeCommand(_message.Message):
     timeout_s: float
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RouterBeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class CancelCommand(_message.Message):
     __slots__ = ("request_id", "epoch")

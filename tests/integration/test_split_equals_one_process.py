@@ -111,6 +111,7 @@ def test_prompts_that_the_prefill_node_knows_give_the_same_and_travel_whole(
     for prompt, completion in zip(prompts, again, strict=True):
         receipt = completion.receipt
         assert receipt is not None
+        assert receipt.prefill is not None
         assert receipt.prefill.num_cached_tokens == (len(prompt) - 1) // 16 * 16
         assert receipt.prefill.num_computed_tokens == len(prompt) - (len(prompt) - 1) // 16 * 16
         if receipt.decode is not None:

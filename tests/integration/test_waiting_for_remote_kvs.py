@@ -30,7 +30,8 @@ def two_prefill_nodes() -> Iterator[LocalDeployment]:
         model=str(DEMO_MODEL),
         listen=free_address(),
         num_prefill=2,
-        router_args=["--policy", "round_robin"],
+        # A stopped node is to be waited for.
+        router_args=["--policy", "round_robin", "--node-timeout-s", "120"],
         node_args=["--dtype", "float32", "--kv-cache-memory", "128M"],
     )
     with LocalDeployment(config) as running:

@@ -105,8 +105,9 @@ receipts = st.builds(
     total_s=seconds,
     prefill_node=texts,
     decode_node=texts,
-    prefill=prefill_receipts,
+    prefill=st.none() | prefill_receipts,
     decode=st.none() | decode_receipts,
+    num_attempts=uint32,
 )
 float32 = st.floats(max_value=0, width=32)
 logprobs = st.builds(TokenLogprobs, float32, st.lists(st.tuples(uint32, float32)).map(tuple))
@@ -175,6 +176,7 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
         timeout_s=seconds,
     ),
     st.builds(link.CancelCommand, texts, uint32),
+    st.builds(link.RouterBeat),
 )
 text_deltas = st.builds(
     TextDelta,
@@ -262,6 +264,7 @@ def test_the_dataclasses_and_the_messages_have_the_same_fields() -> None:
         (link.PrefillCommand, node_pb2.PrefillCommand),
         (link.DecodeCommand, node_pb2.DecodeCommand),
         (link.CancelCommand, node_pb2.CancelCommand),
+        (link.RouterBeat, node_pb2.RouterBeat),
         (link.RequestError, node_pb2.RequestError),
     ]
     for ours, theirs in pairs:

@@ -209,3 +209,71 @@ def test_when_a_node_leaves_its_legs_fail_its_peers_hear_it_and_others_go_on() -
     assert kept.empty()
     assert prefill.of(PeerUpdate)[-1] == PeerUpdate("d0-0", removed=True)
     assert prefill.node.reports == {}
+
+
+# ---------------------------------------------------------------- beats
+
+
+def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:
+    pool = make_pool()
+    prefill, decode = join_pair(pool)
+    hung_up: list[str] = []
+    decode.node.hang_up = lambda: hung_up.append("d0")
+    inbox = open_leg(decode.node, "a")
+    for _ in range(5):
+        assert len(pool.pairs()) == 1
+        pool.take(prefill.node, NodeBeat())
+        pool.count_missed_beats()
+    pool.take(prefill.node, NodeBeat())
+    pool.count_missed_beats()
+    assert hung_up == ["d0"]
+    assert [node.name for node in pool.nodes] == ["p0"]
+    assert [registration.node_name for registration in pool.lost] == ["d0"]
+    item = inbox.get_nowait()
+    assert item.node_lost
+    assert item.delta.error is not None
+    assert item.delta.error.message == "decode node d0 is silent (missed 4 beats)"
+    assert prefill.of(PeerUpdate)[-1] == PeerUpdate("d0-0", removed=True)
+    assert decode.of(Refusal) == []  # it may come back
+    again = HandNode(pool, decode.node.registration)
+    assert pool.lost == []
+    assert again.of(PeerUpdate) == [PeerUpdate("p0-0", b"info of p0-0")]
+
+
+def test_whatever_a_node_says_is_a_sign_of_life() -> None:
+    pool = make_pool()
+    prefill, decode = join_pair(pool)
+    for _ in range(20):
+        prefill.say()
+        decode.reach(prefill)
+        pool.count_missed_beats()
+    assert len(pool.nodes) == 2
+
+
+def test_what_is_missing_is_waited_for_only_after_both_roles_were_there() -> None:
+    pool = make_pool()
+    prefill = HandNode(pool, make_registration("p", P))
+    assert not pool.has_had_both_roles
+    prefill.leave()
+    HandNode(pool, make_registration("d", D))
+    assert pool.has_had_both_roles
+
+
+def test_who_waits_for_a_change_hears_of_each_kind() -> None:
+    async def run() -> None:
+        pool = make_pool()
+        prefill, decode = join_pair(pool)
+        for change in (
+            lambda: prefill.reach(decode),
+            decode.leave,
+            lambda: HandNode(pool, decode.node.registration),
+        ):
+            waiting = asyncio.create_task(pool.wait_for_change())
+            await asyncio.sleep(0)
+            pool.take(prefill.node, NodeBeat())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            change()
+            await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(run())

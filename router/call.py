@@ -1,0 +1,33 @@
+"""Call: a checked request and what its client is told; plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.outputs import Receipt, RequestOutput
+from baton.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A checked request.
+
+    Attributes:
+        sampling_params: with a seed.
+        received_at: when it reached the router, by `time.perf_counter`.
+        timeout_s: from now.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int] = field(repr=False)
+    sampling_params: SamplingParams
+    received_at: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutput:
+    """New tokens, strictly in order; the last one carries the receipt."""
+
+    output: RequestOutput
+    receipt: Receipt | None = None

@@ -1,0 +1,49 @@
+"""DeltaOrder: puts what the two legs of an attempt say into the order of the output."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from router.node_pool import LegDelta
+
+
+class DeltaOrder:
+    """Each token once and none before those that it follows; of doubles, the first that came.
+
+    Args:
+        next_index: of the output, where the attempt begins.
+    """
+
+    def __init__(self, next_index: int) -> None:
+        self.next_index = next_index
+        self._early: dict[int, LegDelta] = {}  # by output index; legs overtake each other
+
+    def push(self, item: LegDelta) -> Iterator[LegDelta]:
+        """Take a delta without an error; yields those that are next now."""
+        self._early.setdefault(item.delta.output.output_index, item)
+        while (index := self._next()) is not None:
+            ready = self._behind(self._early.pop(index))
+            if ready is not None:
+                self.next_index += len(ready.delta.output.token_ids)
+                yield ready
+
+    def _next(self) -> int | None:
+        index = min(self._early, default=None)
+        return index if index is not None and index <= self.next_index else None
+
+    def _behind(self, item: LegDelta) -> LegDelta | None:
+        """The part of a delta that is not told yet; None if all of it is."""
+        output = item.delta.output
+        num_told = self.next_index - output.output_index
+        if num_told == 0:
+            return item
+        if num_told >= len(output.token_ids):
+            return None
+        output = dataclasses.replace(
+            output,
+            output_index=self.next_index,
+            token_ids=output.token_ids[num_told:],
+            logprobs=output.logprobs[num_told:],
+        )
+        return dataclasses.replace(item, delta=dataclasses.replace(item.delta, output=output))

@@ -1,0 +1,81 @@
+"""RetryOptions and RetryBudget: how often a call, and all calls together, may be tried again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryOptions:
+    """Limits of one call.
+
+    Attributes:
+        max_attempts: that fail before the call does; those that end in a preemption do not count.
+        max_preemptions: after so many the call fails.
+        pair_timeout_s: how long an attempt waits for a pair of nodes when there is none.
+        first_pause_s: before an attempt that has to use again what has just failed; doubles.
+        longest_pause_s: of those pauses.
+    """
+
+    max_attempts: int = 3
+    max_preemptions: int = 20
+    pair_timeout_s: float = 5.0
+    first_pause_s: float = 0.05
+    longest_pause_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ConfigError(f"max_attempts: must be 1 or more, got {self.max_attempts}")
+        if not self.pair_timeout_s >= 0:
+            raise ConfigError(f"pair_timeout_s: must be 0 or more, got {self.pair_timeout_s:g}")
+
+
+class RetryBudget:
+    """Keeps retries from multiplying the load of a cluster that is ill anyway.
+
+    Of all calls of the last 10 s one in five may be tried again, and 10 more however few they are.
+
+    Args:
+        clock: seconds; tests bring their own.
+    """
+
+    def __init__(
+        self,
+        *,
+        ratio: float = 0.2,
+        floor: int = 10,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ratio = ratio
+        self._floor = floor
+        self._clock = clock
+        self._seconds: deque[list[int]] = deque()  # [second, calls, retries], oldest first
+
+    def note_call(self) -> None:
+        """A new call came."""
+        self._now()[1] += 1
+
+    def take(self) -> bool:
+        """Whether one more retry may be made; it counts as made."""
+        now = self._now()
+        num_calls = sum(second[1] for second in self._seconds)
+        num_retries = sum(second[2] for second in self._seconds)
+        if num_retries >= self._floor + int(self._ratio * num_calls):
+            return False
+        now[2] += 1
+        return True
+
+    def _now(self) -> list[int]:
+        second = int(self._clock())
+        while self._seconds and self._seconds[0][0] <= second - WINDOW_S:
+            self._seconds.popleft()
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append([second, 0, 0])
+        return self._seconds[-1]

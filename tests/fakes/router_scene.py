@@ -1,0 +1,119 @@
+"""A router over hand-driven nodes, for tests that say in what order nodes speak, fail and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from baton.link import NodeRole, PrefillCommand
+from baton.sampling_params import SamplingParams
+from router.call import Call, CallOutput
+from router.dispatcher import Dispatcher
+from router.policies.least_tokens import LeastTokens
+from router.retry_budget import RetryBudget, RetryOptions
+from tests.fakes.nodes import HandNode, make_pool, make_registration
+
+PARAMS = SamplingParams(max_tokens=3, seed=1)
+NO_RETRIES = RetryOptions(max_attempts=1, pair_timeout_s=0)
+
+
+class Scene:
+    """A router with hand-driven nodes, and one call in progress on them.
+
+    ``prefill`` and ``decode`` are the first pair.
+    """
+
+    def __init__(
+        self,
+        max_model_len: int = 1000,
+        *,
+        options: RetryOptions = NO_RETRIES,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        budget: RetryBudget | None = None,
+    ) -> None:
+        self.pool = make_pool(max_model_len)
+        self.prefills = [self.join("p", i) for i in range(num_prefill)]
+        self.decodes = [self.join("d", i) for i in range(num_decode)]
+        self.prefill, self.decode = self.prefills[0], self.decodes[0]
+        self.connect()
+        self.dispatcher = Dispatcher(self.pool, LeastTokens(), options, budget)
+        self.outputs: list[CallOutput] = []
+        self.task: asyncio.Task[None] | None = None
+
+    def join(self, letter: str, number: int, *, incarnation: int = 0) -> HandNode:
+        """A node ("p" or "d") that reaches nobody yet."""
+        role = NodeRole.PREFILL if letter == "p" else NodeRole.DECODE
+        registration = make_registration(f"{letter}{number}", role, incarnation=incarnation)
+        return HandNode(self.pool, registration)
+
+    def connect(self) -> None:
+        """Have all prefill nodes reach all decode nodes."""
+        for prefill in self.prefills:
+            for decode in self.decodes:
+                prefill.reach(decode)
+
+    async def call(
+        self, request_id: str = "a", params: SamplingParams = PARAMS, timeout_s: float = 60.0
+    ) -> None:
+        """Begin a call; its outputs come in while the test goes on."""
+
+        async def collect() -> None:
+            async with contextlib.aclosing(self.dispatcher.run(self.make(
+                request_id, params, timeout_s
+            ))) as outputs:  # fmt: skip
+                async for output in outputs:
+                    self.outputs.append(output)
+
+        self.task = asyncio.create_task(collect())
+        await self.pause()
+
+    @staticmethod
+    def make(request_id: str = "a", params: SamplingParams = PARAMS, timeout_s: float = 60) -> Call:
+        return Call(
+            request_id=request_id,
+            prompt_token_ids=[1, 2, 3],
+            sampling_params=params,
+            received_at=time.perf_counter(),
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def epoch(self) -> int:
+        return self.prefill.of(PrefillCommand)[-1].epoch
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for item in self.outputs for token_id in item.output.token_ids]
+
+    @staticmethod
+    async def pause() -> None:
+        """Let every task run as far as it can."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        """The call's end; raises what it raised."""
+        assert self.task is not None
+        await asyncio.wait_for(self.task, 5)
+
+    def assert_no_leg_is_left(self) -> None:
+        for hand in (*self.prefills, *self.decodes):
+            assert hand.node.legs == {}
+            assert hand.node.num_open_tokens == 0
+        assert self.dispatcher.num_open == 0
+
+
+def asynchronous(
+    test: Callable[[], Coroutine[Any, Any, None]],
+) -> Callable[[], None]:
+    """Run a coroutine as a test."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 10))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run

@@ -1,0 +1,44 @@
+"""Unit tests of receipts as people read them: one line for each way that a request can end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from baton.cli.receipt_table import receipt_line
+from baton.outputs import Receipt
+from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
+
+RECEIPT = Receipt(
+    num_prompt_tokens=3,
+    num_output_tokens=5,
+    ttft_s=0.01,
+    total_s=0.05,
+    prefill_node="p0",
+    decode_node="d0",
+    prefill=PREFILL_RECEIPT,
+    decode=DECODE_RECEIPT,
+)
+START = "3 + 5 tokens | TTFT 10 ms | 10.0 ms/token | "
+
+
+def test_an_ordinary_request() -> None:
+    expected = "p0 pushed 1 B (1 blocks) by t | d0 computed 0 prompt tokens"
+    assert receipt_line(RECEIPT) == START + expected
+
+
+def test_attempts_are_told_when_there_was_more_than_one() -> None:
+    assert receipt_line(dataclasses.replace(RECEIPT, num_attempts=3)).startswith(
+        START + "3 attempts | p0 pushed"
+    )
+
+
+def test_a_decode_node_that_computed_the_rest_itself() -> None:
+    line = receipt_line(dataclasses.replace(RECEIPT, prefill=None))
+    assert line == START + "d0 computed 0 prompt tokens and had the others cached"
+
+
+def test_an_end_without_an_account_of_the_decode_node() -> None:
+    stopped = dataclasses.replace(RECEIPT, decode=None)
+    assert receipt_line(stopped) == START + "ended on d0 by a stop string"
+    first = dataclasses.replace(stopped, decode_node="")
+    assert receipt_line(first) == START + "ended on p0 with its token"
