@@ -33,6 +33,9 @@ bench: setup ## measure scheduler, engine and hand-off (two minutes); JSON in be
 	$(BIN)/python benchmarks/engine_overhead.py
 	$(BIN)/python benchmarks/handoff.py
 
+chaos: setup ## kill, stop and restart real processes under load; JSON in benchmarks/results
+	$(BIN)/python benchmarks/chaos.py
+
 gpu-suite: setup ## all that needs a GPU: right tokens, step times, KV in its memory; JSON in benchmarks/results
 	$(BIN)/python benchmarks/gpu_suite.py
 

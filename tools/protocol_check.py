@@ -20,7 +20,14 @@ from pathlib import Path
 MODEL = Path(__file__).resolve().parents[1] / "docs" / "protocol" / "handoff.pml"
 MEMORY_MIB = 8000
 MAX_DEPTH = 1_000_000
-NONE = {"LOSSES": 0, "DUPLICATES": 0, "CRASHES": 0, "SUSPECTS": 0, "CANCELS": 0, "ROUTER_CRASHES": 0}
+NONE = {
+    "LOSSES": 0,
+    "DUPLICATES": 0,
+    "CRASHES": 0,
+    "SUSPECTS": 0,
+    "CANCELS": 0,
+    "ROUTER_CRASHES": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,8 @@ class Configuration:
 
 
 TWO = {"REQUESTS": 2, "TOKENS": 2, "ABSORB": 1}
+SHARED_D = {**TWO, "PART_P": 1, "PART_D": 2, "PICK_LOWEST": 1}
+SHARED_P = {**TWO, "PART_P": 0, "PART_D": 3, "PICK_LOWEST": 1}
 CONFIGURATIONS = [
     Configuration("1 request: nothing fails", {}, quick=True),
     Configuration("1 request: crash, loss", {"CRASHES": 1, "LOSSES": 1}, quick=True),
@@ -58,9 +67,12 @@ CONFIGURATIONS = [
     Configuration("1 request: no endless run", {"CRASHES": 1, "LOSSES": 1}, cycles=True),
     Configuration("2 requests: nothing fails", TWO, quick=True),
     Configuration("2 requests: cancel, loss", {**TWO, "CANCELS": 1, "LOSSES": 1}),
-    Configuration("2 requests: 2 cancels, duplicate", {**TWO, "CANCELS": 2, "DUPLICATES": 1}),
+    Configuration("2 requests: cancel, duplicate", {**TWO, "CANCELS": 1, "DUPLICATES": 1}),
     Configuration("2 requests, 1 try: crash, loss", {**TWO, "TRIES": 1, "CRASHES": 1, "LOSSES": 1}),
-    Configuration("2 requests, 1 try: stop and return", {**TWO, "TRIES": 1, "SUSPECTS": 1}),
+    Configuration("2 requests, 1 try: stop and return", {**SHARED_D, "TRIES": 1, "SUSPECTS": 1}),
+    Configuration("2 requests: crash of their D", {**SHARED_D, "PART_KILLED": 2, "CRASHES": 1}),
+    Configuration("2 requests: crash of one P", {**SHARED_D, "PART_KILLED": 0, "CRASHES": 1}),
+    Configuration("2 requests: crash of their P", {**SHARED_P, "PART_KILLED": 0, "CRASHES": 1}),
     Configuration("2 requests: router's crash, loss", {**TWO, "ROUTER_CRASHES": 1, "LOSSES": 1}),
     Configuration("no quarantine", {"SUSPECTS": 1}, "NO_QUARANTINE", quick=True),
     Configuration("an expired lease frees", {"SUSPECTS": 1}, "LEASE_FREES", quick=True),
@@ -85,7 +97,10 @@ class Outcome:
 
 def search(configuration: Configuration, folder: Path) -> Outcome:
     """Build the verifier of a configuration and run it."""
-    macros = [f"-D{name}={value}" for name, value in {**NONE, **configuration.settings}.items()]
+    macros = [
+        f"-D{name}={value}"
+        for name, value in {**dict.fromkeys(FAULTS, 0), **configuration.settings}.items()
+    ]
     if configuration.mistake:
         macros.append(f"-D{configuration.mistake}")
     _run(["spin", "-a", *macros, str(MODEL)], folder)
@@ -122,7 +137,9 @@ def main() -> int:
     arguments = parser.parse_args()
     missing = [name for name in ("spin", "gcc") if shutil.which(name) is None]
     if missing:
-        print(f"{' and '.join(missing)} not found: run tools/install_spin.sh (apt-get install spin)")
+        print(
+            f"{' and '.join(missing)} not found: run tools/install_spin.sh (apt-get install spin)"
+        )
         return 0 if arguments.quick else 1
     print(f"{'configuration':<50} {'states':>12} {'time':>8}  result")
     wrong = 0
@@ -139,7 +156,9 @@ def main() -> int:
             result = "holds" if good else outcome.error or "SEARCH NOT COMPLETE"
         wrong += not good
         name = ("mistake: " if configuration.mistake else "") + configuration.name
-        print(f"{name:<50} {outcome.num_states:>12,} {outcome.seconds:>6.1f} s  {result}", flush=True)
+        print(
+            f"{name:<50} {outcome.num_states:>12,} {outcome.seconds:>6.1f} s  {result}", flush=True
+        )
     peak_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
     print(f"largest search: {peak_mib:,} MiB")
     return 1 if wrong else 0

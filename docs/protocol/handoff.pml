@@ -475,7 +475,8 @@ end:
 /* [1]-[3] Both legs at once; without a token for D to make, only P's. P's command is taken at once
  * and START leaves: that either comes late is the same as START or P being slow. */
 #define DISPATCH(r, p, d) \
-    :: d_step { WANTS_PAIR(r) && tries[r] < TRIES && !gone[p] && !gone[d] && FIRST(r, p, d) -> \
+    :: d_step { WANTS_PAIR(r) && tries[r] < TRIES && !gone[p] && !gone[d] && \
+                 FIRST(r, p, d) && AGAIN(r, p, d) -> \
         tries[r]++; \
         p_of[LATEST(r)] = p; d_of[LATEST(r)] = d; open[LATEST(r)] = true; \
         base[LATEST(r)] = given[r]; remaining[LATEST(r)] = TOKENS - given[r] - 1; \
@@ -489,7 +490,23 @@ end:
 
 /* Symmetry: the nodes of a role are alike, so the first attempt goes to the first of each. Requests
  * are alike, so request 0 is first. */
-#define FIRST(r, p, d) (tries[0] > 0 || (r == 0 && p == 0 && d == 2))
+#define FIRST(r, p, d) (tries[0] > 0 && IN_PART(r, p, d) || (r == 0 && p == 0 && d == 2))
+
+/* With PICK_LOWEST a retry goes to the first living pair instead of to any. */
+#ifdef PICK_LOWEST
+#define AGAIN(r, p, d) (tries[r] == 0 || (p == (gone[0] -> 1 : 0) && d == (gone[2] -> 3 : 2)))
+#else
+#define AGAIN(r, p, d) true
+#endif
+
+/* A search too large for one go is done in parts that cover it: where request 1 goes first (unless
+ * that pair is lost by then), and which node may be killed. */
+#ifdef PART_P
+#define IN_PART(r, p, d) (r == 0 || tries[1] > 0 || (p == PART_P && d == PART_D) || \
+                          gone[PART_P] || gone[PART_D])
+#else
+#define IN_PART(r, p, d) true
+#endif
 
 inline close_attempt(a) {
     open[a] = false;
@@ -605,7 +622,13 @@ inline kill(x) {
             TAKE(n, TO_P); forget(n)
         :: BEGUN(n) && d_of[n] == x ->
             d_state[n] = GONE; flying[n] = 0;
-            TAKE(n, TO_D); HEAR(n, LEG_D); forget(n)
+            TAKE(n, TO_D); HEAR(n, LEG_D);
+#ifdef ABSORB
+            /* P's transfer to a dead D changes nothing but P, until P hears of it. */
+            wire[n] = 0; granted[n] = false; posted[n] = 0;
+            if :: computed[n] == 2 -> p_state[n] = OVER :: else fi;
+#endif
+            forget(n)
         :: else
         fi
     }
@@ -647,10 +670,14 @@ inline kill(x) {
 proctype Faults() {
 end:
     do
+#ifdef PART_KILLED
+    KILL(PART_KILLED)
+#else
     KILL(0)
     KILL(1)
     KILL(2)
     KILL(3)
+#endif
     NOTICE(0)
     NOTICE(1)
     NOTICE(2)
