@@ -33,9 +33,9 @@ from chaos_load import BROKEN, Case, Load, make_cases
 from environment import record_environment, write_results
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 60.0
 FREE_TIMEOUT_S = 10.0  # "within seconds"
-DETECTION_TIMEOUT_S = 10.0
+DETECTION_TIMEOUT_S = 2.0  # of a node that died or stopped, by the router
 STOP_S = 5.0
 STORM_REQUESTS = 1000
 NODES = ("p0", "p1", "d0", "d1")
@@ -76,6 +76,7 @@ class Site:
         self.draw = random.Random(seed)
         self.doomed: set[str] = set()  # told to die in this drill
         self.detection_s: float | None = None
+        self.undetected: list[str] = []
 
     async def some_time(self, low_s: float = 0.5, high_s: float = 2.5) -> None:
         await asyncio.sleep(self.draw.uniform(low_s, high_s))
@@ -92,21 +93,22 @@ class Site:
         process.send_signal(signal.SIGSTOP)
         try:
             begin = time.monotonic()
-            await self.watch_detection(name, STOP_S)
+            await self.watch_detection(name)
             await asyncio.sleep(max(0.0, begin + STOP_S - time.monotonic()))
         finally:
             process.send_signal(signal.SIGCONT)
 
-    async def watch_detection(self, name: str, timeout_s: float = DETECTION_TIMEOUT_S) -> None:
+    async def watch_detection(self, name: str) -> None:
         if name == "router":
             return
         begin = time.monotonic()
-        while time.monotonic() < begin + timeout_s:
+        while time.monotonic() < begin + DETECTION_TIMEOUT_S:
             nodes = await asyncio.to_thread(list_nodes, self.address)
             if nodes is not None and name not in nodes:
                 self.detection_s = max(self.detection_s or 0.0, time.monotonic() - begin)
                 return
             await asyncio.sleep(0.02)
+        self.undetected.append(name)
 
     async def restart(self, name: str, *more_arguments: str) -> None:
         """Start a node again, at the address it had."""
@@ -203,10 +205,14 @@ async def wait_for_death(site: Site, name: str) -> None:
 def drills() -> list[Drill]:
     """All of them; those at arrows only where the nodes can inject faults."""
     found = [
-        Drill("kill -9 of a prefill node", partial(kill_one, name="p0"), in_short=True),
+        Drill("kill -9 of a prefill node", partial(kill_one, name="p0")),
         Drill("kill -9 of a decode node", partial(kill_one, name="d0"), in_short=True),
         Drill("kill -9 of the router, restart", partial(kill_and_restart, name="router")),
-        Drill("kill -9 of a prefill node, restart", partial(kill_and_restart, name="p1")),
+        Drill(
+            "kill -9 of a prefill node, restart",
+            partial(kill_and_restart, name="p1"),
+            in_short=True,
+        ),
         Drill("kill -9 of a decode node, restart", partial(kill_and_restart, name="d1")),
         Drill("both prefill nodes killed, one restarted", kill_all_prefill),
         Drill(f"SIGSTOP of a prefill node, {STOP_S:g} s", partial(stop_one, name="p0")),
@@ -246,6 +252,7 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     result = Result(drill.name)
     site.doomed.clear()
     site.detection_s = None
+    site.undetected.clear()
     if drill.prepare is not None:
         await drill.prepare(site)
     load = Load(site.address, site.cases, concurrency, seed, leaving=drill.leaving)
@@ -264,6 +271,8 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     result.detection_s = site.detection_s
     complete = [answer for answer in load.answers if answer.outcome == "complete"]
     result.recovery_s = max((answer.longest_gap_s for answer in complete), default=0.0)
+    for name in site.undetected:
+        result.broken.append(f"{name} not missed within {DETECTION_TIMEOUT_S:g} s")
     for outcome in BROKEN:
         those = [answer for answer in load.answers if answer.outcome == outcome]
         if those:

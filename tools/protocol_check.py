@@ -20,14 +20,7 @@ from pathlib import Path
 MODEL = Path(__file__).resolve().parents[1] / "docs" / "protocol" / "handoff.pml"
 MEMORY_MIB = 8000
 MAX_DEPTH = 1_000_000
-NONE = {
-    "LOSSES": 0,
-    "DUPLICATES": 0,
-    "CRASHES": 0,
-    "SUSPECTS": 0,
-    "CANCELS": 0,
-    "ROUTER_CRASHES": 0,
-}
+FAULTS = ("LOSSES", "DUPLICATES", "CRASHES", "SUSPECTS", "CANCELS", "ROUTER_CRASHES")
 
 
 @dataclass(frozen=True, slots=True)
