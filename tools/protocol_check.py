@@ -60,7 +60,10 @@ CONFIGURATIONS = [
     Configuration("1 request: no endless run", {"CRASHES": 1, "LOSSES": 1}, cycles=True),
     Configuration("2 requests: nothing fails", TWO, quick=True),
     Configuration("2 requests: cancel, loss", {**TWO, "CANCELS": 1, "LOSSES": 1}),
-    Configuration("2 requests: cancel, duplicate", {**TWO, "CANCELS": 1, "DUPLICATES": 1}),
+    Configuration(
+        "2 requests, 1 try: cancel, duplicate",
+        {**TWO, "TRIES": 1, "CANCELS": 1, "DUPLICATES": 1},
+    ),
     Configuration("2 requests, 1 try: crash, loss", {**TWO, "TRIES": 1, "CRASHES": 1, "LOSSES": 1}),
     Configuration("2 requests, 1 try: stop and return", {**SHARED_D, "TRIES": 1, "SUSPECTS": 1}),
     Configuration("2 requests: crash of their D", {**SHARED_D, "PART_KILLED": 2, "CRASHES": 1}),
