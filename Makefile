@@ -6,7 +6,7 @@ PROTOC_TOOLS := grpcio-tools==1.73.1
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench gpu-suite check fmt proto train-demo-model clean
+.PHONY: help setup demo test bench gpu-suite chaos check protocol-check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -33,6 +33,9 @@ bench: setup ## measure scheduler, engine and hand-off (two minutes); JSON in be
 	$(BIN)/python benchmarks/engine_overhead.py
 	$(BIN)/python benchmarks/handoff.py
 
+chaos: setup ## kill, stop and restart real processes under load; JSON in benchmarks/results
+	$(BIN)/python benchmarks/chaos.py
+
 gpu-suite: setup ## all that needs a GPU: right tokens, step times, KV in its memory; JSON in benchmarks/results
 	$(BIN)/python benchmarks/gpu_suite.py
 
@@ -44,6 +47,9 @@ check: setup .venv-proto/.ready ## lint, types, import rules, stub freshness
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_layout.py
 	tools/generate_stubs.sh .venv-proto/bin/python --check
+
+protocol-check: ## search the model of the hand-off to its end with spin (minutes; apt-get install spin)
+	$(PYTHON) tools/protocol_check.py
 
 fmt: setup ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .

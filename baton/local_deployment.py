@@ -56,6 +56,8 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    arguments: list[str]
+    cores: list[int] | None
     state: str = field(default="starting")
 
 
@@ -126,6 +128,23 @@ class LocalDeployment:
             if code is not None:
                 raise ConfigError(f"{child.name} ended: {_last_words(child, code)}")
 
+    def child(self, name: str) -> Child:
+        """The process of that name: "router", "p0", "d1" and so on."""
+        return next(child for child in self.children if child.name == name)
+
+    def restart(self, name: str, *more_arguments: str) -> Child:
+        """End a process as kill -9 does, if it still runs, and start it again.
+
+        Args:
+            more_arguments: of this start only, such as ``"--listen", address``.
+        """
+        old = self.child(name)
+        old.process.kill()
+        old.process.wait()
+        new = self._spawn(name, old.arguments, old.cores, more_arguments)
+        self.children[self.children.index(old)] = new
+        return new
+
     def stop(self) -> None:
         """End every process; a second Ctrl-C ends the waiting for those that take long."""
         try:
@@ -179,13 +198,22 @@ class LocalDeployment:
             )  # fmt: skip
 
     def _start(self, name: str, arguments: list[str], cores: list[int] | None) -> None:
+        self.children.append(self._spawn(name, arguments, cores))
+
+    def _spawn(
+        self,
+        name: str,
+        arguments: list[str],
+        cores: list[int] | None,
+        more_arguments: Sequence[str] = (),
+    ) -> Child:
         log = self._log_folder / f"{name}.log"
         environment = {**os.environ, PARENT_PIPE_VARIABLE: str(self._read_end)}
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
-        with log.open("wb") as output:
+        with log.open("ab") as output:  # after a restart the log goes on
             process = subprocess.Popen(
-                [sys.executable, "-m", "baton", *arguments],
+                [sys.executable, "-m", "baton", *arguments, *more_arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -197,7 +225,7 @@ class LocalDeployment:
         if cores is not None:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(process.pid, cores)
-        self.children.append(Child(name, process, log))
+        return Child(name, process, log, arguments, cores)
 
     def _update_states(self, stub: admin_pb2_grpc.AdminStub) -> None:
         try:

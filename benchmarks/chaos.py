@@ -1,0 +1,326 @@
+"""Kill, stop and restart real processes under load; exit 1 when a promise of the hand-off breaks.
+
+A router, two prefill and two decode nodes with NIXL on this machine, the demo model, a continuous
+load whose right answers are known. After each drill: every request had an end, no token was wrong,
+every block of every node is free again, and no process died that was not told to. The numbers of
+the arrows are those of docs/protocol/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.errors import BatonError
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from chaos_load import BROKEN, Case, Load, make_cases
+from chaos_site import (
+    DETECTION_TIMEOUT_S,
+    READY_TIMEOUT_S,
+    STOP_S,
+    Site,
+    free_address,
+    list_nodes,
+    wait_until_free,
+)
+from environment import record_environment, write_results
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
+STORM_REQUESTS = 1000
+NODE_ARGS = ["--dtype", "float32", "--num-blocks", "400", "--max-num-requests", "16"]
+# Arrow of the diagram -> who dies, and where (an option of the connector).
+ARROWS = {
+    4: [("p0", "Start:send"), ("d0", "Start:recv")],
+    5: [("d0", "Grant:send"), ("p0", "Grant:recv")],
+    6: [("p0", "Write:send")],
+    7: [("p0", "Watermark:send"), ("d0", "Watermark:recv")],
+    8: [("p0", "Commit:send"), ("d0", "Commit:recv")],
+    9: [("d0", "Cancel:send"), ("p0", "Cancel:recv")],
+    10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
+}
+KILL_AT_COUNT = 5
+
+
+@dataclass(slots=True)
+class Result:
+    """What a drill showed. ``broken`` lists the promises that did not hold."""
+
+    name: str
+    counts: dict[str, int] = field(default_factory=dict)
+    retried: int = 0
+    detection_s: float | None = None
+    recovery_s: float = 0.0
+    free_after_s: float | None = None
+    broken: list[str] = field(default_factory=list)
+
+
+Action = Callable[[Site], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """Something that happens to a site under load; ``prepare`` comes before the load."""
+
+    name: str
+    action: Action
+    prepare: Action | None = None
+    leaving: float = 0.15
+    in_short: bool = False
+
+
+# ---------------------------------------------------------------------- what happens
+
+
+async def kill_one(site: Site, name: str) -> None:
+    await site.kill(name)
+
+
+async def kill_and_restart(site: Site, name: str) -> None:
+    nodes = await asyncio.to_thread(list_nodes, site.address) or {}
+    await site.kill(name)
+    listen = ["--listen", nodes[name]] if name in nodes else []
+    await asyncio.to_thread(site.deployment.restart, name, *listen)
+    site.doomed.discard(name)
+    await site.wait_ready()
+    await site.some_time()
+
+
+async def kill_all_prefill(site: Site) -> None:
+    await site.kill("p0")
+    await site.kill("p1")
+    await site.restart("p1")
+    begin = time.monotonic()
+    while "p1" not in (await asyncio.to_thread(list_nodes, site.address) or {}):
+        if time.monotonic() > begin + READY_TIMEOUT_S:
+            return
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(2.0)
+
+
+async def stop_one(site: Site, name: str) -> None:
+    await site.stop(name)
+    await asyncio.sleep(2.0)
+
+
+async def abort_storm(site: Site) -> None:
+    """1,000 clients that leave at random states."""
+    seed = site.draw.randrange(2**32)
+    storm = Load(site.address, site.cases, 64, seed, leaving=1.0, most=STORM_REQUESTS)
+    await storm.run()
+    broken = [answer for answer in storm.answers if answer.outcome in BROKEN]
+    if broken:
+        raise BatonError(f"storm: {broken[0].outcome}: {broken[0].detail}")
+
+
+async def arm(site: Site, name: str, point: str) -> None:
+    await site.restart(name, "--inject-faults", f"kill={point}:{KILL_AT_COUNT}")
+    await site.wait_ready()
+
+
+async def wait_for_death(site: Site, name: str) -> None:
+    site.doomed.add(name)
+    process = site.deployment.child(name).process
+    begin = time.monotonic()
+    while process.poll() is None:
+        if time.monotonic() > begin + 20:
+            raise BatonError(f"{name} never came to where it should die")
+        await asyncio.sleep(0.01)
+    await site.watch_detection(name)
+
+
+def drills() -> list[Drill]:
+    """All of them; those at arrows only where the nodes can inject faults."""
+    found = [
+        Drill("kill -9 of a prefill node", partial(kill_one, name="p0")),
+        Drill("kill -9 of a decode node", partial(kill_one, name="d0"), in_short=True),
+        Drill("kill -9 of the router, restart", partial(kill_and_restart, name="router")),
+        Drill(
+            "kill -9 of a prefill node, restart",
+            partial(kill_and_restart, name="p1"),
+            in_short=True,
+        ),
+        Drill("kill -9 of a decode node, restart", partial(kill_and_restart, name="d1")),
+        Drill("both prefill nodes killed, one restarted", kill_all_prefill),
+        Drill(f"SIGSTOP of a prefill node, {STOP_S:g} s", partial(stop_one, name="p0")),
+        Drill(f"SIGSTOP of a decode node, {STOP_S:g} s", partial(stop_one, name="d0")),
+        Drill(f"abort storm, {STORM_REQUESTS} requests", abort_storm),
+    ]
+    if can_inject_faults():
+        for arrow, points in ARROWS.items():
+            for name, point in points:
+                found.append(
+                    Drill(
+                        f"arrow {arrow}: {name} dies at {point}",
+                        partial(wait_for_death, name=name),
+                        prepare=partial(arm, name=name, point=point),
+                        leaving=0.5 if arrow in (9, 10) else 0.15,
+                    )
+                )
+    return found
+
+
+def can_inject_faults() -> bool:
+    told = subprocess.run(
+        [sys.executable, "-m", "baton", "prefill", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"COLUMNS": "200", "PATH": ""},
+    )
+    return "--inject-faults" in told.stdout
+
+
+# ---------------------------------------------------------------------- what must hold
+
+
+async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Result:
+    """Load, the drill, the end of the load, and then the promises."""
+    result = Result(drill.name)
+    site.doomed.clear()
+    site.detection_s = None
+    site.undetected.clear()
+    if drill.prepare is not None:
+        await drill.prepare(site)
+    load = Load(site.address, site.cases, concurrency, seed, leaving=drill.leaving)
+    running = asyncio.create_task(load.run())
+    try:
+        await site.some_time()
+        await drill.action(site)
+        await asyncio.sleep(1.5)
+    except BatonError as error:
+        result.broken.append(str(error))
+    finally:
+        load.stop()
+        await running
+    result.counts = dict(sorted(load.counts().items()))
+    result.retried = sum(answer.attempts > 1 for answer in load.answers)
+    result.detection_s = site.detection_s
+    complete = [answer for answer in load.answers if answer.outcome == "complete"]
+    result.recovery_s = max((answer.longest_gap_s for answer in complete), default=0.0)
+    for name in site.undetected:
+        result.broken.append(f"{name} not missed within {DETECTION_TIMEOUT_S:g} s")
+    for outcome in BROKEN:
+        those = [answer for answer in load.answers if answer.outcome == outcome]
+        if those:
+            details = sorted({answer.detail for answer in those})
+            result.broken.append(f"{len(those)} {outcome}: {'; '.join(details[:5])}")
+    for child in site.deployment.children:
+        code = child.process.poll()
+        if code is not None and child.name not in site.doomed:
+            result.broken.append(f"{child.name} died with exit code {code}")
+    result.free_after_s, held = await wait_until_free(site)
+    if held:
+        result.broken.append(f"held: {held}")
+    return result
+
+
+# ---------------------------------------------------------------------- all together
+
+
+async def run_all(
+    chosen: list[Drill], cases: list[Case], concurrency: int, seed: int, console: Console
+) -> list[Result]:
+    """Each drill on a whole site; a site that cannot be made whole is replaced by a new one."""
+    results: list[Result] = []
+    while len(results) < len(chosen):
+        config = LocalDeploymentConfig(
+            model=str(MODEL),
+            listen=free_address(),
+            num_prefill=2,
+            num_decode=2,
+            node_args=NODE_ARGS,
+        )
+        with LocalDeployment(config) as deployment:
+            site = Site(deployment, cases, seed + len(results))
+            await site.wait_ready()
+            while len(results) < len(chosen):
+                drill = chosen[len(results)]
+                result = await run_drill(site, drill, concurrency, seed + len(results))
+                results.append(result)
+                mark = "; ".join(result.broken) or "holds"
+                console.print(f"{drill.name}: {result.counts} {mark}", highlight=False)
+                if len(results) == len(chosen):
+                    break
+                try:
+                    await site.repair()
+                except BatonError as error:
+                    result.broken.append(f"not whole again: {error}")
+                    break
+                if result.free_after_s is None:
+                    break
+    return results
+
+
+def show(console: Console, results: list[Result]) -> None:
+    table = Table(
+        "drill", "complete", "typed errors", "left", "retried", "detection s", "recovery s",
+        "free after s", "promises",
+    )  # fmt: skip
+    for result in results:
+        errors = {k: v for k, v in result.counts.items() if k.endswith("Error")}
+        numbers = (result.detection_s, result.recovery_s, result.free_after_s)
+        table.add_row(
+            result.name,
+            str(result.counts.get("complete", 0)),
+            " ".join(f"{v} {k.removesuffix('Error')}" for k, v in errors.items()) or "0",
+            str(result.counts.get("left", 0)),
+            str(result.retried),
+            *("-" if number is None else f"{number:.2f}" for number in numbers),
+            "; ".join(result.broken) or "hold",
+        )
+    console.print(table)
+
+
+def main() -> int:
+    """Run the drills, print the table, write the JSON; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="two drills, no JSON")
+    parser.add_argument("--only", default="", help="drills whose name contains this")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**16))
+    arguments = parser.parse_args()
+    environment = record_environment()
+    console = Console(highlight=False, width=160)
+    console.print(f"seed {arguments.seed}")
+    chosen = [
+        d for d in drills() if arguments.only in d.name and (d.in_short or not arguments.short)
+    ]
+    cases = make_cases(str(MODEL), 12 if arguments.short else 32, arguments.seed)
+    results = asyncio.run(run_all(chosen, cases, arguments.concurrency, arguments.seed, console))
+    show(console, results)
+    if not arguments.short and not arguments.only:
+        gaps = [result.recovery_s for result in results]
+        summary = {
+            "seed": arguments.seed,
+            "concurrency": arguments.concurrency,
+            "median_recovery_s": statistics.median(gaps),
+            "drills": {
+                r.name: {
+                    "counts": r.counts,
+                    "retried": r.retried,
+                    "detection_s": r.detection_s,
+                    "recovery_s": r.recovery_s,
+                    "free_after_s": r.free_after_s,
+                    "broken": r.broken,
+                }
+                for r in results
+            },
+        }
+        write_results("chaos", environment, summary)
+    return 1 if any(result.broken for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""A deployment under chaos: what is done to its processes, and what they then say of themselves.
+
+Knows processes and the admin services; not what a drill is, nor what the load asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import socket
+import time
+
+import grpc
+
+from baton.local_deployment import LocalDeployment
+from baton.v1 import admin_pb2, admin_pb2_grpc
+from chaos_load import Case
+
+READY_TIMEOUT_S = 60.0
+FREE_TIMEOUT_S = 10.0  # "within seconds"
+DETECTION_TIMEOUT_S = 2.0  # of a node that died or stopped, by the router
+STOP_S = 5.0
+
+
+class Site:
+    """One deployment, its load, and what is done to it."""
+
+    def __init__(self, deployment: LocalDeployment, cases: list[Case], seed: int) -> None:
+        self.deployment = deployment
+        self.address = deployment.config.listen
+        self.cases = cases
+        self.draw = random.Random(seed)
+        self.doomed: set[str] = set()  # told to die in this drill
+        self.detection_s: float | None = None
+        self.undetected: list[str] = []
+
+    async def some_time(self, low_s: float = 0.5, high_s: float = 2.5) -> None:
+        await asyncio.sleep(self.draw.uniform(low_s, high_s))
+
+    async def kill(self, name: str) -> None:
+        """kill -9, and how long it takes until the router knows."""
+        self.doomed.add(name)
+        self.deployment.child(name).process.kill()
+        await self.watch_detection(name)
+
+    async def stop(self, name: str) -> None:
+        """SIGSTOP for a while."""
+        process = self.deployment.child(name).process
+        process.send_signal(signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            await self.watch_detection(name)
+            await asyncio.sleep(max(0.0, begin + STOP_S - time.monotonic()))
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+    async def watch_detection(self, name: str) -> None:
+        if name == "router":
+            return
+        begin = time.monotonic()
+        while time.monotonic() < begin + DETECTION_TIMEOUT_S:
+            nodes = await asyncio.to_thread(list_nodes, self.address)
+            if nodes is not None and name not in nodes:
+                self.detection_s = max(self.detection_s or 0.0, time.monotonic() - begin)
+                return
+            await asyncio.sleep(0.02)
+        self.undetected.append(name)
+
+    async def restart(self, name: str, *more_arguments: str) -> None:
+        """Start a node again, at the address it had."""
+        nodes = await asyncio.to_thread(list_nodes, self.address) or {}
+        listen = [] if name == "router" else ["--listen", nodes.get(name) or free_address()]
+        await asyncio.to_thread(self.deployment.restart, name, *listen, *more_arguments)
+        self.doomed.discard(name)
+
+    async def wait_ready(self) -> None:
+        await asyncio.to_thread(self.deployment.wait_ready, READY_TIMEOUT_S)
+
+    async def repair(self) -> None:
+        """All processes run again, and are connected."""
+        for child in list(self.deployment.children):
+            if child.process.poll() is not None:
+                await self.restart(child.name)
+        await self.wait_ready()
+
+
+async def wait_until_free(site: Site) -> tuple[float | None, str]:
+    """How long until every block of every living node is free; else what is held."""
+    begin = time.monotonic()
+    while True:
+        alive = {c.name for c in site.deployment.children if c.process.poll() is None}
+        held = await asyncio.to_thread(held_blocks, site.address, alive - {"router"})
+        if not held:
+            return time.monotonic() - begin, ""
+        if time.monotonic() > begin + FREE_TIMEOUT_S:
+            return None, held
+        await asyncio.sleep(0.05)
+
+
+def held_blocks(router: str, alive: set[str]) -> str:
+    """What is not free on the nodes that live, or has not joined; empty when all is well."""
+    nodes = list_nodes(router) or {}
+    found = [f"{name} has not joined" for name in sorted(alive - nodes.keys())]
+    for name, address in nodes.items():
+        try:
+            with grpc.insecure_channel(address) as channel:
+                stub = admin_pb2_grpc.NodeAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+                answer = stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=2)
+        except grpc.RpcError as error:
+            found.append(f"{name} does not answer: {error.code().name}")
+            continue
+        if answer.requests or answer.num_free_blocks != answer.num_blocks:
+            states = {f"{one.status}/{one.transfer_state}" for one in answer.requests}
+            found.append(
+                f"{name} {answer.num_blocks - answer.num_free_blocks} blocks "
+                f"({answer.num_quarantined_blocks} in quarantine), "
+                f"{len(answer.requests)} requests {' '.join(sorted(states))}".strip()
+            )
+    return "; ".join(found)
+
+
+def list_nodes(router: str) -> dict[str, str] | None:
+    """{name: address} of the joined nodes; None when the router does not answer."""
+    try:
+        with grpc.insecure_channel(router) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2).nodes
+    except grpc.RpcError:
+        return None
+    return {node.node_name: node.address for node in nodes}
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

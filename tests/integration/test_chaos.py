@@ -1,0 +1,25 @@
+"""The short chaos run: real processes die under load, and every promise holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+
+pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_a_killed_and_restarted_node_and_a_killed_one_break_no_promise() -> None:
+    done = subprocess.run(
+        [sys.executable, str(CHAOS), "--short", "--seed", "1"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kill -9 of a prefill node, restart: " in done.stdout
+    assert "kill -9 of a decode node: " in done.stdout
