@@ -116,12 +116,14 @@ def _push_figures(receipts: list[Receipt]) -> dict[str, float]:
     median = statistics.median
     # Both legs begin at about the same time: what is beyond the prefill, with commit and checks.
     parked = [
-        r.decode.parked_s - r.prefill.queue_s - r.prefill.prefill_s for r in receipts if r.decode
+        r.decode.parked_s - r.prefill.queue_s - r.prefill.prefill_s
+        for r in receipts
+        if r.decode and r.prefill
     ]
     return {
         "exposed_transfer_ms": round(median(d.push.exposed_transfer_s for d in decodes) * 1e3, 3),
         "posting_ms": round(median(d.push.posting_s for d in decodes) * 1e3, 3),
-        "prefill_ms": round(median(r.prefill.prefill_s for r in receipts) * 1e3, 1),
+        "prefill_ms": round(median(r.prefill.prefill_s for r in receipts if r.prefill) * 1e3, 1),
         "token_1_to_commit_taken_ms": round(median(parked) * 1e3, 3),
         "num_bytes": decodes[0].push.num_bytes,
         "num_descriptors": median(d.push.num_descriptors for d in decodes),
