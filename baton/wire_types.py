@@ -168,6 +168,7 @@ def decode_receipt_to_proto(receipt: DecodeReceipt) -> types_pb2.DecodeReceipt:
             transport=receipt.push.transport,
             exposed_transfer_s=receipt.push.exposed_transfer_s,
         ),
+        num_cached_tokens=receipt.num_cached_tokens,
     )
 
 
@@ -185,6 +186,7 @@ def decode_receipt_from_proto(message: types_pb2.DecodeReceipt) -> DecodeReceipt
             transport=message.push.transport,
             exposed_transfer_s=message.push.exposed_transfer_s,
         ),
+        num_cached_tokens=message.num_cached_tokens,
     )
 
 

@@ -261,4 +261,5 @@ def _receipt(job: _Job) -> DecodeReceipt:
         num_forwards=request.num_forwards,
         num_preemptions=request.num_preemptions,
         push=reservation.receipt,
+        num_cached_tokens=request.num_cached_tokens,
     )

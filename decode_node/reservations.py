@@ -48,6 +48,7 @@ class Reservation:
 
     Attributes:
         num_received_tokens: the watermark.
+        block_ids: that the prefill node may write.
         committed_at_step: engine steps done when the commit was taken.
     """
 
@@ -143,18 +144,19 @@ class Reservations:
                 # It ended meanwhile.
                 self._wants_grant.popleft()
                 continue
-            block_ids = self._engine.grant(key[0])
-            if block_ids is None:
+            granted = self._engine.grant(key[0])
+            if granted is None:
                 return
             self._wants_grant.popleft()
-            reservation.block_ids = tuple(block_ids)
+            reservation.block_ids = granted.block_ids
             reservation.state = ReservationState.GRANTED
             self._receiver.grant(
                 KVReservation(
                     request_id=key[0],
                     epoch=reservation.epoch,
                     engine_id=reservation.engine_id,
-                    block_ids=reservation.block_ids,
+                    block_ids=granted.block_ids,
+                    first_block=granted.first_block,
                 )
             )
 

@@ -35,7 +35,7 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.memory_profile import measure_kv_cache_bytes
 from engine.metrics import EngineMetrics
 from engine.model_runner import make_model_runner
-from engine.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
+from engine.outputs import GrantedBlocks, ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler
 from models import load_model
@@ -145,9 +145,8 @@ class Engine:
         if request.awaits_grammar:  # compiled while its KV travels
             self._grammars.submit(request)
 
-    def grant(self, request_id: str) -> list[int] | None:
-        """Blocks for a parked request's prompt, those of `handoff_indices`, or None while memory
-        is short."""
+    def grant(self, request_id: str) -> GrantedBlocks | None:
+        """Where the rest of a parked request's KV may be written; None while memory is short."""
         return self._scheduler.grant(request_id)
 
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:

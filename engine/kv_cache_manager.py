@@ -6,11 +6,13 @@ blocks of the pool; ``Request.block_ids`` has them all (`engine/kv_cache_coordin
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 from baton.block_hash import BlockHasher
 from engine.block_pool import BlockPool
 from engine.kv_cache_coordinator import KVCacheCoordinator
+from engine.outputs import GrantedBlocks
 from engine.request import Request
 
 
@@ -57,11 +59,16 @@ class KVCacheManager:
         The last known token is left out: it must be computed for its logits. Who wants logprobs of
         the prompt needs the logits of all of it, and finds nothing.
         """
-        if self._hasher is None or request.wants_prompt_logprobs:
+        if request.wants_prompt_logprobs:
+            return []
+        return self._longest_hit(request, request.num_tokens - 1)
+
+    def _longest_hit(self, request: Request, num_tokens: int) -> list[int]:
+        """Cached blocks, of all groups, for as many of the first ``num_tokens`` as possible."""
+        if self._hasher is None:
             return []
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
-        num_usable = (request.num_tokens - 1) // self.block_size
-        return self._coordinator.longest_hit(request.block_hashes[:num_usable])
+        return self._coordinator.longest_hit(request.block_hashes[: num_tokens // self.block_size])
 
     def allocate_with_prefix(self, request: Request, spare: int = 0) -> int | None:
         """Give a request without blocks its cached prefix, and room for all its known tokens.
@@ -130,31 +137,46 @@ class KVCacheManager:
         return new_block_ids
 
     def allocate_for_handoff(self, request: Request, num_tokens: int) -> bool:
-        """Give a request without blocks room for a prompt that arrives, and for what follows.
+        """Give a request without blocks its cached prefix, and room for what arrives and follows.
+
+        The last initial token may be in that prefix: the remote node has its logits.
 
         Args:
-            num_tokens: to have room for; at least the prompt's. What slides out before the
-                prompt's end gets no block.
+            num_tokens: to have room for; at least the initial ones. What slides out before their
+                end gets no block.
 
         Returns:
             False, with nothing changed, when too few blocks are free.
         """
         assert not request.block_ids
-        num_prompt_blocks = self.num_blocks_for(request.num_initial_tokens)
-        num_blocks = self.num_blocks_for(num_tokens)
+        num_initial_blocks = self.num_blocks_for(request.num_initial_tokens)
         places = self.handoff_indices(request.num_initial_tokens)
-        places += range(num_prompt_blocks, num_blocks)
-        new_block_ids = self.block_pool.allocate(len(places))
-        if new_block_ids is None:
+        places += range(num_initial_blocks, self.num_blocks_for(num_tokens))
+        cached = self._longest_hit(request, request.num_initial_tokens)
+        num_hits = bisect.bisect_left(places, len(cached))
+        taken = [cached[place] for place in places[:num_hits]]
+        pool = self.block_pool
+        if len(places) - num_hits + pool.num_free_among(taken) > pool.num_free:
             return False
+        pool.touch(taken)
+        new_block_ids = pool.allocate(len(places) - num_hits)
+        assert new_block_ids is not None
+        num_blocks = self.num_blocks_for(num_tokens)
         if len(places) == num_blocks:
-            request.block_ids = new_block_ids
-            return True
-        assert self._null_block is not None
-        request.block_ids = [self._null_block] * num_blocks
-        for place, block_id in zip(places, new_block_ids, strict=True):
-            request.block_ids[place] = block_id
+            request.block_ids = taken + new_block_ids
+        else:
+            assert self._null_block is not None
+            request.block_ids = [self._null_block] * num_blocks
+            for place, block_id in zip(places, taken + new_block_ids, strict=True):
+                request.block_ids[place] = block_id
+        request.num_cached_blocks = len(cached) // self.num_groups
         return True
+
+    def blocks_to_receive(self, request: Request) -> GrantedBlocks:
+        """What of a request with blocks for its hand-off has no name yet, hence must arrive."""
+        places = self.handoff_indices(request.num_initial_tokens)
+        first = bisect.bisect_left(places, request.num_cached_blocks * self.num_groups)
+        return GrantedBlocks(first, tuple(request.block_ids[place] for place in places[first:]))
 
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
         """Places in ``block_ids`` of the blocks that a node needs to go on after a prompt.

@@ -31,6 +31,20 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class GrantedBlocks:
+    """Where a remote node writes a parked request's initial tokens.
+
+    Attributes:
+        first_block: how many of the blocks that travel (`KVCacheManager.handoff_indices`) are here
+            already; the others are to be written.
+        block_ids: of those others, in order.
+    """
+
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Logprobs of the prompt tokens from ``first_position`` on, one chunk's share of them."""
 

@@ -24,7 +24,13 @@ from baton.outputs import RequestOutput
 from engine.grammar import GrammarState
 from engine.kv_cache_manager import KVCacheManager
 from engine.metrics import EngineCounters
-from engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
+from engine.outputs import (
+    GrantedBlocks,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepResult,
+)
 from engine.request import Request, RequestStatus
 from engine.waiting_queue import make_waiting_queue
 
@@ -92,13 +98,12 @@ class Scheduler:
         self._register(request)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
-    def grant(self, request_id: str) -> list[int] | None:
-        """Give a parked request blocks for its prompt and one decode block.
+    def grant(self, request_id: str) -> GrantedBlocks | None:
+        """Give a parked request what the prefix cache has, blocks for the rest, a decode block.
 
         Returns:
-            The ids of the blocks that are needed of the prompt, in order (see
-            `KVCacheManager.handoff_indices`), or None when too few are free or others wait for
-            blocks: who was preempted comes before who comes anew.
+            None when too few blocks are free or others wait for blocks: who was preempted comes
+            before who comes anew.
         """
         if self._num_waiting:
             return None
@@ -111,7 +116,8 @@ class Scheduler:
         room = min((-(-num_tokens // block_size) + 1) * block_size, request.max_num_tokens)
         if not manager.allocate_for_handoff(request, max(room, num_tokens)):
             return None
-        return [request.block_ids[index] for index in manager.handoff_indices(num_tokens)]
+        self._note_prefix_hit(request, request.num_cached_blocks * block_size)
+        return manager.blocks_to_receive(request)
 
     def commit(self, request_id: str, token_id: int) -> None:
         """The prompt's KV is complete and the remote node sampled ``token_id``: run from here."""
@@ -334,10 +340,7 @@ class Scheduler:
             self._num_waiting -= 1
             request.num_computed_tokens = num_cached
             if request.num_preemptions == 0:
-                request.num_cached_tokens = num_cached
-                self.counters.prefix_lookups += 1
-                self.counters.prefix_lookup_tokens += request.num_prompt_tokens
-                self.counters.cached_prompt_tokens += num_cached
+                self._note_prefix_hit(request, num_cached)
             budget -= self._run(request, self._num_tokens_next(request, budget), scheduled)
         return budget
 
@@ -436,6 +439,12 @@ class Scheduler:
             # Each computed position but the prompt's last predicts the one behind it.
             sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
             self._queue(sibling)
+
+    def _note_prefix_hit(self, request: Request, num_tokens: int) -> None:
+        request.num_cached_tokens = num_tokens
+        self.counters.prefix_lookups += 1
+        self.counters.prefix_lookup_tokens += request.num_prompt_tokens
+        self.counters.cached_prompt_tokens += num_tokens
 
     @staticmethod
     def _status_after(request: Request, token_id: int) -> RequestStatus:

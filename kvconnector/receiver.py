@@ -76,6 +76,7 @@ class Receiver:
             request_id=reservation.request_id,
             epoch=reservation.epoch,
             block_ids=list(reservation.block_ids),
+            first_block=reservation.first_block,
         )
         self._send(reservation.engine_id, message)
 

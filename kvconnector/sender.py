@@ -65,7 +65,7 @@ class _Transfer:
     epoch: int
     engine_id: str
     num_blocks: int
-    granted: list[int] | None = None
+    granted: Grant | None = None
     pieces: deque[BlockPush] = field(default_factory=deque)  # computed, not yet posted
     writes: deque[_Write] = field(default_factory=deque)  # posted, not yet complete
     last: BlockPush | None = None
@@ -226,20 +226,22 @@ class Sender:
             elif isinstance(message, Cancel):
                 self._fail(transfer, "cancelled by the decode node")
             else:
-                self._take_grant(transfer, message.block_ids)
+                self._take_grant(transfer, message)
 
-    def _take_grant(self, transfer: _Transfer, block_ids: list[int]) -> None:
+    def _take_grant(self, transfer: _Transfer, grant: Grant) -> None:
         try:
-            check_block_ids(block_ids, self._endpoint.peers[transfer.engine_id].num_blocks)
+            check_block_ids(grant.block_ids, self._endpoint.peers[transfer.engine_id].num_blocks)
         except ValueError as error:
             self._fail(transfer, f"bad grant: {error}")
             return
-        if len(block_ids) != transfer.num_blocks:
+        if grant.first_block + len(grant.block_ids) != transfer.num_blocks:
             self._fail(
-                transfer, f"bad grant: {len(block_ids)} blocks, wanted {transfer.num_blocks}"
+                transfer,
+                f"bad grant: {len(grant.block_ids)} blocks from {grant.first_block} on, "
+                f"wanted {transfer.num_blocks}",
             )
         elif transfer.granted is None:
-            transfer.granted = block_ids
+            transfer.granted = grant
 
     # ------------------------------------------------------------------ progress
 
@@ -289,18 +291,22 @@ class Sender:
             and posted < room_bytes
         ):
             piece = transfer.pieces.popleft()
-            end = piece.first_block + len(piece.block_ids)
-            remote = transfer.granted[piece.first_block : end]
+            grant = transfer.granted
+            start = max(piece.first_block - grant.first_block, 0)
+            end = piece.first_block - grant.first_block + len(piece.block_ids)
+            if end <= start:  # the peer has these
+                continue
+            local = piece.block_ids[start - end :]
             try:
                 pending = self._endpoint.transport.write(
-                    transfer.engine_id, piece.block_ids, remote
+                    transfer.engine_id, local, grant.block_ids[start:end]
                 )
             except (TransferError, ValueError) as error:
                 self._fail(transfer, str(error))
                 break
-            num_bytes = len(piece.block_ids) * self._info.block_bytes
+            num_bytes = len(local) * self._info.block_bytes
             transfer.writes.append(_Write(pending, num_bytes, piece.num_tokens or None))
-            transfer.num_blocks_pushed += len(piece.block_ids)
+            transfer.num_blocks_pushed += len(local)
             posted += num_bytes
             self._settle(transfer)
         return posted

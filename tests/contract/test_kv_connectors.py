@@ -73,9 +73,17 @@ class Link:
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         self.sender.start(request_id, epoch, self.d, num_tokens=num_tokens, num_blocks=num_blocks)
 
-    def grant(self, request_id: str, block_ids: tuple[int, ...], epoch: int = 0) -> None:
+    def grant(
+        self, request_id: str, block_ids: tuple[int, ...], epoch: int = 0, first_block: int = 0
+    ) -> None:
         self.receiver.grant(
-            KVReservation(request_id=request_id, epoch=epoch, engine_id=self.p, block_ids=block_ids)
+            KVReservation(
+                request_id=request_id,
+                epoch=epoch,
+                engine_id=self.p,
+                block_ids=block_ids,
+                first_block=first_block,
+            )
         )
 
     def push(
@@ -198,6 +206,41 @@ def test_a_last_push_without_blocks_commits_what_has_arrived(link: Link) -> None
     link.push("a", 1, (), 4, token_id=6)
     assert link.wait("d", Kind.COMMITTED).token_id == 6
     link.assert_arrived({1: 2})
+
+
+@pytest.mark.parametrize("first_block", range(5))
+@pytest.mark.parametrize("early", [True, False])
+def test_blocks_that_the_decode_node_has_do_not_travel(
+    link: Link, first_block: int, early: bool
+) -> None:
+    """A push may lie before, across or behind the first block that is granted."""
+    sources, targets = (0, 2, 4, 6), (9, 3, 15, 7)
+    link.start("a", 16)
+    link.wait("d", Kind.STARTED)
+    if early:
+        link.grant("a", targets[first_block:], first_block=first_block)
+    link.push("a", 0, sources[:3], 12)
+    link.push("a", 3, sources[3:], 16, token_id=6)
+    if not early:
+        link.grant("a", targets[first_block:], first_block=first_block)
+    receipt = link.wait("d", Kind.COMMITTED).receipt
+    link.assert_arrived(dict(zip(sources[first_block:], targets[first_block:], strict=True)))
+    assert receipt is not None
+    assert receipt.num_blocks == 4 - first_block
+    assert (receipt.num_bytes == 0) == (first_block == 4)
+
+
+@pytest.mark.parametrize(("first_block", "num_blocks"), [(1, 4), (5, 0), (2**31 - 1, 4), (3, 0)])
+def test_a_grant_that_leaves_out_or_adds_blocks_fails_the_transfer(
+    link: Link, first_block: int, num_blocks: int
+) -> None:
+    link.start("a", 16)
+    link.wait("d", Kind.STARTED)
+    link.grant("a", tuple(range(num_blocks)), first_block=first_block)
+    link.push("a", 0, (0, 2, 4, 6), 16, token_id=6)
+    assert "bad grant" in link.wait("p", Kind.FAILED).reason
+    link.wait("d", Kind.FAILED)
+    link.assert_arrived({})
 
 
 def test_nothing_is_committed_before_the_grant_even_if_all_was_pushed(link: Link) -> None:

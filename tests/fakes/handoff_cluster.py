@@ -23,6 +23,7 @@ from baton.link import (
     PrefillCommand,
     RequestDelta,
 )
+from baton.outputs import DecodeReceipt
 from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine.engine import Engine
@@ -147,6 +148,7 @@ class Cluster:
         self.network = ScriptedNetwork()
         self.attempts: dict[Key, Attempt] = {}
         self.reports: list[PeerReport] = []
+        self.receipts: dict[str, DecodeReceipt] = {}
         self.dead: set[str] = set()
         config = EngineConfig(
             block_size=BLOCK_SIZE,
@@ -235,6 +237,8 @@ class Cluster:
         attempt = self.attempts[key]
         if not attempt.is_open:
             return
+        if delta.decode is not None:
+            self.receipts[output.request_id] = delta.decode
         if delta.error is not None:
             attempt.error = delta.error.message
             self.cancel(key)

@@ -56,6 +56,7 @@ class ScriptedNetwork:
     ends: dict[str, ScriptedTransport] = field(default_factory=dict)
     messages: list[ScriptedMessage] = field(default_factory=list)
     writes: list[ScriptedWrite] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)  # blocks of targets, as their writes landed
 
     def deliver(self, index: int, *, keep: bool = False) -> None:
         """Hand over one message; with ``keep`` it will come once more."""
@@ -69,7 +70,9 @@ class ScriptedNetwork:
         del self.messages[index]
 
     def land(self, index: int) -> None:
-        self.writes.pop(index).land()
+        write = self.writes.pop(index)
+        write.land()
+        self.written += write.remote_block_ids
 
     def fail(self, index: int, *, landed: bool) -> None:
         """A write ends in an error; its bytes may have arrived all the same."""

@@ -138,14 +138,18 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.cluster.dead)
     @rule(
+        family=st.integers(0, 2),
         num_tokens=st.integers(1, MAX_PROMPT_TOKENS),
         max_tokens=st.integers(2, 6),
         seed=st.integers(0, 3),
         temperature=st.sampled_from([0.0, 3.0]),
     )
-    def place(self, num_tokens: int, max_tokens: int, seed: int, temperature: float) -> None:
+    def place(
+        self, family: int, num_tokens: int, max_tokens: int, seed: int, temperature: float
+    ) -> None:
+        """Prompts of a family are prefixes of each other."""
         params = SamplingParams(max_tokens=max_tokens, seed=seed, temperature=temperature)
-        prompt = prompt_of(self.num_requests, num_tokens)
+        prompt = prompt_of(family, num_tokens)
         self.cluster.place(f"r{self.num_requests}", 1, prompt, params)
         self.num_requests += 1
 

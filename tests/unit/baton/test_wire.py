@@ -94,6 +94,7 @@ decode_receipts = st.builds(
         transport=texts,
         exposed_transfer_s=seconds,
     ),
+    num_cached_tokens=uint32,
 )
 receipts = st.builds(
     Receipt,
