@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.decode_options import DecodeOptions
 from baton.errors import InvalidRequestError, TransferError
 from baton.link import (
     AbortAll,
@@ -59,14 +60,19 @@ class DecodeNode:
         engine: stepped by this node only.
         receiver: from the prefill nodes.
         emit: takes events for the router; safe to call from this node's thread.
+        options: of this node; the usual ones if not given.
     """
 
     def __init__(
-        self, engine: Engine, receiver: KVReceiver, emit: Callable[[NodeEvent], None]
+        self,
+        engine: Engine,
+        receiver: KVReceiver,
+        emit: Callable[[NodeEvent], None],
+        options: DecodeOptions | None = None,
     ) -> None:
         self.engine = engine
         self.receiver = receiver
-        self.reservations = Reservations(engine, receiver)
+        self.reservations = Reservations(engine, receiver, options)
         self._emit = emit
         self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
         self._jobs: dict[str, _Job] = {}

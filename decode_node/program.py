@@ -37,6 +37,6 @@ def make_program(
     def make_node(wake: Callable[[], None]) -> tuple[DecodeNode, Receiver]:
         transport = make_transport(loaded.engine_id, loaded.engine.kv_cache)
         receiver = Receiver(transport, on_event=wake, on_death=on_death)
-        return DecodeNode(loaded.engine, receiver, emit), receiver
+        return DecodeNode(loaded.engine, receiver, emit, options.decode), receiver
 
     return NodeThreads(options.name, NodeRole.DECODE, loaded, make_node, on_death)

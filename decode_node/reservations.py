@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from baton.decode_options import DecodeOptions
 from baton.outputs import PushReceipt
+from decode_node.grant_queue import GrantQueue, Key
 from engine.engine import Engine
 from engine.request import Request
 from kvconnector.base import KVReceiver, KVReservation, TransferEvent, TransferEventKind
@@ -47,8 +48,8 @@ class Reservation:
     """One request's blocks on their way from "promised" to "arrived".
 
     Attributes:
-        num_received_tokens: the watermark.
         block_ids: that the prefill node may write.
+        num_received_tokens: the highest watermark; messages may come in any order.
         committed_at_step: engine steps done when the commit was taken.
     """
 
@@ -66,23 +67,28 @@ class Reservation:
     receipt: PushReceipt | None = None
 
 
-Key = tuple[str, int]  # (request_id, epoch)
-
-
 class Reservations:
     """All reservations of one decode node.
 
     Args:
         engine: where the blocks are.
         receiver: where grants go.
+        options: how much may be received at a time.
     """
 
-    def __init__(self, engine: Engine, receiver: KVReceiver) -> None:
+    def __init__(
+        self, engine: Engine, receiver: KVReceiver, options: DecodeOptions | None = None
+    ) -> None:
+        options = options or DecodeOptions()
         self._engine = engine
         self._receiver = receiver
         self._open: dict[Key, Reservation] = {}  # PARKED, GRANTED, RECEIVING
         self._quarantine: dict[Key, Reservation] = {}
-        self._wants_grant: deque[Key] = deque()
+        self._grants = GrantQueue(
+            engine,
+            max_requests=options.max_receiving_requests,
+            max_tokens=options.max_receiving_tokens,
+        )
         self._early_starts: dict[Key, tuple[float, str]] = {}  # (came at, engine_id)
         self._ended: dict[Key, float] = {}  # tombstones
         self._gone_peers: dict[str, PeerInfo] = {}
@@ -121,12 +127,12 @@ class Reservations:
             case TransferEventKind.STARTED:
                 self._want_grant(key, reservation)
             case TransferEventKind.WATERMARK:
-                if reservation.state is not ReservationState.PARKED:
-                    reservation.state = ReservationState.RECEIVING
-                    reservation.num_received_tokens = event.num_tokens
+                self._note_watermark(reservation, event.num_tokens)
             case TransferEventKind.COMMITTED:
                 if not self._commit(key, reservation, event):
-                    self._end(key, reservation, quiet=True)  # it wrote its last
+                    # It wrote its last, and what it wrote is not what was asked for.
+                    reservation.num_received_tokens = 0
+                    self._end(key, reservation, quiet=True)
                 return reservation
             case TransferEventKind.FAILED:
                 self._end(key, reservation, quiet=True)
@@ -136,18 +142,10 @@ class Reservations:
         return None
 
     def grant_waiting(self) -> None:
-        """Give blocks to started requests, first come first served, as far as memory goes."""
-        while self._wants_grant:
-            key = self._wants_grant[0]
-            reservation = self._open.get(key)
-            if reservation is None or reservation.state is not ReservationState.PARKED:
-                # It ended meanwhile.
-                self._wants_grant.popleft()
-                continue
-            granted = self._engine.grant(key[0])
-            if granted is None:
-                return
-            self._wants_grant.popleft()
+        """Give blocks to started requests, as far as memory and the budget go."""
+        while (taken := self._grants.take()) is not None:
+            key, granted = taken
+            reservation = self._open[key]
             reservation.block_ids = granted.block_ids
             reservation.state = ReservationState.GRANTED
             self._receiver.grant(
@@ -227,7 +225,17 @@ class Reservations:
     def _want_grant(self, key: Key, reservation: Reservation) -> None:
         if not reservation.started:
             reservation.started = True
-            self._wants_grant.append(key)
+            self._grants.add(key, reservation.request)
+
+    @staticmethod
+    def _note_watermark(reservation: Reservation, num_tokens: int) -> None:
+        if reservation.state is ReservationState.PARKED:
+            return
+        if num_tokens > reservation.request.num_initial_tokens:
+            logger.warning("dropped a watermark behind the end of its request")
+            return
+        reservation.state = ReservationState.RECEIVING
+        reservation.num_received_tokens = max(reservation.num_received_tokens, num_tokens)
 
     def _commit(self, key: Key, reservation: Reservation, event: TransferEvent) -> bool:
         request = reservation.request
@@ -239,6 +247,7 @@ class Reservations:
             logger.warning("refused a commit that does not fit request %s", request.request_id)
             return False
         del self._open[key]
+        self._grants.end(key)
         reservation.state = ReservationState.COMMITTED
         reservation.num_received_tokens = event.num_tokens
         reservation.receipt = event.receipt
@@ -248,10 +257,19 @@ class Reservations:
         return True
 
     def _end(self, key: Key, reservation: Reservation, *, quiet: bool) -> None:
-        """Take a reservation out of the engine; unless the wire is quiet, quarantine its blocks."""
+        """Take a reservation out of the engine.
+
+        What came up to the watermark is kept in the prefix cache: whoever needs it again finds it
+        there. Unless the wire is quiet, the other blocks go into quarantine.
+        """
         del self._open[key]
+        self._grants.end(key)
         self._ended[key] = time.monotonic()
         reservation.state = ReservationState.QUARANTINED
+        if reservation.block_ids:
+            reservation.block_ids = self._engine.keep_received(
+                key[0], reservation.num_received_tokens
+            )
         if reservation.block_ids and not quiet:
             self._engine.hold(reservation.block_ids)
             self._quarantine[key] = reservation

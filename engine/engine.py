@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from baton.block_hash import BlockHasher
+from baton.block_hash import BlockHash, BlockHasher
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
 from baton.outputs import FinishReason
@@ -148,6 +148,17 @@ class Engine:
     def grant(self, request_id: str) -> GrantedBlocks | None:
         """Where the rest of a parked request's KV may be written; None while memory is short."""
         return self._scheduler.grant(request_id)
+
+    def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
+        """How many of a request's initial tokens are cached; names of full blocks that are not."""
+        return self._scheduler.kv_cache_manager.find_initial_prefix(request)
+
+    def keep_received(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
+        """Name what came of a granted request that is about to be aborted.
+
+        Returns its granted blocks beyond ``num_tokens``, which a remote node may still write.
+        """
+        return self._scheduler.keep_received(request_id, num_tokens)
 
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
         """Places in ``Request.block_ids`` of the blocks that travel with a prompt."""

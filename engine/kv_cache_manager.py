@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from baton.block_hash import BlockHasher
+from baton.block_hash import BlockHash, BlockHasher
 from engine.block_pool import BlockPool
 from engine.kv_cache_coordinator import KVCacheCoordinator
 from engine.outputs import GrantedBlocks
@@ -118,6 +118,19 @@ class KVCacheManager:
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
         self._coordinator.cache(request.block_ids, request.block_hashes, first, num_full)
         request.num_cached_blocks = num_full
+
+    def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
+        """What is cached of a request's initial tokens, the last one included, without taking it.
+
+        Returns:
+            The number of these tokens, and the names of the full blocks that are lacking; none
+            where there is no prefix cache.
+        """
+        cached = self._longest_hit(request, request.num_initial_tokens)
+        num_blocks = len(cached) // self.num_groups
+        num_full = request.num_initial_tokens // self.block_size
+        lacking = request.block_hashes[num_blocks:num_full]
+        return num_blocks * self.block_size, lacking
 
     # ------------------------------------------------------------------ blocks
 

@@ -119,6 +119,22 @@ class Scheduler:
         self._note_prefix_hit(request, request.num_cached_blocks * block_size)
         return manager.blocks_to_receive(request)
 
+    def keep_received(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
+        """Name the full blocks of a granted request that came; it is about to be aborted.
+
+        Args:
+            num_tokens: whose KV is complete here, whatever else happens to its transfer.
+
+        Returns:
+            Those of its granted blocks that are not complete.
+        """
+        request = self.requests[request_id]
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert num_tokens <= request.num_initial_tokens
+        request.num_computed_tokens = num_tokens
+        self.kv_cache_manager.cache_blocks(request)
+        return self.kv_cache_manager.blocks_to_receive(request).block_ids
+
     def commit(self, request_id: str, token_id: int) -> None:
         """The prompt's KV is complete and the remote node sampled ``token_id``: run from here."""
         request = self.requests[request_id]

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.link import (
     CancelCommand,
@@ -37,6 +38,7 @@ from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
 
 Key = tuple[str, int]  # (request_id, epoch)
 BLOCK_SIZE = 4
+DECODE_OPTIONS = DecodeOptions()
 
 
 class ThreadlessEndpoint(Endpoint):
@@ -134,6 +136,10 @@ class Cluster:
         expected_kv: the KV of a prompt, by an engine that shares nothing with these.
         num_blocks: of each node and KV cache group; few, so that memory is short.
         async_scheduling: of each node.
+        options: of the decode node.
+
+    Attributes:
+        p_id: the prefill node's engine id; a restarted one has another.
     """
 
     def __init__(
@@ -144,13 +150,15 @@ class Cluster:
         num_groups: int = 1,
         *,
         async_scheduling: bool = False,
+        options: DecodeOptions = DECODE_OPTIONS,
     ) -> None:
         self.network = ScriptedNetwork()
         self.attempts: dict[Key, Attempt] = {}
         self.reports: list[PeerReport] = []
         self.receipts: dict[str, DecodeReceipt] = {}
         self.dead: set[str] = set()
-        config = EngineConfig(
+        self._folder = folder
+        self._config = config = EngineConfig(
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks * num_groups,
             max_num_requests=4,
@@ -158,26 +166,29 @@ class Cluster:
             long_prefill_threshold=5,
             async_scheduling=async_scheduling,
         )
-        p_engine, self.d_engine = Engine(folder, config), CheckedEngine(folder, config)
+        self._start_prefill_node("p")
+        self.d_engine = CheckedEngine(folder, config)
         self.d_engine.expected_kv = expected_kv
-        with (
-            mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint),
-            mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint),
-        ):
-            self.sender = RecordingSender(
-                ScriptedTransport("p", p_engine.kv_cache, self.network), lambda: None, _never
-            )
-            self.sender.started = []
+        with mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint):
             receiver = Receiver(
                 ScriptedTransport("d", self.d_engine.kv_cache, self.network), lambda: None, _never
             )
-        self.p = PrefillNode(p_engine, self.sender, self._take)
-        self.d = DecodeNode(self.d_engine, receiver, self._take)
-        self.p_endpoint = endpoint_of(self.sender._endpoint)
+        self.d = DecodeNode(self.d_engine, receiver, self._take, options)
         self.d_endpoint = endpoint_of(receiver._endpoint)
         self.rejoin()
         self.settle()
         assert [report.connected for report in self.reports] == [True, True]
+
+    def _start_prefill_node(self, engine_id: str) -> None:
+        self.p_id = engine_id
+        engine = Engine(self._folder, self._config)
+        with mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint):
+            self.sender = RecordingSender(
+                ScriptedTransport(engine_id, engine.kv_cache, self.network), lambda: None, _never
+            )
+        self.sender.started = []
+        self.p = PrefillNode(engine, self.sender, self._take)
+        self.p_endpoint = endpoint_of(self.sender._endpoint)
 
     # ------------------------------------------------------------------ the router's part
 
@@ -190,7 +201,7 @@ class Cluster:
                 epoch=epoch,
                 prompt_token_ids=prompt,
                 sampling_params=params,
-                prefill_engine_id="p",
+                prefill_engine_id=self.p_id,
                 timeout_s=1e6,
             )
         )
@@ -214,15 +225,28 @@ class Cluster:
 
     def rejoin(self) -> None:
         """Introduce both nodes to each other."""
-        self.d.submit(PeerUpdate("p", self.sender.describe()))
+        self.d.submit(PeerUpdate(self.p_id, self.sender.describe()))
         self.p.submit(PeerUpdate("d", self.d.receiver.describe()))
 
     def kill(self, engine_id: str) -> None:
-        """One node's process ends, and the router tells the other."""
+        """One node's process ends, and the router tells the other; ``p`` is the present one."""
+        if engine_id == "p":
+            engine_id = self.p_id
         self.dead.add(engine_id)
         self.network.kill(engine_id)
-        survivor = self.d if engine_id == "p" else self.p
+        survivor = self.p if engine_id == "d" else self.d
         survivor.submit(PeerUpdate(engine_id, removed=True))
+
+    @property
+    def is_down(self) -> bool:
+        """Whether one of the two is dead."""
+        return "d" in self.dead or self.p_id in self.dead
+
+    def restart_prefill_node(self) -> None:
+        """Another process takes the place of the dead one; it knows nothing."""
+        assert self.p_id in self.dead
+        self._start_prefill_node(f"p{len(self.dead)}")
+        self.rejoin()
 
     def _take(self, event: NodeEvent) -> None:
         if isinstance(event, PeerReport):
@@ -257,7 +281,7 @@ class Cluster:
 
     def step(self, engine_id: str) -> None:
         """One step of a node's engine thread."""
-        if engine_id in self.dead:
+        if self._is_dead(engine_id):
             return
         node = self.p if engine_id == "p" else self.d
         node.step()
@@ -265,8 +289,11 @@ class Cluster:
 
     def round(self, engine_id: str) -> None:
         """One round of a node's KV I/O thread."""
-        if engine_id not in self.dead:
+        if not self._is_dead(engine_id):
             (self.p_endpoint if engine_id == "p" else self.d_endpoint).round()
+
+    def _is_dead(self, role: str) -> bool:
+        return (self.p_id if role == "p" else role) in self.dead
 
     def settle(self) -> None:
         """Let everything happen, without faults, until nothing more happens."""

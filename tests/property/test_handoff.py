@@ -19,12 +19,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.decode_options import DecodeOptions
 from baton.sampling_params import SamplingParams
 from decode_node import reservations
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
-from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster, kv_of
+from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, kv_of
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 MAX_PROMPT_TOKENS = 18
@@ -73,7 +74,11 @@ def reference_kv(prompt: tuple[int, ...], *, mixed: bool = False) -> torch.Tenso
 
 
 def make_cluster(
-    num_blocks: int, *, mixed: bool = False, async_scheduling: bool = False
+    num_blocks: int,
+    *,
+    mixed: bool = False,
+    async_scheduling: bool = False,
+    options: DecodeOptions = DECODE_OPTIONS,
 ) -> Cluster:
     """Two nodes; a mixed model has three KV cache groups."""
     return Cluster(
@@ -82,6 +87,7 @@ def make_cluster(
         num_blocks,
         reference(mixed=mixed).engine.kv_cache_spec.num_groups,
         async_scheduling=async_scheduling,
+        options=options,
     )
 
 
@@ -97,7 +103,7 @@ def prompt_of(number: int, num_tokens: int) -> list[int]:
 def assert_clean(cluster: Cluster) -> None:
     """After everything is quiet: nothing is held, open or forgotten, on nodes that live."""
     terminal = (TransferEventKind.COMMITTED, TransferEventKind.FAILED)
-    if "p" not in cluster.dead:
+    if cluster.p_id not in cluster.dead:
         ends = Counter(
             (event.request_id, event.epoch)
             for event in cluster.p_endpoint.emitted
@@ -123,20 +129,30 @@ class HandoffMachine(RuleBasedStateMachine):
         self.is_faulty = False  # something happened that may fail a request or need its deadline
 
     @initialize(
-        num_blocks=st.sampled_from([7, 9, 20]), mixed=st.booleans(), async_scheduling=st.booleans()
+        num_blocks=st.sampled_from([7, 9, 20]),
+        mixed=st.booleans(),
+        async_scheduling=st.booleans(),
+        max_receiving_requests=st.sampled_from([1, 64]),
     )
-    def make(self, num_blocks: int, mixed: bool, async_scheduling: bool) -> None:
+    def make(
+        self, num_blocks: int, mixed: bool, async_scheduling: bool, max_receiving_requests: int
+    ) -> None:
         self.mixed = mixed
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(reservations, "RECANCEL_S", 0.0)
         self.patch.setattr(reservations, "TICK_S", 0.0)
-        self.cluster = make_cluster(num_blocks, mixed=mixed, async_scheduling=async_scheduling)
+        self.cluster = make_cluster(
+            num_blocks,
+            mixed=mixed,
+            async_scheduling=async_scheduling,
+            options=DecodeOptions(max_receiving_requests=max_receiving_requests),
+        )
         dead = self.cluster.dead
         self.patch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
 
     # ------------------------------------------------------------ users
 
-    @precondition(lambda self: not self.cluster.dead)
+    @precondition(lambda self: not self.cluster.is_down)
     @rule(
         family=st.integers(0, 2),
         num_tokens=st.integers(1, MAX_PROMPT_TOKENS),
@@ -161,8 +177,23 @@ class HandoffMachine(RuleBasedStateMachine):
         self.cluster.cancel(key, on_p=on_p, on_d=on_d)
         self.is_faulty |= not (on_p and on_d)  # one leg lives on until its deadline
         retry = (key[0], key[1] + 1)
-        if again and not self.cluster.dead and retry not in self.cluster.attempts:
+        if again and not self.cluster.is_down and retry not in self.cluster.attempts:
             self.cluster.place(*retry, attempt.prompt, attempt.params)
+
+    @precondition(lambda self: self.cluster.attempts and not self.cluster.is_down)
+    @rule(data=st.data())
+    def retry(self, data: st.DataObject) -> None:
+        """What the router does about an attempt that failed."""
+        attempts = self.cluster.attempts
+        failed = sorted(
+            key
+            for key, attempt in attempts.items()
+            if attempt.error and (key[0], key[1] + 1) not in attempts
+        )
+        if failed:
+            request_id, epoch = data.draw(st.sampled_from(failed))
+            attempt = attempts[request_id, epoch]
+            self.cluster.place(request_id, epoch + 1, attempt.prompt, attempt.params)
 
     # ------------------------------------------------------------ time
 
@@ -219,7 +250,12 @@ class HandoffMachine(RuleBasedStateMachine):
         network = self.cluster.network
         network.fail(data.draw(st.integers(0, len(network.writes) - 1)), landed=landed)
 
-    @precondition(lambda self: not self.cluster.dead and self.num_requests > 2)
+    @precondition(lambda self: self.cluster.p_id in self.cluster.dead)
+    @rule()
+    def restart_prefill_node(self) -> None:
+        self.cluster.restart_prefill_node()
+
+    @precondition(lambda self: not self.cluster.is_down and self.num_requests > 2)
     @rule(engine_id=st.sampled_from("pd"), chance=st.integers(0, 3))
     def kill(self, engine_id: str, chance: int) -> None:
         if chance == 0:
