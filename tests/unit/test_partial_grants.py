@@ -174,7 +174,7 @@ def test_half_of_the_cache_is_the_budget_if_none_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("max_receiving_requests", 0)] + [("max_receiving_tokens", -1)]
+    ("name", "value"), [("max_receiving_requests", 0), ("max_receiving_tokens", -1)]
 )
 def test_options_of_a_decode_node_check_themselves(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{name}: must be . or more, got {value}"):
