@@ -9,7 +9,7 @@ node that has a prefix, so this file is torch-free and its result is part of the
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections.abc import Callable, Sequence
 
 import xxhash
@@ -40,6 +40,7 @@ class BlockHasher:
             raise ConfigError(f"prefix_hash: must be one of {known}, got {algorithm!r}")
         self.block_size = block_size
         self._digest = HASH_ALGORITHMS[algorithm]
+        self._pack = struct.Struct(f"<{block_size}I").pack  # 32 bits each, low bytes first
 
     def extend(
         self, hashes: list[BlockHash], token_ids: Sequence[int], extra_keys: Sequence[str] = ()
@@ -53,9 +54,7 @@ class BlockHasher:
         size = self.block_size
         for start in range(len(hashes) * size, len(token_ids) - size + 1, size):
             parent = hashes[-1] if hashes else self._root(extra_keys)
-            # 32-bit little-endian on every machine that matters here; the order is part of it.
-            tokens = array("I", token_ids[start : start + size]).tobytes()
-            hashes.append(self._digest(parent + tokens))
+            hashes.append(self._digest(parent + self._pack(*token_ids[start : start + size])))
 
     def _root(self, extra_keys: Sequence[str]) -> bytes:
         # Length-prefixed, so that ("ab", "c") and ("a", "bc") differ.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
+PREEMPTION = ("recompute", "hand-back")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
@@ -32,9 +33,11 @@ class EngineConfig:
             made for, or what the KV cache holds if that is less.
         max_num_requests: most requests in one batch.
         max_num_batched_tokens: most tokens that one step computes.
-        long_prefill_threshold: most tokens of one prompt in a step, so that a long prompt is cut
-            into chunks and leaves room for others.
+        long_prefill_token_threshold: most tokens of one prompt in a step, so that a long prompt is
+            cut into chunks and leaves room for others.
         scheduling_policy: ``fcfs`` or ``priority``.
+        preemption: of a request whose blocks an older one needs. ``recompute``: it waits here and
+            is computed anew; ``hand-back``: it ends here, and whoever placed it places it again.
         prefix_cache: find prompts' prefixes again that were computed before.
         prefix_hash: ``xxh3_128`` or ``sha256``.
         attention_backend: a name, or ``auto``.
@@ -52,8 +55,9 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_requests: int = 64
     max_num_batched_tokens: int = 1024
-    long_prefill_threshold: int = 512
+    long_prefill_token_threshold: int = 512
     scheduling_policy: str = "fcfs"
+    preemption: str = "recompute"
     prefix_cache: bool = True
     prefix_hash: str = "xxh3_128"
     attention_backend: str = "auto"
@@ -63,11 +67,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.preemption not in PREEMPTION:
+            known = ", ".join(PREEMPTION)
+            raise ConfigError(f"preemption: must be one of {known}, got {self.preemption!r}")
         for name in (
             "block_size",
             "max_num_requests",
             "max_num_batched_tokens",
-            "long_prefill_threshold",
+            "long_prefill_token_threshold",
             "kv_cache_bytes",
             "num_blocks",
             "max_model_len",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 
 class FinishReason(Enum):
     """Why an output ended."""
@@ -33,9 +35,10 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request.
+
+    A struct, for one is made per output token, and a frozen dataclass takes ten times as long.
 
     Attributes:
         output_index: position in the output of ``token_ids[0]``; makes duplicates harmless.

@@ -75,7 +75,7 @@ class DecodeBench:
     def __init__(self) -> None:
         config = EngineConfig(
             device="cpu", num_threads=1, kv_cache_bytes=2**28, max_num_batched_tokens=8192,
-            long_prefill_threshold=8192,
+            long_prefill_token_threshold=8192,
         )  # fmt: skip
         self.engine = Engine(MODEL, config)
         self.stopwatch = Stopwatch()

@@ -57,7 +57,7 @@ def measure_steps(device: str) -> Result:
     for dtype in ("float32", "bfloat16"):
         llm = LLM(
             MODEL, dtype=dtype, device=device, kv_cache_bytes=KV_BYTES, prefix_cache=False,
-            max_num_batched_tokens=1024, long_prefill_threshold=1024,
+            max_num_batched_tokens=1024, long_prefill_token_threshold=1024,
         )  # fmt: skip
         prefill = _time_steps(llm, 1, 512, num_steps=1, repeat=10)
         figures[f"{dtype} prefill 512, ms"] = prefill

@@ -3,18 +3,28 @@
 The minimal one does what small readable engines do: a deque that waits, a list that runs, a deque
 of free block ids. It has no prefix cache, no remote KV, no priorities: it is the baseline, and
 what Baton costs above it is the price of those.
+
+With ``--nano-vllm PATH``, a checkout of github.com/GeeeekExplorer/nano-vllm, its scheduler takes
+turns with ours where nobody waits: it has a prefix cache, too. Where others wait it does something
+else, admitting them until memory is full.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import itertools
 import random
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -141,7 +151,7 @@ class BatonSubject:
             KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, hasher=hasher),
             max_num_requests=NUM_RUNNING,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
-            long_prefill_threshold=MAX_BATCHED_TOKENS,
+            long_prefill_token_threshold=MAX_BATCHED_TOKENS,
         )
         self._ids = itertools.count()
         for index, prompt in enumerate(prompts.running):
@@ -199,6 +209,49 @@ class MinimalSubject:
         self.scheduler.waiting.append(request)
 
 
+class NanoVllmSubject:
+    """nano-vllm's scheduler, as it is in a checkout.
+
+    Only the scheduler and what it imports is read: not the package's own top, which imports a GPU.
+
+    Args:
+        checkout: the folder that has ``nanovllm/`` in it.
+    """
+
+    def __init__(self, load: Load, prompts: Prompts, checkout: Path) -> None:
+        if "nanovllm" not in sys.modules:
+            package = ModuleType("nanovllm")
+            package.__path__ = [str(checkout / "nanovllm")]
+            sys.modules["nanovllm"] = package
+        sequences: Any = importlib.import_module("nanovllm.engine.sequence")
+        params: Any = importlib.import_module("nanovllm.sampling_params")
+        scheduler: Any = importlib.import_module("nanovllm.engine.scheduler")
+        sequences.Sequence.block_size = BLOCK_SIZE  # 256 there
+        self.scheduler = scheduler.Scheduler(
+            SimpleNamespace(
+                max_num_seqs=NUM_RUNNING,
+                max_num_batched_tokens=MAX_BATCHED_TOKENS,
+                num_kvcache_blocks=NUM_BLOCKS,
+                kvcache_block_size=BLOCK_SIZE,
+                eos=0,
+            )
+        )
+        for index, prompt in enumerate(prompts.running):
+            limits = params.SamplingParams(max_tokens=load.output_tokens(index))
+            self.scheduler.add(sequences.Sequence(prompt, limits))
+        self.step()
+
+    def step(self) -> tuple[float, float]:
+        start = time.perf_counter()
+        scheduled, is_prefill = self.scheduler.schedule()
+        middle = time.perf_counter()
+        token_ids = [7] * len(scheduled)
+        assert len(token_ids) == NUM_RUNNING
+        resumed = time.perf_counter()
+        self.scheduler.postprocess(scheduled, token_ids, is_prefill)
+        return middle - start, time.perf_counter() - resumed
+
+
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """The same prompts for every subject; no two alike, so that nothing is a cache hit."""
@@ -225,15 +278,34 @@ SUBJECTS: dict[str, Callable[[Load, Prompts], Subject]] = {
 }
 
 
-def measure_steps(repetitions: int, num_steps: int) -> dict[str, dict[str, list[list[float]]]]:
+def subjects_of(load: Load, nano_vllm: Path | None) -> dict[str, Callable[[Prompts], Subject]]:
+    """Who is measured under a load."""
+    subjects: dict[str, Callable[[Prompts], Subject]] = {
+        name: functools.partial(make, load) for name, make in SUBJECTS.items()
+    }
+    if nano_vllm is not None and not load.num_waiting:
+        subjects["nano-vllm"] = lambda prompts: NanoVllmSubject(load, prompts, nano_vllm)
+    return subjects
+
+
+def revision_of(checkout: Path) -> str:
+    """The git revision that was measured, so that a reader can do it again."""
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown: no git checkout, perhaps not the original code"
+
+
+def measure_steps(
+    repetitions: int, num_steps: int, nano_vllm: Path | None
+) -> dict[str, dict[str, list[list[float]]]]:
     """{load: {subject: [[schedule us, update us] of every step]}}, subjects taking turns."""
     prompts = Prompts.draw()
     samples: dict[str, dict[str, list[list[float]]]] = {
-        load.name: {name: [] for name in SUBJECTS} for load in LOADS
+        load.name: {name: [] for name in subjects_of(load, nano_vllm)} for load in LOADS
     }
     for _ in range(repetitions):
         for load in LOADS:
-            subjects = {name: make(load, prompts) for name, make in SUBJECTS.items()}
+            subjects = {name: make(prompts) for name, make in subjects_of(load, nano_vllm).items()}
             for index in range(num_steps):
                 for name, subject in subjects.items():
                     seconds = subject.step()
@@ -354,13 +426,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100, help="per repetition (at most 240)")
+    parser.add_argument("--nano-vllm", type=Path, help="a checkout, to measure side by side")
     arguments = parser.parse_args()
     environment = record_environment()
     console = Console(highlight=False, width=120)
-    steps = report_steps(console, measure_steps(arguments.repetitions, arguments.steps))
+    steps = report_steps(
+        console, measure_steps(arguments.repetitions, arguments.steps, arguments.nano_vllm)
+    )
     pool = measure_pool(arguments.repetitions)
     report_pool(console, pool)
-    shape = {
+    shape: dict[str, object] = {
         "num_running": NUM_RUNNING,
         "num_waiting": NUM_WAITING,
         "num_parked_of_these": NUM_PARKED,
@@ -369,6 +444,8 @@ def main() -> None:
         "steps_per_repetition": arguments.steps,
         "target_step_us": TARGET_US,
     }
+    if arguments.nano_vllm is not None:
+        shape["nano_vllm_revision"] = revision_of(arguments.nano_vllm)
     results = {"shape": shape, "steps": steps, "block_pool_thousand_blocks_per_s": pool}
     write_results("scheduler", environment, results)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
 from engine.engine import Engine
-from engine.outputs import GrantedBlocks
+from engine.kv_cache_manager import GrantedBlocks
 from engine.request import Request, RequestStatus
 
 Key = tuple[str, int]  # (request_id, epoch)

@@ -31,10 +31,11 @@ MEMORY_S = 60.0
 # A Cancel or its Quiet may be lost, or meet a link that is down: ask again while blocks are held.
 RECANCEL_S = 1.0
 TICK_S = 0.1
+NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport="", exposed_transfer_s=0.0)
 
 
 class ReservationState(Enum):
-    """Where a reservation is."""
+    """Where a reservation is. What is computed here is COMMITTED from the start."""
 
     PARKED = "PARKED"
     GRANTED = "GRANTED"
@@ -76,10 +77,7 @@ class Reservations:
         options: how much may be received at a time.
     """
 
-    def __init__(
-        self, engine: Engine, receiver: KVReceiver, options: DecodeOptions | None = None
-    ) -> None:
-        options = options or DecodeOptions()
+    def __init__(self, engine: Engine, receiver: KVReceiver, options: DecodeOptions) -> None:
         self._engine = engine
         self._receiver = receiver
         self._open: dict[Key, Reservation] = {}  # PARKED, GRANTED, RECEIVING
@@ -112,6 +110,26 @@ class Reservations:
         if starter == engine_id:
             self._want_grant(key, reservation)
         return reservation
+
+    def decline(
+        self, request: Request, epoch: int, engine_id: str, received_at: float
+    ) -> Reservation:
+        """Note that ``engine_id`` need not send a request's KV, as it is computed here."""
+        key = (request.request_id, epoch)
+        now = time.monotonic()
+        self._ended[key] = now  # for its START
+        if self._early_starts.pop(key, None) is not None:
+            self._receiver.cancel(key[0], epoch, engine_id)
+        return Reservation(
+            request,
+            epoch,
+            engine_id,
+            received_at,
+            state=ReservationState.COMMITTED,
+            committed_at=now,
+            committed_at_step=self._engine.num_steps,
+            receipt=NO_PUSH,
+        )
 
     def settle(self, event: TransferEvent) -> Reservation | None:
         """Take a transfer event; returns the reservation if it is now COMMITTED or has failed.

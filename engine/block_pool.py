@@ -11,8 +11,9 @@ with the same prefix can take it back (`touch`). Knows no request and no tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
 from baton.link import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
@@ -26,14 +27,15 @@ class KVCacheBlock:
         ref_count: holders; 0 exactly while it is in the free list.
         block_hash: of its content, once it is full and committed.
         silent: no event speaks of its content.
+        previous, next: its neighbours while it is in the free list; of no meaning otherwise.
     """
 
     block_id: int
     ref_count: int = 0
     block_hash: BlockHash | None = None
     silent: bool = False
-    previous: KVCacheBlock | None = None
-    next: KVCacheBlock | None = None
+    previous: KVCacheBlock = field(init=False, repr=False)
+    next: KVCacheBlock = field(init=False, repr=False)
 
 
 class BlockPool:
@@ -46,17 +48,16 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
         self.num_blocks = num_blocks
-        self.num_free = 0
+        self.num_free = num_blocks
         self._blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
-        self._head.next = self._tail
-        self._tail.previous = self._head
+        chain = [self._head, *self._blocks, self._tail]
+        for previous, block in itertools.pairwise(chain):
+            previous.next, block.previous = block, previous
         # One block per hash nearly always; a dict only where two blocks hold the same content.
         self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._events: list[KVCacheEvent] | None = [] if record_events else None
-        for block in self._blocks:
-            self._append_free(block)
 
     # ------------------------------------------------------------------ references
 
@@ -68,15 +69,16 @@ class BlockPool:
         if num_blocks > self.num_free:
             return None
         block_ids = []
+        block = self._head.next
         for _ in range(num_blocks):
-            block = self._head.next
-            assert block is not None
-            assert block is not self._tail
-            self._remove_free(block)
             if block.block_hash is not None:
                 self._forget(block)
             block.ref_count = 1
             block_ids.append(block.block_id)
+            block = block.next
+        # The run is unlinked at once: `block` is the first that stays free, or the tail.
+        self._head.next, block.previous = block, self._head
+        self.num_free -= num_blocks
         return block_ids
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -92,7 +94,8 @@ class BlockPool:
             block = self._blocks[block_id]
             assert block.block_hash is not None, f"block {block_id} caches nothing"
             if block.ref_count == 0:
-                self._remove_free(block)
+                block.previous.next, block.next.previous = block.next, block.previous
+                self.num_free -= 1
             block.ref_count += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -101,12 +104,16 @@ class BlockPool:
         Blocks are freed in the order given, and the first freed is the first to be given out
         again: callers give a request's tail first.
         """
+        blocks, last = self._blocks, self._tail.previous
         for block_id in block_ids:
-            block = self._blocks[block_id]
+            block = blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is free already"
             block.ref_count -= 1
             if block.ref_count == 0:
-                self._append_free(block)
+                last.next, block.previous = block, last
+                last = block
+                self.num_free += 1
+        last.next, self._tail.previous = self._tail, last
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks are in the free list (and would leave it when touched)."""
@@ -136,7 +143,7 @@ class BlockPool:
             parent: hash of the block before the first of them.
             silent: record no events about these names, now or later.
         """
-        if silent:
+        if silent or self._events is None:
             for block_id, block_hash in zip(block_ids, hashes, strict=True):
                 self._name(block_id, block_hash)
                 self._blocks[block_id].silent = True
@@ -198,9 +205,8 @@ class BlockPool:
 
     def _free_blocks(self) -> Iterator[KVCacheBlock]:
         block = self._head.next
-        while block is not None and block is not self._tail:
+        while block is not self._tail:
             assert block.ref_count == 0
-            assert block.next is not None
             assert block.next.previous is block
             yield block
             block = block.next
@@ -241,20 +247,3 @@ class BlockPool:
         del self._cached[block_hash]
         if self._events is not None and not silent:
             self._events.append(BlocksRemoved((block_hash,)))
-
-    def _append_free(self, block: KVCacheBlock) -> None:
-        last = self._tail.previous
-        assert last is not None
-        last.next = block
-        block.previous = last
-        block.next = self._tail
-        self._tail.previous = block
-        self.num_free += 1
-
-    def _remove_free(self, block: KVCacheBlock) -> None:
-        assert block.previous is not None
-        assert block.next is not None
-        block.previous.next = block.next
-        block.next.previous = block.previous
-        block.previous = block.next = None
-        self.num_free -= 1

@@ -31,11 +31,11 @@ from engine.kv_cache import (
     choose_num_blocks,
     kv_cache_spec,
 )
-from engine.kv_cache_manager import KVCacheManager
+from engine.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.memory_profile import measure_kv_cache_bytes
 from engine.metrics import EngineMetrics
 from engine.model_runner import make_model_runner
-from engine.outputs import GrantedBlocks, ModelRunnerOutput, SchedulerOutput, StepResult
+from engine.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler
 from models import load_model
@@ -102,8 +102,9 @@ class Engine:
             kv_cache_manager,
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            long_prefill_threshold=config.long_prefill_threshold,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=config.scheduling_policy,
+            preemption=config.preemption,
         )
         self._runner = make_model_runner(
             model, self.kv_cache, self.kv_cache_spec, config, backend_name, self.max_model_len
@@ -158,7 +159,8 @@ class Engine:
 
         Returns its granted blocks beyond ``num_tokens``, which a remote node may still write.
         """
-        return self._scheduler.keep_received(request_id, num_tokens)
+        manager = self._scheduler.kv_cache_manager
+        return manager.keep_received(self.requests[request_id], num_tokens)
 
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
         """Places in ``Request.block_ids`` of the blocks that travel with a prompt."""
@@ -187,6 +189,15 @@ class Engine:
         """
         failures, self._scheduler.failures = self._scheduler.failures, []
         return failures
+
+    def take_handed_back(self) -> list[Request]:
+        """Requests that were preempted since the last call, and are not recomputed here."""
+        handed_back, self._scheduler.handed_back = self._scheduler.handed_back, []
+        return handed_back
+
+    def can_begin(self, request: Request) -> bool:
+        """Whether a new request would run in the next step, and nobody the later for it."""
+        return self._scheduler.can_begin(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; None when it is not here."""
@@ -231,7 +242,7 @@ class Engine:
         if self._in_flight is not None:
             output, self._in_flight = self._in_flight.result(), None
             result = self._update(output)
-            scheduled = self._scheduler.without_finished(scheduled)
+            scheduled = scheduled.without_finished()
         if scheduled.scheduled:
             self.last_scheduled = scheduled
             prepared = self._runner.prepare(scheduled)

@@ -14,7 +14,7 @@ from baton_kernels.attention.base import AttentionMetadata
 from engine.block_table import BlockTable
 from engine.logprobs import PromptRows
 from engine.outputs import ScheduledRequest
-from engine.philox import UniformTable
+from engine.philox import WordTable
 from engine.request import Request
 from engine.sampling_input import PARAMETERS, SamplingInput, parameters_row
 
@@ -100,7 +100,7 @@ class InputBatch:
         ]
         self._slides = any(window is not None for window in sliding_windows)
         self._parameters = np.zeros(max_num_requests, dtype=PARAMETERS)
-        self._uniforms = UniformTable(max_num_requests)
+        self._random_words = WordTable(max_num_requests)
         self._row_of: dict[Request, int] = {}
         self._num_preemptions = [0] * max_num_requests  # of the request in each row, when written
         self._num_blocks = [0] * max_num_requests  # of all groups, as written
@@ -141,7 +141,7 @@ class InputBatch:
             SamplingInput.of(
                 [scheduled[index].request for index in sampling.tolist()],
                 chosen,
-                self._uniforms.take(
+                self._random_words.take(
                     rows[sampling],
                     chosen["seed"],
                     num_known[sampling] - chosen["num_prompt_tokens"],
@@ -219,7 +219,7 @@ class InputBatch:
                 self._free_others(scheduled)
             row = self._row_of[request] = self._free_rows.pop()
             self._parameters[row] = parameters_row(request)
-            self._uniforms.clear(row)
+            self._random_words.clear(row)
         self._num_preemptions[row] = request.num_preemptions
         self._num_blocks[row] = 0
         for block_table in self._block_tables:

@@ -7,13 +7,27 @@ blocks of the pool; ``Request.block_ids`` has them all (`engine/kv_cache_coordin
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from baton.block_hash import BlockHash, BlockHasher
 from engine.block_pool import BlockPool
 from engine.kv_cache_coordinator import KVCacheCoordinator
-from engine.outputs import GrantedBlocks
 from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedBlocks:
+    """Where a remote node writes a parked request's initial tokens.
+
+    Attributes:
+        first_block: how many of the blocks that travel (`KVCacheManager.handoff_indices`) are here
+            already; the others are to be written.
+        block_ids: of those others, in order.
+    """
+
+    first_block: int
+    block_ids: tuple[int, ...]
 
 
 class KVCacheManager:
@@ -25,6 +39,9 @@ class KVCacheManager:
         sliding_windows: of each KV cache group; None: full attention.
         hasher: names blocks for the prefix cache; None switches it off.
         record_events: keep what the prefix cache stored and removed.
+
+    Attributes:
+        slides: whether blocks slide out of a window, so that `free_slid_out` has something to do.
     """
 
     def __init__(
@@ -41,6 +58,7 @@ class KVCacheManager:
         self.num_groups = len(sliding_windows)
         self._coordinator = KVCacheCoordinator(sliding_windows, block_size, self.block_pool)
         self._null_block = self._coordinator.null_block
+        self.slides = self._null_block is not None
         self._hasher = hasher
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -109,9 +127,12 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request) -> None:
         """Name the request's blocks that are full and computed, so that others can find them."""
+        self._cache_up_to(request, request.num_computed_tokens)
+
+    def _cache_up_to(self, request: Request, num_tokens: int) -> None:
         if self._hasher is None:
             return
-        num_full = request.num_computed_tokens // self.block_size
+        num_full = num_tokens // self.block_size
         first = request.num_cached_blocks
         if num_full <= first:
             return
@@ -191,6 +212,25 @@ class KVCacheManager:
         first = bisect.bisect_left(places, request.num_cached_blocks * self.num_groups)
         return GrantedBlocks(first, tuple(request.block_ids[place] for place in places[first:]))
 
+    def keep_received(self, request: Request, num_tokens: int) -> tuple[int, ...]:
+        """Name the full blocks that arrived for a granted request, which is about to be aborted.
+
+        Args:
+            num_tokens: whose KV is complete, whatever happened to the others.
+
+        Returns:
+            Its granted blocks that are not complete.
+        """
+        assert num_tokens <= request.num_initial_tokens
+        self._cache_up_to(request, num_tokens)
+        return self.blocks_to_receive(request).block_ids
+
+    def num_tokens_to_grant(self, request: Request) -> int:
+        """Tokens up to the end of the decode block, the one behind the prompt's last block."""
+        num_blocks = -(-request.num_initial_tokens // self.block_size) + 1
+        room = min(num_blocks * self.block_size, request.max_num_tokens)
+        return max(room, request.num_initial_tokens)
+
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
         """Places in ``block_ids`` of the blocks that a node needs to go on after a prompt.
 
@@ -206,7 +246,9 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Drop the request's references, tail blocks first: a prefix is worth keeping longest."""
-        null_block = self._null_block
-        self.block_pool.release(b for b in reversed(request.block_ids) if b != null_block)
+        block_ids: Iterable[int] = reversed(request.block_ids)
+        if self._null_block is not None:
+            block_ids = (b for b in block_ids if b != self._null_block)
+        self.block_pool.release(block_ids)
         request.block_ids = []
         request.num_cached_blocks = 0

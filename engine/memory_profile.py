@@ -101,7 +101,7 @@ def measure_kv_cache_bytes(
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"max_model_len: a step with a request of {longest} tokens does not fit {device} "
-                f"({profile}); lower it, or long_prefill_threshold"
+                f"({profile}); lower it, or long_prefill_token_threshold"
             ) from error
         # On a GPU, the first step makes libraries take memory for good. On a CPU, memory that the
         # allocator keeps after it would count twice.
@@ -126,7 +126,7 @@ def largest_step(config: EngineConfig, max_seq_len: int, num_groups: int = 1) ->
     left, scheduled = config.max_num_batched_tokens, []
     for index in range(config.max_num_requests):
         others = config.max_num_requests - index - 1
-        num_tokens = min(config.long_prefill_threshold, left - others, max_seq_len)
+        num_tokens = min(config.long_prefill_token_threshold, left - others, max_seq_len)
         left -= num_tokens
         seq_len = max_seq_len if index == 0 else num_tokens
         params = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)

@@ -1,4 +1,4 @@
-"""Randomness as a function of (seed, output position): there is no generator state to lose.
+"""Random words as a function of (seed, output position): there is no generator state to lose.
 
 What is kept here between steps was only computed ahead.
 """
@@ -19,13 +19,13 @@ _WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # [2, 1]
 _KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * _WEYL  # [rounds, 2, 1]
 
 
-def counter_uniforms(
+def counter_words(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1), one per seed and output position; `[n]` in and out.
+) -> npt.NDArray[np.uint32]:
+    """Two random words, `[n, 2]`, for each of `[n]` seeds and output positions.
 
     Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) with
-    the seed as key and the position as counter; 53 bits of its output.
+    the seed as key and the position as counter; the first two words of its output.
     """
     counters = positions.astype(np.uint64)
     keys = np.stack((seeds & _LOW, seeds >> _HALF))  # [2, n]
@@ -37,22 +37,20 @@ def counter_uniforms(
         products = multiplied * _MULTIPLIERS
         multiplied = (products >> _HALF)[::-1] ^ mixed ^ round_key
         mixed = (products & _LOW)[::-1]
-    bits = (multiplied[0] << _HALF | mixed[0]) >> np.uint64(11)
-    uniforms: npt.NDArray[np.float64] = bits * 2.0**-53
-    return uniforms
+    return np.stack((multiplied[0], mixed[0]), axis=1).astype(np.uint32)
 
 
-class UniformTable:
-    """Uniforms of the next output positions of each row's request.
+class WordTable:
+    """Random words of the next output positions of each row's request.
 
-    A call of `counter_uniforms` costs the same for one position and for some.
+    A call of `counter_words` costs the same for one position and for some.
 
     Args:
         num_rows: one per request.
     """
 
     def __init__(self, num_rows: int) -> None:
-        self._uniforms = np.zeros((num_rows, POSITIONS_AHEAD))
+        self._words = np.zeros((num_rows, POSITIONS_AHEAD, 2), dtype=np.uint32)
         self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # position of each row's first
 
     def clear(self, row: int) -> None:
@@ -64,15 +62,15 @@ class UniformTable:
         rows: npt.NDArray[np.int64],
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.float64]:
-        """`counter_uniforms` of seeds and positions; all are `[n]`, rows without repetition."""
+    ) -> npt.NDArray[np.uint32]:
+        """`counter_words` of seeds and positions; all are `[n]`, rows without repetition."""
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
             # All of them, so that they run out together and not one in every step.
             wanted = positions[:, None] + np.arange(POSITIONS_AHEAD)  # [n, POSITIONS_AHEAD]
-            uniforms = counter_uniforms(seeds.repeat(POSITIONS_AHEAD), wanted.reshape(-1))
-            self._uniforms[rows] = uniforms.reshape(wanted.shape)
+            words = counter_words(seeds.repeat(POSITIONS_AHEAD), wanted.reshape(-1))
+            self._words[rows] = words.reshape(*wanted.shape, 2)
             self._first[rows] = positions
             ahead = np.zeros_like(positions)
-        taken: npt.NDArray[np.float64] = self._uniforms[rows, ahead]
+        taken: npt.NDArray[np.uint32] = self._words[rows, ahead]
         return taken

@@ -185,6 +185,21 @@ class Request:
         taken, self.prompt_logprobs = self.prompt_logprobs, []
         return None, *taken
 
+    def take_siblings(self) -> list[Request]:
+        """Those of its siblings that have not ended; it has none from now on."""
+        siblings, self.siblings = self.siblings, []
+        return [sibling for sibling in siblings if not sibling.status.is_finished]
+
+    def status_after(self, token_id: int) -> RequestStatus:
+        """What ``token_id``, its last one and known to its grammar already, makes of it."""
+        if token_id in self.stop_token_ids:
+            return RequestStatus.FINISHED_STOPPED
+        if self.grammar is not None and self.grammar.is_terminated:
+            return RequestStatus.FINISHED_STOPPED
+        if len(self.token_ids) >= self.max_num_tokens:
+            return RequestStatus.FINISHED_LENGTH
+        return self.status
+
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]

@@ -1,33 +1,28 @@
-"""Sampler: logits to tokens. Randomness is a function of (seed, output position) alone.
+"""Sampler: logits to tokens. Randomness is a function of (seed, output position, token id) alone.
 
 So the same request gives the same tokens whatever shares its batch, whichever node samples, and
-after any preemption or retry. What the size of the vocabulary multiplies is float32 and done once
-per row; the few tokens that filters leave are weighed in float64 on the host.
+after any preemption or retry. Here is what the filters keep; which of that is drawn: gumbel.py.
+What the size of the vocabulary multiplies is float32; on a CPU, what decides is float64.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.gumbel import Floats, TokenIds, Words, best_scores, draw
 from engine.logits import adjust_logits
 from engine.sampling_input import SamplingInput
-
-Floats = npt.NDArray[np.float64]
-TokenIds = npt.NDArray[np.int64]
 
 # Most distributions have nearly all their mass in so many tokens, and sorting a whole vocabulary
 # for top-p costs many times more: where the first do not hold enough, the next are looked at.
 TOP_VALUES = (128, 2048)
-# Tokens whose probabilities are added up before a draw looks at them one by one.
-TOKENS_PER_SUM = 64
-# A temperature next to zero would overflow the division; it is greedy by then.
-_LEAST_TEMPERATURE = 1e-6
-_BELOW_ONE = 1 - 2.0**-53
+# Share of all logits beyond which picking the kept ones out takes longer than a draw of them all.
+MANY_KEPT = 1 / 32
+# Beyond these float32 overflows; below, sampling is greedy, above, all tokens are as probable.
+_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e30
 
 
 def sample(logits: Tensor, sampling: SamplingInput) -> list[int]:
@@ -36,16 +31,16 @@ def sample(logits: Tensor, sampling: SamplingInput) -> list[int]:
     Args:
         logits: `[num_requests, vocab_size]` float32; row i belongs to request i of ``sampling``.
     """
-    parameters, uniforms = sampling.parameters, sampling.uniforms
+    parameters, keys = sampling.parameters, sampling.keys
     if not sampling.adjusted:
-        return _as_list(_choose(logits, parameters, uniforms))
+        return _as_list(_choose(logits, parameters, keys))
     token_ids = np.empty(len(logits), dtype=np.int64)
     adjusted = np.fromiter(sampling.adjusted, dtype=np.int64)
     plain = np.delete(np.arange(len(logits)), adjusted)
     changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()))
-    token_ids[adjusted] = _choose(changed, parameters[adjusted], uniforms[adjusted])
+    token_ids[adjusted] = _choose(changed, parameters[adjusted], keys[adjusted])
     if len(plain):
-        token_ids[plain] = _choose(_rows(logits, plain), parameters[plain], uniforms[plain])
+        token_ids[plain] = _choose(_rows(logits, plain), parameters[plain], keys[plain])
     return _as_list(token_ids)
 
 
@@ -54,17 +49,17 @@ def _as_list(token_ids: TokenIds) -> list[int]:
     return as_list
 
 
-def _choose(logits: Tensor, parameters: npt.NDArray[np.void], uniforms: Floats) -> TokenIds:
+def _choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """The most probable token of greedy requests, a drawn one of the others."""
     filtered = (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
     ways = np.where(parameters["temperature"] == 0, 0, 1 + filtered)
     choose = (_most_probable, _draw, _draw_filtered)
     if len(ways) == 1 or (ways == ways[0]).all():
-        return choose[ways[0]](logits, parameters, uniforms)
+        return choose[ways[0]](logits, parameters, keys)
     token_ids = np.empty(len(logits), dtype=np.int64)
     for way in np.unique(ways):
         rows = (ways == way).nonzero()[0]
-        token_ids[rows] = choose[way](_rows(logits, rows), parameters[rows], uniforms[rows])
+        token_ids[rows] = choose[way](_rows(logits, rows), parameters[rows], keys[rows])
     return token_ids
 
 
@@ -73,7 +68,7 @@ def _rows(logits: Tensor, rows: TokenIds) -> Tensor:
     return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
 
 
-def _most_probable(logits: Tensor, parameters: npt.NDArray[np.void], uniforms: Floats) -> TokenIds:
+def _most_probable(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     # Of equal ones the first. On the host numpy takes 1/20 of torch's time.
     token_ids: TokenIds = (
         logits.argmax(dim=-1).cpu().numpy() if logits.is_cuda else logits.numpy().argmax(axis=-1)
@@ -81,74 +76,32 @@ def _most_probable(logits: Tensor, parameters: npt.NDArray[np.void], uniforms: F
     return token_ids
 
 
-# ------------------------------------------------------------------ without filters
-
-
-def _draw(logits: Tensor, parameters: npt.NDArray[np.void], uniforms: Floats) -> TokenIds:
-    """Inverse-transform sampling in vocabulary order, in two steps: a run of tokens, then a token.
-
-    Sums are float64 but within a run, so that rounding that differs between batches or nodes hardly
-    ever moves a draw. A token of probability 0 is never drawn, not even by a uniform of 0.
-
-    Args:
-        uniforms: `[num_requests]`.
-    """
-    vocab_size = logits.shape[-1]
-    weights = _scaled(logits, parameters).softmax(dim=-1)  # [num_requests, vocab_size]
-    whole = vocab_size - vocab_size % TOKENS_PER_SUM
-    sums = weights[:, :whole].view(len(logits), -1, TOKENS_PER_SUM).sum(dim=-1)
-    if whole < vocab_size:
-        sums = torch.cat((sums, weights[:, whole:].sum(dim=-1, keepdim=True)), dim=-1)
-    run, share = _invert(sums.cpu().numpy(), uniforms)
-    token_ids = run[:, None] * TOKENS_PER_SUM + np.arange(TOKENS_PER_SUM)
-    index = torch.from_numpy(np.minimum(token_ids, vocab_size - 1)).to(weights.device)
-    in_run: Floats = weights.gather(1, index).cpu().numpy()  # [num_requests, TOKENS_PER_SUM]
-    offset, _ = _invert(np.where(token_ids < vocab_size, in_run, 0), share)
-    drawn: TokenIds = np.minimum(token_ids[:, 0] + offset, vocab_size - 1)
-    return drawn
-
-
-def _invert(weights: npt.NDArray[Any], uniforms: Floats) -> tuple[TokenIds, Floats]:
-    """In each row the entry where that share of its sum lies, and how far into the entry: [0, 1).
-
-    Weights are `[num_rows, n]`, all the rest `[num_rows]`. An entry of 0 is never taken.
-    """
-    cumulative = weights.cumsum(axis=1, dtype=np.float64)
-    target = uniforms * cumulative[:, -1]
-    # Strictly greater; no entry is where a row has nothing but 0 or NaN.
-    entry = (cumulative > target[:, None]).argmax(axis=1)
-    rows = np.arange(len(weights))
-    weight = weights[rows, entry].astype(np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = 1 - (cumulative[rows, entry] - target) / weight
-    return entry, np.fmin(np.fmax(share, 0.0), _BELOW_ONE)
-
-
-def _scaled(logits: Tensor, parameters: npt.NDArray[np.void]) -> Tensor:
-    """Logits over temperature."""
-    temperature = torch.from_numpy(_temperatures(parameters)).to(logits)
-    return logits / temperature.unsqueeze(1)
+def _draw(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
+    return draw(logits, _temperatures(parameters), keys)
 
 
 def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
-    temperatures: Floats = np.maximum(parameters["temperature"], _LEAST_TEMPERATURE)
-    return temperatures
+    return parameters["temperature"].clip(_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE)
 
 
 # ------------------------------------------------------------------ with filters
 
 
-def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], uniforms: Floats) -> TokenIds:
-    """Inverse-transform sampling of what the filters leave, in vocabulary order."""
-    least = _least_kept(logits, parameters)  # [num_requests]
-    rows, token_ids, values = _at_least(logits, least)
-    counts = np.bincount(rows, minlength=len(logits))
-    place = np.arange(len(rows)) - (counts.cumsum() - counts)[rows]  # in its request
-    shape = (len(logits), max(int(counts.max()), 1))
-    kept, kept_ids = np.full(shape, -np.inf), np.zeros(shape, dtype=np.int64)
-    kept[rows, place], kept_ids[rows, place] = values, token_ids
-    drawn, _ = _invert(_weights(kept, kept.max(axis=1), parameters), uniforms)
-    return kept_ids[np.arange(len(logits)), drawn]
+def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
+    """With the noise that it has without filters, so that the winner is the same if it is kept."""
+    temperatures = _temperatures(parameters)
+    least = _least_kept(logits, parameters)[:, None]
+    if logits.is_cuda:
+        gone = logits < torch.from_numpy(least).to(logits)
+        return draw(logits.masked_fill(gone, -torch.inf), temperatures, keys)
+    host = logits.numpy()
+    kept = host >= least.astype(host.dtype)  # [num_requests, vocab_size]
+    if np.count_nonzero(kept) > MANY_KEPT * kept.size:
+        return draw(torch.from_numpy(np.where(kept, host, -np.inf)), temperatures, keys)
+    index = np.flatnonzero(kept)
+    rows, token_ids = np.divmod(index, host.shape[1])
+    values = host.reshape(-1)[index].astype(np.float64)
+    return best_scores(len(host), rows, token_ids, values, temperatures, keys)
 
 
 def _least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
@@ -225,8 +178,10 @@ def _weights(values: Floats, best: Floats, parameters: npt.NDArray[np.void]) -> 
 
 def _total_weight(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
     """The same of the whole vocabulary, added up: `[num_requests]`."""
+    temperatures = torch.from_numpy(_temperatures(parameters)).to(logits).unsqueeze(1)
     # Of the best one it is 1, so that the share of that one tells all.
-    best: Floats = _scaled(logits, parameters).softmax(dim=-1).amax(dim=-1).double().cpu().numpy()
+    shares = (logits / temperatures).softmax(dim=-1)
+    best: Floats = shares.amax(dim=-1).double().cpu().numpy()
     return 1 / best
 
 
@@ -241,15 +196,3 @@ def _largest(logits: Tensor, num_values: int) -> Floats:
     largest = np.partition(values, first, axis=1)[:, first:] if first else values.copy()
     largest.sort(axis=1)
     return np.asarray(largest[:, ::-1], dtype=np.float64)
-
-
-def _at_least(logits: Tensor, least: Floats) -> tuple[TokenIds, TokenIds, Floats]:
-    """(row, token id, logit) of what reaches its request's least logit, in that order."""
-    if logits.is_cuda:
-        limit = torch.from_numpy(least).to(logits).unsqueeze(1)
-        rows, token_ids = (logits >= limit).nonzero(as_tuple=True)
-        values = logits[rows, token_ids].double()
-        return rows.cpu().numpy(), token_ids.cpu().numpy(), values.cpu().numpy()
-    host = logits.numpy()
-    index = np.flatnonzero(host >= least[:, None].astype(host.dtype))
-    return *np.divmod(index, host.shape[1]), host.reshape(-1)[index].astype(np.float64)

@@ -82,13 +82,13 @@ class SamplingInput:
 
     Attributes:
         parameters: `[num_requests]` of `PARAMETERS`.
-        uniforms: `[num_requests]`, in [0, 1), by seed and output position; what chance decides.
+        keys: `[num_requests, 2]`, random words by seed and output position; all that chance is.
         adjusted: by row, the requests whose choice depends on more than the model's logits.
     """
 
     request_ids: tuple[str, ...]
     parameters: npt.NDArray[np.void]
-    uniforms: npt.NDArray[np.float64]
+    keys: npt.NDArray[np.uint32]
     adjusted: dict[int, RequestSnapshot]
 
     @classmethod
@@ -96,18 +96,18 @@ class SamplingInput:
         cls,
         requests: Sequence[Request],
         parameters: npt.NDArray[np.void],
-        uniforms: npt.NDArray[np.float64],
+        keys: npt.NDArray[np.uint32],
     ) -> SamplingInput:
         """Copy what is needed of the requests.
 
         Args:
             parameters: `[num_requests]` of `PARAMETERS`, theirs.
-            uniforms: `[num_requests]`, theirs.
+            keys: `[num_requests, 2]`, theirs.
         """
         return cls(
             tuple([r.request_id for r in requests]),
             parameters,
-            uniforms,
+            keys,
             {
                 row: RequestSnapshot.of(requests[row])
                 for row in parameters["changes_logits"].nonzero()[0].tolist()

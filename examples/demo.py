@@ -55,7 +55,7 @@ def main() -> int:
     config = LocalDeploymentConfig(
         model=arguments.model,
         listen=_free_address(),
-        node_args=["--kv-cache-memory", "256M", "--long-prefill-threshold", "256"],
+        node_args=["--kv-cache-memory", "256M", "--long-prefill-token-threshold", "256"],
     )
     try:
         console.print(Rule("starting router, prefill node (p0) and decode node (d0)"))

@@ -224,7 +224,7 @@ class Sender:
             elif transfer.engine_id != message.engine_id:
                 logger.warning("dropped a message about another node's transfer")
             elif isinstance(message, Cancel):
-                self._fail(transfer, "cancelled by the decode node")
+                self._fail(transfer, "")  # why, the decode node knows
             else:
                 self._take_grant(transfer, message)
 

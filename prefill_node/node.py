@@ -7,12 +7,13 @@ One thread calls `step`; commands come in, and events go out, through queues.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from baton.errors import InvalidRequestError, TransferError
 from baton.link import (
@@ -196,7 +197,7 @@ class PrefillNode:
             job = self._jobs.pop(output.request_id)
             # The engine stops after one token: unless that is the end indeed, D goes on.
             if job.command.decode_engine_id and output.finish_reason is not FinishReason.STOP:
-                output = dataclasses.replace(output, finish_reason=None)
+                output = msgspec.structs.replace(output, finish_reason=None)
                 handed_over[output.request_id] = output
             else:
                 self.push_tracker.drop(output.request_id, "")
@@ -226,7 +227,13 @@ class PrefillNode:
             case TransferEventKind.PEER_FAILED:
                 self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             case _:
-                if self.push_tracker.settle(event):
+                if not self.push_tracker.settle(event):
+                    pass
+                elif not event.reason:  # the decode node wants it no more; the router knows
+                    job = self._jobs.get(event.request_id)
+                    if job is not None and job.command.epoch == event.epoch:
+                        self._end(event.request_id)
+                else:
                     self._fail(event.request_id, event.epoch, "UNAVAILABLE", event.reason)
 
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:

@@ -34,6 +34,10 @@ from router.policies.base import RouteQuery, RoutingPolicy
 
 # A node gives up on a request this long after the router would have: a last safety net.
 NODE_EXTRA_TIMEOUT_S = 5.0
+# Of a request whose token 1 the decode node sampled, for it had nearly all of the prompt.
+NO_PREFILL = PrefillReceipt(
+    queue_s=0.0, prefill_s=0.0, num_chunks=0, num_computed_tokens=0, num_cached_tokens=0
+)
 
 _ERRORS: dict[str, type[BatonError]] = {
     "UNAVAILABLE": NodeUnavailableError,
@@ -203,7 +207,6 @@ class _Attempt:
 
     def receipt(self, decode: DecodeReceipt | None) -> Receipt:
         """What the call cost up to now; ``decode``: the decode node's part, with its last token."""
-        assert self._prefill_receipt is not None
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
             num_output_tokens=self._num_output_tokens,
@@ -211,7 +214,7 @@ class _Attempt:
             total_s=time.perf_counter() - self._call.received_at,
             prefill_node=self._prefill.name,
             decode_node=self._decode.name if self._decode and self._decoded else "",
-            prefill=self._prefill_receipt,
+            prefill=self._prefill_receipt or NO_PREFILL,
             decode=decode,
         )
 
@@ -223,13 +226,14 @@ class _Attempt:
                 continue
             node.close_leg(self._call.request_id, self._epoch)
             # What ended on the decode node ended on both; else either may still be at work.
-            if self._finished_on is not NodeRole.DECODE:
+            if self._finished_on is not NodeRole.DECODE or self._prefill_receipt is None:
                 node.send(CancelCommand(self._call.request_id, self._epoch))
 
     def _note(self, delta: RequestDelta) -> None:
+        if not self._ttft_s:
+            self._ttft_s = time.perf_counter() - self._call.received_at
         if delta.prefill is not None:
             self._prefill_receipt = delta.prefill
-            self._ttft_s = time.perf_counter() - self._call.received_at
             self._prefill.relieve_leg(self._call.request_id, self._epoch)
         if self._prefill_receipt is not None and self._kv_arrived:  # it has no more to say
             self._prefill.close_leg(self._call.request_id, self._epoch)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Tests are many small computations: more threads only make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from engine.kv_retention import NULL_BLOCK
+from engine.scheduler import Scheduler
+from tests.fakes.dead_engines import died_on_purpose
 
 # No deadline: a shared machine stops a test now and then. The gate runs the same examples each
 # time; at a desk each run tries new ones.
@@ -18,3 +26,29 @@ settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
 )
 settings.load_profile("baton")
+
+
+@pytest.fixture(scope="session")
+def schedulers() -> Iterator[WeakSet[Scheduler]]:
+    """All that live in this process, whoever made them."""
+    found: WeakSet[Scheduler] = WeakSet()
+    init = Scheduler.__init__
+
+    def remember(self: Scheduler, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        found.add(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "__init__", remember)
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def no_block_is_lost(schedulers: WeakSet[Scheduler]) -> Iterator[None]:
+    """After every test, in every engine: end what is still open, and all blocks are free."""
+    yield
+    for scheduler in list(schedulers):
+        for request_id in list(scheduler.requests):
+            scheduler.abort(request_id)
+        held = scheduler.kv_cache_manager.block_pool.ref_counts()
+        assert died_on_purpose(scheduler) or held in ({}, {NULL_BLOCK: 1})

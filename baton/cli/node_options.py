@@ -29,13 +29,19 @@ def parse_bytes(option: str, text: str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
+def node_command(
+    role: str,
+    summary: str,
+    program: str,
+    complete: Callable[[NodeOptions], NodeOptions] = lambda options: options,
+) -> Callable[..., None]:
     """The command of a node program.
 
     Args:
         role: for the default name.
         summary: what `--help` says first.
         program: ``"package.module:function"`` that makes the node.
+        complete: adds what only this role can be told; may raise ConfigError.
     """
 
     def command(
@@ -82,9 +88,9 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
         max_num_batched_tokens: Annotated[
             int, typer.Option(help="Most tokens in a step.")
         ] = _DEFAULTS.max_num_batched_tokens,
-        long_prefill_threshold: Annotated[
+        long_prefill_token_threshold: Annotated[
             int, typer.Option(help="Most tokens of one prompt in a step (its chunk).")
-        ] = _DEFAULTS.long_prefill_threshold,
+        ] = _DEFAULTS.long_prefill_token_threshold,
         scheduling_policy: Annotated[
             str, typer.Option(help="fcfs or priority.")
         ] = _DEFAULTS.scheduling_policy,
@@ -123,7 +129,7 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                     max_model_len=max_model_len or None,
                     max_num_requests=max_num_requests,
                     max_num_batched_tokens=max_num_batched_tokens,
-                    long_prefill_threshold=long_prefill_threshold,
+                    long_prefill_token_threshold=long_prefill_token_threshold,
                     scheduling_policy=scheduling_policy,
                     prefix_cache=prefix_cache,
                     prefix_hash=prefix_hash,
@@ -133,6 +139,7 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                 ),
                 log_level=log_level,
             )
+            options = complete(options)
         except ConfigError as error:
             print_error(error)
             raise typer.Exit(1) from None

@@ -48,7 +48,7 @@ def make_scheduler(
     *,
     max_num_requests: int = 8,
     max_num_batched_tokens: int = 64,
-    long_prefill_threshold: int = 64,
+    long_prefill_token_threshold: int = 64,
     prefix_cache: bool = False,
     sliding_windows: Sequence[int | None] = (None,),
     policy: str = "fcfs",
@@ -64,7 +64,7 @@ def make_scheduler(
         ),
         max_num_requests=max_num_requests,
         max_num_batched_tokens=max_num_batched_tokens,
-        long_prefill_threshold=long_prefill_threshold,
+        long_prefill_token_threshold=long_prefill_token_threshold,
         policy=policy,
     )
 

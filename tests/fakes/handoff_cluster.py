@@ -6,7 +6,8 @@ the network between them. Plays the router, too: it places requests and cancels 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -34,11 +35,12 @@ from kvconnector.messages import Message
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
+from tests.fakes.dead_engines import let_die
 from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
 
 Key = tuple[str, int]  # (request_id, epoch)
 BLOCK_SIZE = 4
-DECODE_OPTIONS = DecodeOptions()
+DECODE_OPTIONS = DecodeOptions(local_prefill_threshold=0)  # all KV travels
 
 
 class ThreadlessEndpoint(Endpoint):
@@ -94,7 +96,7 @@ class CheckedEngine(Engine):
 
     def commit(self, request_id: str, token_id: int) -> None:
         request = self.requests[request_id]
-        prompt = request.token_ids[: request.num_prompt_tokens]
+        prompt = request.token_ids[: request.num_initial_tokens]
         found = kv_of(self, request.block_ids, len(prompt))
         torch.testing.assert_close(found, self.expected_kv(prompt), rtol=1e-4, atol=1e-4)
         self.num_commits += 1
@@ -121,6 +123,8 @@ class Attempt:
     tokens: dict[int, int] = field(default_factory=dict)  # by output index
     num_tokens: int | None = None  # set with the finish reason
     error: str = ""
+    error_code: str = ""
+    num_initial: int = 0
     is_open: bool = True
 
     @property
@@ -136,7 +140,7 @@ class Cluster:
         expected_kv: the KV of a prompt, by an engine that shares nothing with these.
         num_blocks: of each node and KV cache group; few, so that memory is short.
         async_scheduling: of each node.
-        options: of the decode node.
+        options, preemption: of the decode node.
 
     Attributes:
         p_id: the prefill node's engine id; a restarted one has another.
@@ -151,8 +155,10 @@ class Cluster:
         *,
         async_scheduling: bool = False,
         options: DecodeOptions = DECODE_OPTIONS,
+        preemption: str = "recompute",
     ) -> None:
         self.network = ScriptedNetwork()
+        self.may_be_short = options.local_prefill_threshold > 0
         self.attempts: dict[Key, Attempt] = {}
         self.reports: list[PeerReport] = []
         self.receipts: dict[str, DecodeReceipt] = {}
@@ -163,11 +169,12 @@ class Cluster:
             num_blocks=num_blocks * num_groups,
             max_num_requests=4,
             max_num_batched_tokens=12,
-            long_prefill_threshold=5,
+            long_prefill_token_threshold=5,
             async_scheduling=async_scheduling,
         )
         self._start_prefill_node("p")
-        self.d_engine = CheckedEngine(folder, config)
+        d_config = dataclasses.replace(config, preemption=preemption)
+        self.d_engine = CheckedEngine(folder, d_config)
         self.d_engine.expected_kv = expected_kv
         with mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint):
             receiver = Receiver(
@@ -192,15 +199,25 @@ class Cluster:
 
     # ------------------------------------------------------------------ the router's part
 
-    def place(self, request_id: str, epoch: int, prompt: list[int], params: SamplingParams) -> None:
-        """Send both legs of a new attempt."""
-        self.attempts[request_id, epoch] = Attempt(prompt, params)
+    def place(
+        self,
+        request_id: str,
+        epoch: int,
+        prompt: list[int],
+        params: SamplingParams,
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Send both legs of a new attempt, which goes on behind the output of earlier ones."""
+        outputs = tuple(output_token_ids)
+        self.attempts[request_id, epoch] = Attempt(prompt, params, dict(enumerate(outputs)))
+        self.attempts[request_id, epoch].num_initial = len(outputs)
         self.d.submit(
             DecodeCommand(
                 request_id=request_id,
                 epoch=epoch,
                 prompt_token_ids=prompt,
                 sampling_params=params,
+                output_token_ids=outputs,
                 prefill_engine_id=self.p_id,
                 timeout_s=1e6,
             )
@@ -211,6 +228,7 @@ class Cluster:
                 epoch=epoch,
                 prompt_token_ids=prompt,
                 sampling_params=params,
+                output_token_ids=outputs,
                 decode_engine_id="d",
                 timeout_s=1e6,
             )
@@ -234,6 +252,7 @@ class Cluster:
             engine_id = self.p_id
         self.dead.add(engine_id)
         self.network.kill(engine_id)
+        let_die((self.d if engine_id == "d" else self.p).engine)
         survivor = self.p if engine_id == "d" else self.d
         survivor.submit(PeerUpdate(engine_id, removed=True))
 
@@ -265,11 +284,15 @@ class Cluster:
             self.receipts[output.request_id] = delta.decode
         if delta.error is not None:
             attempt.error = delta.error.message
+            attempt.error_code = delta.error.code
             self.cancel(key)
             return
         for offset, token_id in enumerate(output.token_ids):
-            assert output.output_index + offset not in attempt.tokens, "an index twice"
-            attempt.tokens[output.output_index + offset] = token_id
+            index = output.output_index + offset
+            # Only what both nodes computed, after a short-cut, may come twice.
+            may_come_twice = index == attempt.num_initial and self.may_be_short
+            assert index not in attempt.tokens or may_come_twice, "an index twice"
+            assert attempt.tokens.setdefault(index, token_id) == token_id
         if output.finish_reason is not None:
             attempt.num_tokens = output.output_index + len(output.token_ids)
         if attempt.is_complete:

@@ -1,4 +1,4 @@
-"""The sampler and its uniforms as tests call them: of requests as they are now, and one by one."""
+"""The sampler and its random words as tests call them: of requests as they are now."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 import engine.sampler
-from engine.philox import counter_uniforms
+from engine.gumbel import Floats, gumbel, noise_hashes
+from engine.philox import counter_words
 from engine.request import Request
 from engine.sampling_input import PARAMETERS, SamplingInput, parameters_row
 
@@ -17,8 +18,8 @@ def sampling_input(requests: Sequence[Request]) -> SamplingInput:
     """What the sampler reads of requests, each row made for itself."""
     parameters = np.array([parameters_row(request) for request in requests], dtype=PARAMETERS)
     positions = np.array([request.num_output_tokens for request in requests], dtype=np.int64)
-    uniforms = counter_uniforms(parameters["seed"], positions)
-    return SamplingInput.of(requests, parameters, uniforms)
+    keys = counter_words(parameters["seed"], positions)
+    return SamplingInput.of(requests, parameters, keys)
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
@@ -26,7 +27,16 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
     return engine.sampler.sample(logits, sampling_input(requests))
 
 
-def counter_uniform(seed: int, position: int) -> float:
-    """The uniform of one seed and output position."""
+def random_words(seed: int, position: int) -> list[int]:
+    """The two words of one seed and output position."""
     seeds = np.array([seed % 2**64], dtype=np.uint64)
-    return float(counter_uniforms(seeds, np.array([position]))[0])
+    words: list[int] = counter_words(seeds, np.array([position]))[0].tolist()
+    return words
+
+
+def scores(logits: Tensor, temperature: float, seed: int, position: int = 0) -> Floats:
+    """What decides a draw, by definition; logits and scores are `[vocab_size]`."""
+    keys = np.array([random_words(seed, position)], dtype=np.uint32)
+    noise = gumbel(noise_hashes(keys, np.arange(len(logits))))
+    values: Floats = logits.double().numpy()
+    return values + temperature * noise

@@ -32,7 +32,7 @@ def deployment() -> Iterator[LocalDeployment]:
     config = LocalDeploymentConfig(
         model=str(DEMO_MODEL),
         listen=free_address(),
-        node_args=["--dtype", "float32", "--long-prefill-threshold", "256"],
+        node_args=["--dtype", "float32", "--long-prefill-token-threshold", "256"],
     )
     with LocalDeployment(config) as running:
         running.wait_ready(READY_TIMEOUT_S)

@@ -40,7 +40,7 @@ def deployment(folder: Path) -> Iterator[LocalDeployment]:
         model=str(folder),
         listen=free_address(),
         node_args=[
-            "--dtype", "float32", "--block-size", "4", "--long-prefill-threshold", "32",
+            "--dtype", "float32", "--block-size", "4", "--long-prefill-token-threshold", "32",
             "--num-blocks", "450",
         ],
     )  # fmt: skip

@@ -169,7 +169,7 @@ def test_the_models_length_ends_outputs(checkpoint: Checkpoint) -> None:
     [
         {"prefix_cache": False},
         {"num_blocks": 18},  # a prompt and its beams take turns
-        {"max_num_requests": 2, "max_num_batched_tokens": 8, "long_prefill_threshold": 5},
+        {"max_num_requests": 2, "max_num_batched_tokens": 8, "long_prefill_token_threshold": 5},
     ],
 )
 def test_without_a_prefix_cache_or_with_little_memory_they_are_the_same(

@@ -170,7 +170,7 @@ def family(num_prompts: int, length: int, num_shared: int) -> list[list[int]]:
 def test_any_chunk_and_block_size_gives_the_tokens_of_transformers(
     checkpoint: Checkpoint, threshold: int, block_size: int
 ) -> None:
-    llm = make_llm(checkpoint, block_size=block_size, long_prefill_threshold=threshold)
+    llm = make_llm(checkpoint, block_size=block_size, long_prefill_token_threshold=threshold)
     [request] = make_requests(llm, [PROMPT])
     assert run(llm, [request]) == [checkpoint.expected(PROMPT)]
     assert request.num_forwards == -(-len(PROMPT) // threshold) + NUM_OUTPUTS - 1
@@ -260,7 +260,7 @@ def test_any_order_in_a_batch_gives_each_its_own_tokens(
         prefix_cache=prefix_cache,
         max_num_requests=3,
         max_num_batched_tokens=25,
-        long_prefill_threshold=11,
+        long_prefill_token_threshold=11,
     )
     family_prompts = family(5, 36, 20)
     prompts = [family_prompts[index][: 20 + 4 * index] for index in order]
@@ -278,7 +278,7 @@ def test_preempted_requests_lose_and_change_no_token(
         block_size=2,
         num_blocks=25,
         max_num_batched_tokens=30,
-        long_prefill_threshold=7,
+        long_prefill_token_threshold=7,
         scheduling_policy=policy,
         prefix_cache=prefix_cache,
     )
@@ -305,7 +305,7 @@ def test_priorities_change_who_ends_first_and_no_token(checkpoint: Checkpoint) -
 
 def test_a_long_output_holds_what_each_group_of_layers_looks_at(checkpoint: Checkpoint) -> None:
     block_size = 4
-    llm = make_llm(checkpoint, block_size=block_size, long_prefill_threshold=8)
+    llm = make_llm(checkpoint, block_size=block_size, long_prefill_token_threshold=8)
     windows = llm.engine.kv_cache_spec.sliding_windows
     num_free = llm.engine.num_free_blocks
     [request] = make_requests(llm, [PROMPT[:5]], 120)

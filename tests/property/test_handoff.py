@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.decode_options import DecodeOptions
+from baton.engine_config import PREEMPTION
 from baton.sampling_params import SamplingParams
 from decode_node import reservations
 from engine import LLM
@@ -79,6 +80,7 @@ def make_cluster(
     mixed: bool = False,
     async_scheduling: bool = False,
     options: DecodeOptions = DECODE_OPTIONS,
+    preemption: str = "recompute",
 ) -> Cluster:
     """Two nodes; a mixed model has three KV cache groups."""
     return Cluster(
@@ -88,6 +90,7 @@ def make_cluster(
         reference(mixed=mixed).engine.kv_cache_spec.num_groups,
         async_scheduling=async_scheduling,
         options=options,
+        preemption=preemption,
     )
 
 
@@ -133,9 +136,17 @@ class HandoffMachine(RuleBasedStateMachine):
         mixed=st.booleans(),
         async_scheduling=st.booleans(),
         max_receiving_requests=st.sampled_from([1, 64]),
+        local_prefill_threshold=st.sampled_from([0, 6]),
+        preemption=st.sampled_from(PREEMPTION),
     )
     def make(
-        self, num_blocks: int, mixed: bool, async_scheduling: bool, max_receiving_requests: int
+        self,
+        num_blocks: int,
+        mixed: bool,
+        async_scheduling: bool,
+        max_receiving_requests: int,
+        local_prefill_threshold: int,
+        preemption: str,
     ) -> None:
         self.mixed = mixed
         self.patch = pytest.MonkeyPatch()
@@ -145,7 +156,11 @@ class HandoffMachine(RuleBasedStateMachine):
             num_blocks,
             mixed=mixed,
             async_scheduling=async_scheduling,
-            options=DecodeOptions(max_receiving_requests=max_receiving_requests),
+            options=DecodeOptions(
+                max_receiving_requests=max_receiving_requests,
+                local_prefill_threshold=local_prefill_threshold,
+            ),
+            preemption=preemption,
         )
         dead = self.cluster.dead
         self.patch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
@@ -193,7 +208,12 @@ class HandoffMachine(RuleBasedStateMachine):
         if failed:
             request_id, epoch = data.draw(st.sampled_from(failed))
             attempt = attempts[request_id, epoch]
-            self.cluster.place(request_id, epoch + 1, attempt.prompt, attempt.params)
+            known = 0
+            while known in attempt.tokens:
+                known += 1
+            output = [attempt.tokens[index] for index in range(known)]
+            if known < attempt.params.max_tokens:
+                self.cluster.place(request_id, epoch + 1, attempt.prompt, attempt.params, output)
 
     # ------------------------------------------------------------ time
 

@@ -14,7 +14,7 @@ from engine.input_batch import InputBatch, PreparedStep
 from engine.outputs import ScheduledRequest, SchedulerOutput
 from engine.request import RequestStatus
 from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler
-from tests.fakes.sampling import counter_uniform, sampling_input
+from tests.fakes.sampling import random_words, sampling_input
 
 NUM_BLOCKS = 9
 BLOCK_SIZE = 2
@@ -73,7 +73,7 @@ def assert_filled(prepared: PreparedStep, scheduled: tuple[ScheduledRequest, ...
     assert prepared.sampling.request_ids == sampling.request_ids
     assert prepared.sampling.adjusted == sampling.adjusted
     np.testing.assert_array_equal(prepared.sampling.parameters, sampling.parameters)
-    np.testing.assert_array_equal(prepared.sampling.uniforms, sampling.uniforms)
+    np.testing.assert_array_equal(prepared.sampling.keys, sampling.keys)
 
 
 def assert_group_filled(
@@ -108,14 +108,14 @@ class InputBatchMachine(RuleBasedStateMachine):
 
     @initialize(
         max_num_batched_tokens=st.integers(4, 20),
-        long_prefill_threshold=st.integers(1, 20),
+        long_prefill_token_threshold=st.integers(1, 20),
         prefix_cache=st.booleans(),
         windows=st.sampled_from([[None], [3], [5], [None, 3], [3, None, 5]]),
     )
     def make(
         self,
         max_num_batched_tokens: int,
-        long_prefill_threshold: int,
+        long_prefill_token_threshold: int,
         prefix_cache: bool,
         windows: list[int | None],
     ) -> None:
@@ -125,7 +125,7 @@ class InputBatchMachine(RuleBasedStateMachine):
             BLOCK_SIZE,
             max_num_requests=MAX_NUM_REQUESTS,
             max_num_batched_tokens=max_num_batched_tokens,
-            long_prefill_threshold=long_prefill_threshold,
+            long_prefill_token_threshold=long_prefill_token_threshold,
             prefix_cache=prefix_cache,
             sliding_windows=windows,
         )
@@ -260,7 +260,7 @@ def test_a_prepared_step_does_not_change_when_its_requests_do(input_batch: Input
     request.token_ids += [8, 8]
     request.num_computed_tokens = 4
     request.block_ids.append(7)
-    assert prepared.sampling.uniforms.tolist() == [counter_uniform(3, 0)]
+    assert prepared.sampling.keys.tolist() == [random_words(3, 0)]
     assert prepared.sampling.adjusted[0].token_ids == [1] * 4
     assert prepared.prompt_rows[0].token_ids == (1, 1, 1)
     assert prepared.model.attention[0].block_table.tolist() == [[3, 4]]

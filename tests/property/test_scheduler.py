@@ -54,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         max_num_requests=st.integers(1, 4),
         max_num_batched_tokens=st.integers(4, 20),
-        long_prefill_threshold=st.integers(1, 20),
+        long_prefill_token_threshold=st.integers(1, 20),
         prefix_cache=st.booleans(),
         sliding_windows=st.sampled_from([(None,), (1,), (2,), (5,), (8,)])
         | st.lists(st.sampled_from([None, 1, 2, 3, 5, 8]), min_size=1, max_size=3),
@@ -64,14 +64,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         max_num_requests: int,
         max_num_batched_tokens: int,
-        long_prefill_threshold: int,
+        long_prefill_token_threshold: int,
         prefix_cache: bool,
         sliding_windows: Sequence[int | None],
         policy: str,
     ) -> None:
         self.max_num_requests = max_num_requests
         self.budget = max_num_batched_tokens
-        self.threshold = long_prefill_threshold
+        self.threshold = long_prefill_token_threshold
         self.windows, self.num_groups = sliding_windows, len(sliding_windows)
         self.num_blocks = NUM_BLOCKS * self.num_groups
         self.by_priority = policy == "priority"
@@ -84,7 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             BLOCK_SIZE,
             max_num_requests=max_num_requests,
             max_num_batched_tokens=max_num_batched_tokens,
-            long_prefill_threshold=long_prefill_threshold,
+            long_prefill_token_threshold=long_prefill_token_threshold,
             prefix_cache=prefix_cache,
             sliding_windows=sliding_windows,
             policy=policy,

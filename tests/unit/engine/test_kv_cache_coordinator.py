@@ -146,7 +146,7 @@ def test_a_prompt_that_arrives_gets_blocks_only_for_what_its_next_token_looks_at
 def test_a_long_output_of_a_mixed_model_holds_what_theory_says(prefix_cache: bool) -> None:
     windows = [None, 4, 4]
     scheduler = make_scheduler(
-        100, 2, sliding_windows=windows, prefix_cache=prefix_cache, long_prefill_threshold=2
+        100, 2, sliding_windows=windows, prefix_cache=prefix_cache, long_prefill_token_threshold=2
     )
     pool = scheduler.kv_cache_manager.block_pool
     request = make_request("a", 3, 40)

@@ -96,7 +96,7 @@ def test_too_little_memory_and_small_chunks_change_no_token(llm: LLM, folder: st
         num_blocks=13,
         max_num_requests=3,
         max_num_batched_tokens=5,
-        long_prefill_threshold=3,
+        long_prefill_token_threshold=3,
     )
     params = SamplingParams(max_tokens=14, temperature=0.9, seed=1, ignore_eos=True)
     requests = [

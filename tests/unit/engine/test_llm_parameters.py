@@ -159,7 +159,7 @@ def test_a_preempted_request_gets_the_tokens_it_gets_alone(llm: LLM, tmp_path: P
     theirs = make_hugging_face_model("Qwen3ForCausalLM", vocab_size=4096)
     small = LLM(
         str(save(theirs, tmp_path)), block_size=2, num_blocks=13, max_model_len=24,
-        max_num_requests=3, max_num_batched_tokens=5, long_prefill_threshold=3,
+        max_num_requests=3, max_num_batched_tokens=5, long_prefill_token_threshold=3,
     )  # fmt: skip
     found = small.generate(PROMPTS, params)
     assert small.engine._scheduler.num_preemptions > 0

@@ -15,7 +15,7 @@ from baton.sampling_params import SamplingParams
 from engine.logits import adjust_logits
 from engine.request import Request
 from engine.sampling_input import RequestSnapshot
-from tests.fakes.sampling import counter_uniform, sample
+from tests.fakes.sampling import sample, scores
 
 VOCAB_SIZE = 24
 EOS = 9
@@ -63,7 +63,7 @@ def adjusted_by_definition(logits: torch.Tensor, request: Request) -> npt.NDArra
 
 
 def token_by_definition(logits: torch.Tensor, request: Request) -> int:
-    """Greedy, or the inverse transform of what top-k, top-p and min-p leave."""
+    """Greedy, or the best score of what top-k, top-p and min-p leave."""
     params = request.sampling_params
     values = adjusted_by_definition(logits, request)
     if params.temperature == 0:
@@ -77,9 +77,9 @@ def token_by_definition(logits: torch.Tensor, request: Request) -> int:
     for token in best_first:
         mass, weights[token] = mass + weights[token], weights[token] * (mass < params.top_p)
     weights[weights < params.min_p * weights.max()] = 0
-    uniform = counter_uniform(request.seed, request.num_output_tokens)
-    cumulative = np.cumsum(weights / weights.sum())
-    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    position = request.num_output_tokens
+    found = scores(torch.from_numpy(values), params.temperature, request.seed, position)
+    return int(np.where(weights > 0, found, -np.inf).argmax())
 
 
 tokens = st.integers(0, VOCAB_SIZE - 1)

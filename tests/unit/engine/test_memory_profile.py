@@ -84,7 +84,9 @@ def test_one_line_says_where_the_memory_goes(
     save(theirs, tmp_path)
     ctypes.CDLL(None).malloc_trim(0)  # what other tests left would be used first
     # Each of the two products of a feed-forward has 256 x 2**17 floats: 128 MiB.
-    make_llm(str(tmp_path), device="cpu", max_num_batched_tokens=256, long_prefill_threshold=200)
+    make_llm(
+        str(tmp_path), device="cpu", max_num_batched_tokens=256, long_prefill_token_threshold=200
+    )
     [message] = [record.getMessage() for record in caplog.records]
     pattern = (
         r"memory of cpu: (\S+) GiB: weights (\S+), others (\S+), activations (\S+), "
@@ -148,7 +150,7 @@ def test_the_largest_step_is_admissible_and_no_other_is_larger(
     config = EngineConfig(
         max_num_requests=max_num_requests,
         max_num_batched_tokens=budget,
-        long_prefill_threshold=threshold,
+        long_prefill_token_threshold=threshold,
     )
     step = largest_step(config, max_seq_len)
     sizes = [item.num_scheduled_tokens for item in step.scheduled]

@@ -132,7 +132,7 @@ def test_only_computed_full_blocks_are_named_and_each_step_names_the_new_ones() 
 
 
 def test_requests_that_run_together_share_what_is_computed_already_and_nothing_else() -> None:
-    scheduler = make_scheduler(prefix_cache=True, long_prefill_threshold=8)
+    scheduler = make_scheduler(prefix_cache=True, long_prefill_token_threshold=8)
     runner = ContentRunner(BLOCK_SIZE)
     first, second, third = (make_request(name, prompt=PROMPT, max_tokens=9) for name in "abc")
     scheduler.add(first)

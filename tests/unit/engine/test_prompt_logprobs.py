@@ -51,7 +51,7 @@ def test_prompt_logprobs_are_those_of_transformers_for_every_chunk_size(
 ) -> None:
     llm = LLM(
         str(folder), block_size=4, num_blocks=64, max_num_batched_tokens=max(max_chunk, 8),
-        long_prefill_threshold=max_chunk, max_num_requests=8,
+        long_prefill_token_threshold=max_chunk, max_num_requests=8,
     )  # fmt: skip
     for prompt, found in zip(PROMPTS, llm.generate(PROMPTS, asking()), strict=True):
         assert_right(found, prompt, theirs)
@@ -85,7 +85,7 @@ def test_preemption_neither_loses_nor_repeats_any(folder: Path, theirs: Any) -> 
     prompts = [[(9 * i + j) % VOCAB_SIZE for i in range(12)] for j in range(3)]
     llm = LLM(
         str(folder), block_size=2, num_blocks=20, max_model_len=24, max_num_requests=3,
-        max_num_batched_tokens=5, long_prefill_threshold=3,
+        max_num_batched_tokens=5, long_prefill_token_threshold=3,
     )  # fmt: skip
     for prompt, found in zip(prompts, llm.generate(prompts, asking(max_tokens=10)), strict=True):
         assert_right(found, prompt, theirs)
@@ -95,7 +95,7 @@ def test_preemption_neither_loses_nor_repeats_any(folder: Path, theirs: Any) -> 
 def test_preemption_in_the_middle_of_a_prompt_begins_anew(folder: Path, theirs: Any) -> None:
     llm = LLM(
         str(folder), block_size=4, num_blocks=64, max_num_batched_tokens=8,
-        long_prefill_threshold=7, max_num_requests=8,
+        long_prefill_token_threshold=7, max_num_requests=8,
     )  # fmt: skip
     prompt = PROMPTS[-1]
     request = llm._make_choices(prompt, asking())[0]

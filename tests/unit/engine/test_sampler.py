@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.sampling_params import SamplingParams
-from engine.philox import UniformTable, counter_uniforms
+from engine.philox import WordTable, counter_words
 from engine.request import Request
 from engine.sampler import TOP_VALUES
 from tests.fakes.engine_parts import make_request
-from tests.fakes.sampling import counter_uniform, sample
+from tests.fakes.sampling import random_words, sample, scores
 
 VOCAB_SIZE = 40
 
@@ -50,16 +50,16 @@ def allowed(logits: torch.Tensor, params: SamplingParams) -> npt.NDArray[np.floa
     return result
 
 
-# ---------------------------------------------------------------- the counter-based uniform
+# ---------------------------------------------------------------- the counter-based words
 
 # Random123's kat_vectors for philox4x32-10, where key is our seed and the upper half of the
-# counter is 0 as ours is: the first two of the four words of output make the uniform.
+# counter is 0 as ours is; ours are the first two of the four words of output.
 #   philox4x32 10   00000000 00000000 00000000 00000000   00000000 00000000
 #                   6627e8d5 e169c58d bc57ac4c 9b00dbd8
 
 
-def test_the_uniform_is_the_published_philox_vector() -> None:
-    assert counter_uniform(0, 0) == ((0x6627E8D5 << 32 | 0xE169C58D) >> 11) / 2**53
+def test_the_words_are_those_of_the_published_philox_vector() -> None:
+    assert random_words(0, 0) == [0x6627E8D5, 0xE169C58D]
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
@@ -99,32 +99,31 @@ def test_our_second_philox_agrees_with_all_published_vectors(
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40))
-def test_the_uniform_equals_that_second_philox_for_every_seed_and_position(
+def test_the_words_equal_those_of_that_second_philox_for_every_seed_and_position(
     seed: int, position: int
 ) -> None:
     key = seed % 2**64
-    first, second, _, _ = philox([position % 2**32, position >> 32, 0, 0], [key % 2**32, key >> 32])
-    uniform = counter_uniform(seed, position)
-    assert uniform == ((first << 32 | second) >> 11) / 2**53
-    assert 0 <= uniform < 1
+    words = philox([position % 2**32, position >> 32, 0, 0], [key % 2**32, key >> 32])
+    assert random_words(seed, position) == words[:2]
 
 
-def test_uniforms_of_one_seed_and_of_neighbouring_seeds_fill_the_interval_evenly() -> None:
-    for uniforms in (
-        [counter_uniform(7, position) for position in range(4000)],
-        [counter_uniform(seed, 0) for seed in range(4000)],
+def test_words_of_one_seed_and_of_neighbouring_seeds_fill_their_range_evenly() -> None:
+    for words in (
+        [random_words(7, position) for position in range(4000)],
+        [random_words(seed, 0) for seed in range(4000)],
     ):
-        counts = np.histogram(uniforms, bins=20, range=(0, 1))[0]
-        chi_square = float(((counts - 200.0) ** 2 / 200.0).sum())
-        assert chi_square < 43.8  # 19 degrees of freedom, one in a thousand; the seeds are fixed
+        for column in np.array(words).T:
+            counts = np.histogram(column, bins=20, range=(0, 2**32))[0]
+            chi_square = float(((counts - 200.0) ** 2 / 200.0).sum())
+            assert chi_square < 43.8  # 19 degrees of freedom, one in a thousand; fixed seeds
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60) | st.just(2**40)), max_size=30))
-def test_uniforms_computed_ahead_are_those_computed_alone(
+def test_words_computed_ahead_are_those_computed_alone(
     asked: list[tuple[int, int]],
 ) -> None:
     """Rows that run on, go back, jump, and change hands."""
-    table = UniformTable(4)
+    table = WordTable(4)
     seeds = np.arange(4, dtype=np.uint64)
     for number, (row, position) in enumerate(asked):
         if number % 7 == 6:
@@ -133,7 +132,7 @@ def test_uniforms_computed_ahead_are_those_computed_alone(
         rows = np.array([row, (row + 1) % 4])
         positions = np.array([position, number])
         taken = table.take(rows, seeds[rows], positions)
-        np.testing.assert_array_equal(taken, counter_uniforms(seeds[rows], positions))
+        np.testing.assert_array_equal(taken, counter_words(seeds[rows], positions))
 
 
 # ---------------------------------------------------------------- the choice of a token
@@ -162,16 +161,14 @@ def test_a_temperature_next_to_zero_is_greedy_and_not_a_nan(temperature: float) 
     st.sampled_from([0, 1, 2, 7, VOCAB_SIZE, 10 * VOCAB_SIZE]),
     st.sampled_from([1e-9, 0.1, 0.5, 0.9, 1.0]),
 )
-def test_a_draw_is_the_inverse_transform_of_the_filtered_distribution(
+def test_a_draw_is_the_best_score_of_what_the_filters_keep(
     logits_seed: int, seed: int, temperature: float, top_k: int, top_p: float
 ) -> None:
     logits = random_logits(logits_seed)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     chosen = make_request("a", params=params, seed=seed)
-    weights = allowed(logits[0], params)
-    expected = int(np.searchsorted(np.cumsum(weights), counter_uniform(seed, 0), side="right"))
-    assert sample(logits, [chosen]) == [expected]
-    assert weights[expected] > 0
+    kept = np.where(allowed(logits[0], params) > 0, scores(logits[0], temperature, seed), -np.inf)
+    assert sample(logits, [chosen]) == [kept.argmax()]
 
 
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-12}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.outputs import FinishReason, RequestOutput
-from engine.outputs import GrantedBlocks
+from engine.kv_cache_manager import GrantedBlocks
 from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler
 from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares, step
@@ -39,7 +39,7 @@ def assert_complete(outputs: list[RequestOutput], request_id: str, num_tokens: i
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_samples_only_after_the_last() -> None:
-    scheduler = make_scheduler(long_prefill_threshold=4)
+    scheduler = make_scheduler(long_prefill_token_threshold=4)
     scheduler.add(make_request("a", 10, 2))
     runs = [step(scheduler) for _ in range(4)]
     assert [computed["a"] for computed, _ in runs] == [4, 4, 2, 1]

@@ -26,7 +26,7 @@ def add_family(scheduler: Scheduler, num_prompt_tokens: int, names: str = "abc")
 
 
 def test_siblings_wait_for_the_prompt_and_go_on_from_its_full_blocks() -> None:
-    scheduler = make_scheduler(block_size=4, long_prefill_threshold=6)
+    scheduler = make_scheduler(block_size=4, long_prefill_token_threshold=6)
     first, *rest = add_family(scheduler, 10)
     assert {r.status for r in rest} == {RequestStatus.WAITING_FOR_SHARED_KVS}
     assert step(scheduler)[0] == {"a": 6}
@@ -47,7 +47,7 @@ def test_a_prompt_shorter_than_a_block_has_nothing_to_share() -> None:
 
 
 def test_when_the_first_one_is_aborted_the_next_computes_the_prompt() -> None:
-    scheduler = make_scheduler(block_size=4, long_prefill_threshold=6)
+    scheduler = make_scheduler(block_size=4, long_prefill_token_threshold=6)
     add_family(scheduler, 10)
     step(scheduler)
     scheduler.abort("b")

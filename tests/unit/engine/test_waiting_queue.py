@@ -156,7 +156,7 @@ def test_who_has_the_worst_rank_is_preempted_even_if_it_came_first(
 
 def test_an_urgent_request_that_comes_late_gets_its_share_of_the_budget_first() -> None:
     scheduler = make_scheduler(
-        max_num_batched_tokens=6, long_prefill_threshold=5, policy="priority"
+        max_num_batched_tokens=6, long_prefill_token_threshold=5, policy="priority"
     )
     scheduler.add(make_request("patient", 20, 5, priority=1))
     assert step(scheduler)[0] == {"patient": 5}

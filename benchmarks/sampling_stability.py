@@ -1,0 +1,152 @@
+"""How many of a million draws another rounding of the logits changes.
+
+Once with noise of 3e-7 of each logit, about what another order of a float32 sum gives, for this
+sampler and for the inverse transform of the cumulative distribution, in float64; once with real
+schedules: the same requests in large steps, and in small chunks with preemptions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from baton.sampling_params import SamplingParams
+from engine import LLM
+from engine.gumbel import TokenIds, Words, draw
+from environment import record_environment, write_results
+
+MODEL = str(Path(__file__).resolve().parents[1] / "examples" / "demo_model")
+TEMPERATURE = 0.9
+RELATIVE_NOISE = 3e-7
+NUM_ROWS = 32
+PROMPT_TOKENS, OUTPUT_TOKENS = 40, 64
+SCHEDULES: tuple[dict[str, int], ...] = (
+    {"max_num_batched_tokens": 4096, "long_prefill_threshold": 4096, "num_blocks": 1000},
+    {
+        "max_num_requests": 16,
+        "max_num_batched_tokens": 48,
+        "long_prefill_threshold": 24,
+        "num_blocks": 80,
+    },
+)
+
+Draw = Callable[[Tensor, npt.NDArray[np.float64], Words], TokenIds]
+
+
+def invert(logits: Tensor, temperatures: npt.NDArray[np.float64], keys: Words) -> TokenIds:
+    """The method to compare with: one uniform per row, and the token in whose share it lies."""
+    values = logits.numpy() / temperatures[:, None]
+    cumulative = np.exp(values - values.max(axis=1, keepdims=True)).cumsum(axis=1)
+    uniforms = (keys[:, 0] + keys[:, 1] * 2.0**-32) * 2.0**-32
+    drawn: TokenIds = (cumulative > (uniforms * cumulative[:, -1])[:, None]).argmax(axis=1)
+    return drawn
+
+
+def changed_by_noise(method: Draw, logits: Tensor, num_draws: int) -> int:
+    """How many draws noise on the logits changes; the rows take turns."""
+    random_numbers = np.random.default_rng(0)
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    rounded = logits + logits * noise * RELATIVE_NOISE
+    temperatures = np.full(NUM_ROWS, TEMPERATURE)
+    num_changed = 0
+    for step in range(num_draws // NUM_ROWS):
+        first = step * NUM_ROWS % len(logits)
+        rows = slice(first, first + NUM_ROWS)
+        keys = random_numbers.integers(0, 2**32, (NUM_ROWS, 2), dtype=np.uint32)
+        drawn = method(logits[rows], temperatures, keys)
+        num_changed += int((drawn != method(rounded[rows], temperatures, keys)).sum())
+    return num_changed
+
+
+def run_schedule(options: dict[str, int], num_requests: int) -> list[tuple[int, ...]]:
+    """What an engine with these options completes."""
+    return complete(LLM(MODEL, dtype="float32", num_threads=1, **options), num_requests)
+
+
+def complete(llm: LLM, num_requests: int) -> list[tuple[int, ...]]:
+    """The outputs of random prompts."""
+    numbers = random.Random(0)
+    prompts = [numbers.choices(range(4000), k=PROMPT_TOKENS) for _ in range(num_requests)]
+    params = [
+        SamplingParams(
+            temperature=TEMPERATURE, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=seed
+        )
+        for seed in range(num_requests)
+    ]
+    return [tuple(completion.token_ids) for completion in llm.generate(prompts, params)]
+
+
+def compare_schedules(num_requests: int) -> dict[str, int]:
+    """Draws up to each request's first difference, and how many requests have one."""
+    outputs = [run_schedule(options, num_requests) for options in SCHEDULES]
+    num_draws = num_changed = 0
+    for first, second in zip(*outputs, strict=True):
+        equal = [a == b for a, b in zip(first, second, strict=True)]
+        differs = not all(equal)
+        num_draws += equal.index(False) + 1 if differs else len(equal)
+        num_changed += differs
+    return {"draws": num_draws, "changed": num_changed}
+
+
+def demo_logits(num_rows: int) -> Tensor:
+    """What the demo model gives while it completes random prompts."""
+    llm = LLM(MODEL, dtype="float32", num_threads=1, **SCHEDULES[0])
+    model = llm.engine._runner._model
+    collected: list[Tensor] = []
+    compute_logits = model.compute_logits
+
+    def keep(hidden_states: Tensor) -> Tensor:
+        collected.append(compute_logits(hidden_states))
+        return collected[-1]
+
+    model.compute_logits = keep  # type: ignore[assignment, method-assign]
+    complete(llm, num_rows // OUTPUT_TOKENS)
+    return torch.cat(collected).clone()
+
+
+def main() -> None:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=1_000_000, help="for 4,096 tokens")
+    parser.add_argument("--requests", type=int, default=1000, help="per schedule")
+    arguments = parser.parse_args()
+    environment = record_environment()
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    sources = {
+        "demo model": demo_logits(2048),
+        "flat, 4096 tokens": torch.randn(256, 4096, generator=generator),
+        "flat, 151936 tokens": torch.randn(NUM_ROWS, 151_936, generator=generator),
+    }
+    table = Table("logits", "method", "draws", "changed", "per million")
+    results: dict[str, dict[str, int]] = {}
+    methods: dict[str, tuple[Draw, float]] = {
+        "Gumbel-max": (draw, 1.0),
+        "inverse transform": (invert, 0.1),  # slow, and has enough to count
+    }
+    for source, logits in sources.items():
+        for method_name, (method, share) in methods.items():
+            num_draws = int(share * arguments.draws * 4096 / logits.shape[1])
+            num_draws -= num_draws % NUM_ROWS
+            num_changed = changed_by_noise(method, logits, num_draws)
+            results[f"{source}, {method_name}"] = {"draws": num_draws, "changed": num_changed}
+    results["two schedules, Gumbel-max"] = compare_schedules(arguments.requests)
+    for name, found in results.items():
+        source, _, method_name = name.rpartition(", ")
+        rate = 1e6 * found["changed"] / found["draws"]
+        table.add_row(source, method_name, *map(str, found.values()), f"{rate:.2f}")
+    Console(highlight=False, width=100).print(table)
+    write_results("sampling_stability", environment, {"results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Gumbel-max sampling. The noise is a function of (seed, output position, token id) alone.
+
+    token = argmax over t of  logit(t) + temperature * G(seed, position, t)
+
+With G of Gumbel's distribution that draws from softmax(logit / temperature): Maddison, Tarlow and
+Minka, "A* Sampling", NeurIPS 2014. Rounding that differs between batches or nodes can change a
+token only where the two best scores nearly tie; were the cumulative distribution inverted, every
+token would be a border. Scores are float64 on a CPU, and of the logits' type on a GPU. Knows no
+filters and no requests.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Floats = npt.NDArray[np.float64]
+TokenIds = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
+
+# Logits looked at together: with their noise they stay in a core's cache.
+CHUNK_ELEMENTS = 2**16
+_SPREAD = 0x9E3779B9  # 2**32 over the golden ratio: neighbouring ids become far ones
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B
+# What a float's bits, read as an integer, exceed its binary logarithm by (in units of 2**-23),
+# and the 32 that make a share of a hash: 127 is float32's exponent bias.
+_BITS_OFFSET = 127 + 32
+
+
+def noise_hashes(keys: Words, token_ids: npt.NDArray[np.integer]) -> Words:
+    """One 32-bit word per key and token id, evenly distributed; different ids never collide.
+
+    The mixer and its multipliers are `lowbias32` of Chris Wellons' hash-prospector
+    (https://github.com/skeeto/hash-prospector), with the key mixed in before and between.
+
+    Args:
+        keys: `[..., 2]`, what `counter_words` gives for a seed and a position.
+        token_ids: broadcast against the rest of ``keys``.
+    """
+    shape = np.broadcast_shapes(keys.shape[:-1], token_ids.shape)
+    hashes, scratch = np.empty(shape, dtype=np.uint32), np.empty(shape, dtype=np.uint32)
+    _mix(_spread(token_ids), keys, hashes, scratch)
+    return hashes
+
+
+def gumbel(hashes: Words) -> Floats:
+    """Noise of Gumbel's distribution, from -3.2 to 22.9."""
+    # The largest noise comes from the smallest shares, where floats are finest.
+    shares = (hashes + 0.5) * 2.0**-32
+    noise: Floats = -np.log(-np.log1p(-shares))
+    return noise
+
+
+def best_scores(
+    num_rows: int,
+    rows: TokenIds,
+    token_ids: TokenIds,
+    logits: Floats,
+    temperatures: Floats,
+    keys: Words,
+) -> TokenIds:
+    """The token of the best score in each row; 0 where a row has none or no number in it.
+
+    Args:
+        rows, token_ids, logits: `[num_candidates]`, by rising row and token id.
+        temperatures: `[num_rows]`, above 0.
+        keys: `[num_rows, 2]`.
+
+    Returns:
+        `[num_rows]`.
+    """
+    scores = logits + temperatures[rows] * gumbel(noise_hashes(keys[rows], token_ids))
+    best = np.full(num_rows, -np.inf)
+    np.fmax.at(best, rows, scores)
+    winners = (scores == best[rows]).nonzero()[0][::-1]  # the first of equal ones is written last
+    drawn = np.zeros(num_rows, dtype=np.int64)
+    drawn[rows[winners]] = token_ids[winners]
+    return drawn
+
+
+def draw(logits: Tensor, temperatures: Floats, keys: Words) -> TokenIds:
+    """One token per row, of the whole vocabulary.
+
+    Args:
+        logits: `[num_rows, vocab_size]`, float32 or float64; minus infinity is never drawn.
+        temperatures: `[num_rows]`, above 0.
+        keys: `[num_rows, 2]`.
+
+    Returns:
+        `[num_rows]`; 0 where every token is minus infinity or one is no number.
+    """
+    if logits.is_cuda:
+        on_device: TokenIds = device_scores(logits, temperatures, keys).argmax(-1).cpu().numpy()
+        return on_device
+    num_rows, vocab_size = logits.shape
+    host = logits.numpy()
+    spread = _spread(np.arange(vocab_size, dtype=np.uint32))
+    step = max(1, CHUNK_ELEMENTS // vocab_size)
+    buffers = np.empty((2, min(step, num_rows), vocab_size), dtype=np.uint32)
+    drawn = np.empty(num_rows, dtype=np.int64)
+    for start in range(0, num_rows, step):
+        chunk = slice(start, start + step)
+        drawn[chunk] = _draw_chunk(host[chunk], temperatures[chunk], keys[chunk], spread, buffers)
+    return drawn
+
+
+def _draw_chunk(
+    logits: npt.NDArray[np.floating],
+    temperatures: Floats,
+    keys: Words,
+    spread: Words,
+    buffers: Words,
+) -> TokenIds:
+    """`draw` of some rows: an upper bound of every score, exact ones where it can be the best.
+
+    Logarithms of a whole vocabulary would cost as much as all the rest.
+    """
+    num_rows, vocab_size = logits.shape
+    hashes, scratch = buffers[:, :num_rows]
+    _mix(spread, keys[:, None], hashes, scratch)
+    bounds, offsets = _score_bounds(logits, temperatures, hashes, scratch)
+    rows = np.arange(num_rows)
+    likely = bounds.argmax(axis=1)  # its score is what the others must reach
+    values = logits[rows, likely].astype(np.float64)
+    reached = values + temperatures * gumbel(noise_hashes(keys, likely))
+    with np.errstate(invalid="ignore"):
+        rounding = 1e-4 * temperatures + 1e-6 * np.abs(reached)  # ten times that of the bounds
+        least = reached - rounding - offsets
+    index = np.flatnonzero(bounds >= least[:, None].astype(bounds.dtype))
+    rows, token_ids = np.divmod(index, vocab_size)
+    values = logits[rows, token_ids].astype(np.float64)
+    return best_scores(num_rows, rows, token_ids, values, temperatures, keys)
+
+
+def _score_bounds(
+    logits: npt.NDArray[np.floating], temperatures: Floats, hashes: Words, scratch: Words
+) -> tuple[npt.NDArray[np.floating], Floats]:
+    """Upper bounds of scores, less an offset per row; overwrites hashes and scratch.
+
+    G <= -log(share), as -log(1 - share) >= share; and the bits of a float, read as an integer, are
+    its binary logarithm or up to 0.09 below (Mitchell, "Computer Multiplication and Division Using
+    Binary Logarithms", 1962).
+
+    Returns:
+        `[num_rows, vocab_size]` and `[num_rows]`.
+    """
+    as_floats, bounds = scratch.view(np.float32), hashes.view(np.float32)
+    as_floats[...] = hashes
+    bounds[...] = scratch.view(np.int32)
+    slopes = temperatures * math.log(2)
+    bounds *= (slopes * -(2.0**-23)).astype(np.float32)[:, None]
+    # Penalties may have made float64 logits that no float32 can hold.
+    sums = np.add(bounds, logits, out=bounds if logits.dtype == np.float32 else None)
+    return sums, slopes * _BITS_OFFSET
+
+
+def _spread(token_ids: npt.NDArray[np.integer]) -> Words:
+    return token_ids.astype(np.uint32, copy=False) * np.uint32(_SPREAD)
+
+
+def _mix(spread: Words, keys: Words, hashes: Words, scratch: Words) -> None:
+    """`noise_hashes` of ids that `_spread` has multiplied; written to ``hashes``."""
+    np.add(spread, keys[..., 0], out=hashes)
+    np.right_shift(hashes, 16, out=scratch)
+    hashes ^= scratch
+    hashes *= _FIRST_MULTIPLIER
+    hashes ^= keys[..., 1]
+    np.right_shift(hashes, 15, out=scratch)
+    hashes ^= scratch
+    hashes *= _SECOND_MULTIPLIER
+    np.right_shift(hashes, 16, out=scratch)
+    hashes ^= scratch
+
+
+# ------------------------------------------------------------------ where the logits are
+
+
+def device_hashes(keys: Words, vocab_size: int, device: torch.device) -> Tensor:
+    """The bits of `noise_hashes` for every token id: `[num_rows, vocab_size]` int32."""
+    words = torch.from_numpy(keys.view(np.int32)).to(device)  # [num_rows, 2]
+    token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+    hashes = token_ids * _signed(_SPREAD) + words[:, :1]
+    hashes ^= _shifted(hashes, 16)
+    hashes *= _signed(_FIRST_MULTIPLIER)
+    hashes ^= words[:, 1:]
+    hashes ^= _shifted(hashes, 15)
+    hashes *= _signed(_SECOND_MULTIPLIER)
+    hashes ^= _shifted(hashes, 16)
+    return hashes
+
+
+def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
+    """Score of every token, `[num_rows, vocab_size]`, in the logits' type and where they are.
+
+    Args:
+        logits: `[num_rows, vocab_size]`.
+        temperatures: `[num_rows]`.
+        keys: `[num_rows, 2]`.
+    """
+    hashes = device_hashes(keys, logits.shape[1], logits.device)
+    shares = hashes.to(logits.dtype)
+    shares.add_((hashes < 0).to(shares), alpha=2**32).add_(0.5)  # read as unsigned
+    noise = shares.mul_(-(2.0**-32)).log1p_().neg_().log_()  # -G
+    return logits - torch.from_numpy(temperatures).to(logits).unsqueeze(1) * noise
+
+
+def _shifted(words: Tensor, num_bits: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (words >> num_bits).bitwise_and_(2 ** (32 - num_bits) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int32 of the same bits."""
+    return word - 2**32 if word >= 2**31 else word

@@ -1,0 +1,19 @@
+"""Engines that a test killed in the middle of their work: nobody can ask their blocks back."""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+from engine.engine import Engine
+from engine.scheduler import Scheduler
+
+_dead: WeakSet[Scheduler] = WeakSet()
+
+
+def let_die(engine: Engine) -> None:
+    """The process of this engine is gone, as far as its test is concerned."""
+    _dead.add(engine._scheduler)
+
+
+def died_on_purpose(scheduler: Scheduler) -> bool:
+    return scheduler in _dead
