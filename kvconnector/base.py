@@ -64,7 +64,10 @@ class TransferEventKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEvent:
-    """One event; fields that do not belong to its kind keep their defaults."""
+    """One event; fields that do not belong to its kind keep their defaults.
+
+    A FAILED without a reason is one that the other end, or the own node, asked for.
+    """
 
     kind: TransferEventKind
     engine_id: str

@@ -237,7 +237,7 @@ class Sender:
         if grant.first_block + len(grant.block_ids) != transfer.num_blocks:
             self._fail(
                 transfer,
-                f"bad grant: {len(grant.block_ids)} blocks from {grant.first_block} on, "
+                f"bad grant: {grant.first_block} + {len(grant.block_ids)} blocks, "
                 f"wanted {transfer.num_blocks}",
             )
         elif transfer.granted is None:

@@ -319,8 +319,8 @@ def test_when_the_receiver_cancels_both_sides_end_once_and_no_later_push_is_writ
     link.push("a", 0, (1,), 4)
     link.wait("d", Kind.WATERMARK)
     link.receiver.cancel("a", 0, link.p)
-    assert link.wait("d", Kind.FAILED, "a").reason
-    assert "cancelled" in link.wait("p", Kind.FAILED, "a").reason
+    for side in "dp":
+        assert not link.wait(side, Kind.FAILED, "a").reason  # who cancelled knows why
     link.push("a", 1, (2,), 8, token_id=1)
     full_exchange(link, "b", 7, 7)
     link.assert_arrived({1: 1, 7: 7})
