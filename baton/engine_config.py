@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
+PREEMPTION = ("recompute", "hand-back")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
@@ -35,6 +36,8 @@ class EngineConfig:
         long_prefill_token_threshold: most tokens of one prompt in a step, so that a long prompt is
             cut into chunks and leaves room for others.
         scheduling_policy: ``fcfs`` or ``priority``.
+        preemption: of a request whose blocks an older one needs. ``recompute``: it waits here and
+            is computed anew; ``hand-back``: it ends here, and whoever placed it places it again.
         prefix_cache: find prompts' prefixes again that were computed before.
         prefix_hash: ``xxh3_128`` or ``sha256``.
         attention_backend: a name, or ``auto``.
@@ -54,6 +57,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 1024
     long_prefill_token_threshold: int = 512
     scheduling_policy: str = "fcfs"
+    preemption: str = "recompute"
     prefix_cache: bool = True
     prefix_hash: str = "xxh3_128"
     attention_backend: str = "auto"
@@ -63,6 +67,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.preemption not in PREEMPTION:
+            known = ", ".join(PREEMPTION)
+            raise ConfigError(f"preemption: must be one of {known}, got {self.preemption!r}")
         for name in (
             "block_size",
             "max_num_requests",

@@ -37,6 +37,7 @@ class LocalDeploymentConfig:
         listen: of the router.
         router_args: more arguments of `baton router`.
         node_args: more arguments of every `baton prefill` and `baton decode`.
+        decode_args: more arguments of every `baton decode`.
         log_folder: where each process's log goes; None: a temporary folder.
     """
 
@@ -46,6 +47,7 @@ class LocalDeploymentConfig:
     num_decode: int = 1
     router_args: Sequence[str] = ()
     node_args: Sequence[str] = ()
+    decode_args: Sequence[str] = ()
     log_folder: Path | None = None
 
 
@@ -188,11 +190,12 @@ class LocalDeployment:
         names = [("prefill", f"p{i}") for i in range(config.num_prefill)]
         names += [("decode", f"d{i}") for i in range(config.num_decode)]
         for (command, name), share in zip(names, cores, strict=True):
+            own_args = config.decode_args if command == "decode" else ()
             self._start(
                 name,
                 [
                     command, "--model", config.model, "--router", config.listen, "--name", name,
-                    "--num-threads", str(len(share)), *config.node_args,
+                    "--num-threads", str(len(share)), *config.node_args, *own_args,
                 ],
                 share,
             )  # fmt: skip

@@ -85,7 +85,11 @@ class PushReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReceipt:
-    """What the decode node did; durations in seconds on that node's clock."""
+    """What the decode node did; durations in seconds on that node's clock.
+
+    Attributes:
+        num_cached_tokens: that its own prefix cache had, so that they did not travel.
+    """
 
     parked_s: float
     first_step_s: float
@@ -94,6 +98,7 @@ class DecodeReceipt:
     num_forwards: int
     num_preemptions: int
     push: PushReceipt
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

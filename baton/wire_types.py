@@ -170,6 +170,7 @@ def decode_receipt_to_proto(receipt: DecodeReceipt) -> types_pb2.DecodeReceipt:
             num_descriptors=receipt.push.num_descriptors,
             posting_s=receipt.push.posting_s,
         ),
+        num_cached_tokens=receipt.num_cached_tokens,
     )
 
 
@@ -189,6 +190,7 @@ def decode_receipt_from_proto(message: types_pb2.DecodeReceipt) -> DecodeReceipt
             num_descriptors=message.push.num_descriptors,
             posting_s=message.push.posting_s,
         ),
+        num_cached_tokens=message.num_cached_tokens,
     )
 
 

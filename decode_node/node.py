@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.decode_options import DecodeOptions
 from baton.errors import InvalidRequestError, TransferError
 from baton.ledger import Ledger
 from baton.link import (
@@ -41,6 +42,7 @@ from kvconnector.peer_info import PeerInfo
 logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.1
+DEFAULT_OPTIONS = DecodeOptions()
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class DecodeNode:
         engine: stepped by this node only.
         receiver: from the prefill nodes.
         emit: takes events for the router; safe to call from this node's thread.
+        options: of this node; the usual ones if not given.
         clock: seconds that never go back.
     """
 
@@ -69,13 +72,15 @@ class DecodeNode:
         engine: Engine,
         receiver: KVReceiver,
         emit: Callable[[NodeEvent], None],
+        options: DecodeOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.receiver = receiver
-        self.reservations = Reservations(engine, receiver, clock)
+        self.reservations = Reservations(engine, receiver, options, clock)
         self._clock = clock
         self._emit = emit
+        self._options = options
         self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
         self._jobs: dict[str, _Job] = {}
         self._deltas: list[RequestDelta] = []
@@ -94,6 +99,7 @@ class DecodeNode:
         scheduled = self.engine.schedule()
         self._answer(self.engine.execute(scheduled))
         self._end_failed()
+        self._end_handed_back()
         self._expire()
         self.reservations.tick()
         self.reservations.grant_waiting()  # of blocks that this step freed
@@ -178,10 +184,24 @@ class DecodeNode:
             max_model_len=engine.max_model_len,
             output_token_ids=command.output_token_ids,
         )
-        reservation = self.reservations.park(
-            request, command.epoch, command.prefill_engine_id, received_at
-        )
+        take = self.reservations.park
+        if self._is_short(request):
+            engine.add(request)
+            take = self.reservations.decline
+        reservation = take(request, command.epoch, command.prefill_engine_id, received_at)
         self._jobs[command.request_id] = _Job(command, request, reservation)
+
+    def _is_short(self, request: Request) -> bool:
+        """Whether so much of a request is cached that the rest is computed here, and at once."""
+        if not self._options.local_prefill_threshold or request.wants_prompt_logprobs:
+            return False
+        num_cached, _ = self.engine.find_initial_prefix(request)
+        if num_cached == request.num_initial_tokens:  # its last token's logits are not cached
+            num_cached -= self.engine.kv_cache_spec.block_size
+        num_missing = request.num_initial_tokens - num_cached
+        is_short = num_missing <= self._options.local_prefill_threshold
+        # A prompt that is short as a whole is no hit: computing prompts is not done here.
+        return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, problem: str) -> None:
         output = RequestOutput(command.request_id, 0, ())
@@ -236,6 +256,12 @@ class DecodeNode:
                 self._end(request_id)
                 self._refuse(job.command, problem)
 
+    def _end_handed_back(self) -> None:
+        """Tell the router to place preempted requests again; no prompt is computed anew here."""
+        for request in self.engine.take_handed_back():
+            job = self._jobs[request.request_id]
+            self._fail(job.reservation, "PREEMPTED", "preempted: older requests need its memory")
+
     def _fail(self, reservation: Reservation, code: str, reason: str) -> None:
         request_id = reservation.request.request_id
         self._jobs.pop(request_id, None)
@@ -273,4 +299,5 @@ def _receipt(job: _Job) -> DecodeReceipt:
         num_forwards=request.num_forwards,
         num_preemptions=request.num_preemptions,
         push=reservation.receipt,
+        num_cached_tokens=request.num_cached_tokens,
     )

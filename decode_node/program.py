@@ -47,6 +47,6 @@ def make_program(
             transport = FaultyTransport(transport, loaded.engine.kv_cache, faults)
         digests = BlockDigests(loaded.engine.kv_cache) if options.kv_digests else None
         receiver = Receiver(transport, on_event=wake, on_death=on_death, digests=digests)
-        return DecodeNode(loaded.engine, receiver, emit), receiver
+        return DecodeNode(loaded.engine, receiver, emit, options.decode), receiver
 
     return NodeThreads(options.name, NodeRole.DECODE, loaded, make_node, on_death)

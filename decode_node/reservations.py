@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from baton.decode_options import DecodeOptions
 from baton.ledger import BlockHolding, BlockOwner
 from baton.outputs import PushReceipt
+from decode_node.grant_queue import GrantQueue, Key
 from engine.engine import Engine
 from engine.request import Request
 from kvconnector.base import KVReceiver, KVReservation, TransferEvent, TransferEventKind
@@ -32,10 +33,11 @@ MEMORY_S = 60.0
 # A Cancel or its Quiet may be lost, or meet a link that is down: ask again while blocks are held.
 RECANCEL_S = 1.0
 TICK_S = 0.1
+NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport="", exposed_transfer_s=0.0)
 
 
 class ReservationState(Enum):
-    """Where a reservation is."""
+    """Where a reservation is. What is computed here is COMMITTED from the start."""
 
     PARKED = "PARKED"
     GRANTED = "GRANTED"
@@ -49,7 +51,8 @@ class Reservation:
     """One request's blocks on their way from "promised" to "arrived".
 
     Attributes:
-        num_received_tokens: the watermark.
+        block_ids: that the prefill node may write.
+        num_received_tokens: the highest watermark; messages may come in any order.
         committed_at_step: engine steps done when the commit was taken.
     """
 
@@ -67,15 +70,13 @@ class Reservation:
     receipt: PushReceipt | None = None
 
 
-Key = tuple[str, int]  # (request_id, epoch)
-
-
 class Reservations:
     """All reservations of one decode node.
 
     Args:
         engine: where the blocks are.
         receiver: where grants go.
+        options: how much may be received at a time.
         clock: seconds that never go back.
     """
 
@@ -83,6 +84,7 @@ class Reservations:
         self,
         engine: Engine,
         receiver: KVReceiver,
+        options: DecodeOptions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -90,7 +92,11 @@ class Reservations:
         self._receiver = receiver
         self._open: dict[Key, Reservation] = {}  # PARKED, GRANTED, RECEIVING
         self._quarantine: dict[Key, Reservation] = {}
-        self._wants_grant: deque[Key] = deque()
+        self._grants = GrantQueue(
+            engine,
+            max_requests=options.max_receiving_requests,
+            max_tokens=options.max_receiving_tokens,
+        )
         self._early_starts: dict[Key, tuple[float, str]] = {}  # (came at, engine_id)
         self._ended: dict[Key, float] = {}  # tombstones
         self._gone_peers: dict[str, PeerInfo] = {}
@@ -115,6 +121,26 @@ class Reservations:
             self._want_grant(key, reservation)
         return reservation
 
+    def decline(
+        self, request: Request, epoch: int, engine_id: str, received_at: float
+    ) -> Reservation:
+        """Note that ``engine_id`` need not send a request's KV, as it is computed here."""
+        key = (request.request_id, epoch)
+        now = time.monotonic()
+        self._ended[key] = now  # for its START
+        if self._early_starts.pop(key, None) is not None:
+            self._receiver.cancel(key[0], epoch, engine_id)
+        return Reservation(
+            request,
+            epoch,
+            engine_id,
+            received_at,
+            state=ReservationState.COMMITTED,
+            committed_at=now,
+            committed_at_step=self._engine.num_steps,
+            receipt=NO_PUSH,
+        )
+
     def settle(self, event: TransferEvent) -> Reservation | None:
         """Take a transfer event; returns the reservation if it is now COMMITTED or has failed.
 
@@ -129,12 +155,12 @@ class Reservations:
             case TransferEventKind.STARTED:
                 self._want_grant(key, reservation)
             case TransferEventKind.WATERMARK:
-                if reservation.state is not ReservationState.PARKED:
-                    reservation.state = ReservationState.RECEIVING
-                    reservation.num_received_tokens = event.num_tokens
+                self._note_watermark(reservation, event.num_tokens)
             case TransferEventKind.COMMITTED:
                 if not self._commit(key, reservation, event):
-                    self._end(key, reservation, quiet=True)  # it wrote its last
+                    # It wrote its last, and what it wrote is not what was asked for.
+                    reservation.num_received_tokens = 0
+                    self._end(key, reservation, quiet=True)
                 return reservation
             case TransferEventKind.FAILED:
                 self._end(key, reservation, quiet=True)
@@ -144,26 +170,19 @@ class Reservations:
         return None
 
     def grant_waiting(self) -> None:
-        """Give blocks to started requests, first come first served, as far as memory goes."""
-        while self._wants_grant:
-            key = self._wants_grant[0]
-            reservation = self._open.get(key)
-            if reservation is None or reservation.state is not ReservationState.PARKED:
-                # It ended meanwhile.
-                self._wants_grant.popleft()
-                continue
-            block_ids = self._engine.grant(key[0])
-            if block_ids is None:
-                return
-            self._wants_grant.popleft()
-            reservation.block_ids = tuple(block_ids)
+        """Give blocks to started requests, as far as memory and the budget go."""
+        while (taken := self._grants.take()) is not None:
+            key, granted = taken
+            reservation = self._open[key]
+            reservation.block_ids = granted.block_ids
             reservation.state = ReservationState.GRANTED
             self._receiver.grant(
                 KVReservation(
                     request_id=key[0],
                     epoch=reservation.epoch,
                     engine_id=reservation.engine_id,
-                    block_ids=reservation.block_ids,
+                    block_ids=granted.block_ids,
+                    first_block=granted.first_block,
                 )
             )
 
@@ -245,7 +264,17 @@ class Reservations:
     def _want_grant(self, key: Key, reservation: Reservation) -> None:
         if not reservation.started:
             reservation.started = True
-            self._wants_grant.append(key)
+            self._grants.add(key, reservation.request)
+
+    @staticmethod
+    def _note_watermark(reservation: Reservation, num_tokens: int) -> None:
+        if reservation.state is ReservationState.PARKED:
+            return
+        if num_tokens > reservation.request.num_initial_tokens:
+            logger.warning("dropped a watermark behind the end of its request")
+            return
+        reservation.state = ReservationState.RECEIVING
+        reservation.num_received_tokens = max(reservation.num_received_tokens, num_tokens)
 
     def _commit(self, key: Key, reservation: Reservation, event: TransferEvent) -> bool:
         request = reservation.request
@@ -257,6 +286,7 @@ class Reservations:
             logger.warning("refused a commit that does not fit request %s", request.request_id)
             return False
         del self._open[key]
+        self._grants.end(key)
         reservation.state = ReservationState.COMMITTED
         reservation.num_received_tokens = event.num_tokens
         reservation.receipt = event.receipt
@@ -266,10 +296,19 @@ class Reservations:
         return True
 
     def _end(self, key: Key, reservation: Reservation, *, quiet: bool) -> None:
-        """Take a reservation out of the engine; unless the wire is quiet, quarantine its blocks."""
+        """Take a reservation out of the engine.
+
+        What came up to the watermark is kept in the prefix cache: whoever needs it again finds it
+        there. Unless the wire is quiet, the other blocks go into quarantine.
+        """
         del self._open[key]
+        self._grants.end(key)
         self._ended[key] = self._clock()
         reservation.state = ReservationState.QUARANTINED
+        if reservation.block_ids:
+            reservation.block_ids = self._engine.keep_received(
+                key[0], reservation.num_received_tokens
+            )
         if reservation.block_ids and not quiet:
             self._engine.hold(reservation.block_ids)
             self._quarantine[key] = reservation

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from baton.block_hash import BlockHasher
+from baton.block_hash import BlockHash, BlockHasher
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
 from baton.outputs import FinishReason
@@ -31,7 +31,7 @@ from engine.kv_cache import (
     choose_num_blocks,
     kv_cache_spec,
 )
-from engine.kv_cache_manager import KVCacheManager
+from engine.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.memory_profile import measure_kv_cache_bytes
 from engine.metrics import EngineMetrics
 from engine.model_runner import make_model_runner
@@ -104,6 +104,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=config.scheduling_policy,
+            preemption=config.preemption,
         )
         self._runner = make_model_runner(
             model, self.kv_cache, self.kv_cache_spec, config, backend_name, self.max_model_len
@@ -145,10 +146,21 @@ class Engine:
         if request.awaits_grammar:  # compiled while its KV travels
             self._grammars.submit(request)
 
-    def grant(self, request_id: str) -> list[int] | None:
-        """Blocks for a parked request's prompt, those of `handoff_indices`, or None while memory
-        is short."""
+    def grant(self, request_id: str) -> GrantedBlocks | None:
+        """Where the rest of a parked request's KV may be written; None while memory is short."""
         return self._scheduler.grant(request_id)
+
+    def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
+        """How many of a request's initial tokens are cached; names of full blocks that are not."""
+        return self._scheduler.kv_cache_manager.find_initial_prefix(request)
+
+    def keep_received(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
+        """Name what came of a granted request that is about to be aborted.
+
+        Returns its granted blocks beyond ``num_tokens``, which a remote node may still write.
+        """
+        manager = self._scheduler.kv_cache_manager
+        return manager.keep_received(self.requests[request_id], num_tokens)
 
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
         """Places in ``Request.block_ids`` of the blocks that travel with a prompt."""
@@ -177,6 +189,15 @@ class Engine:
         """
         failures, self._scheduler.failures = self._scheduler.failures, []
         return failures
+
+    def take_handed_back(self) -> list[Request]:
+        """Requests that were preempted since the last call, and are not recomputed here."""
+        handed_back, self._scheduler.handed_back = self._scheduler.handed_back, []
+        return handed_back
+
+    def can_begin(self, request: Request) -> bool:
+        """Whether a new request would run in the next step, and nobody the later for it."""
+        return self._scheduler.can_begin(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; None when it is not here."""
@@ -227,7 +248,7 @@ class Engine:
         if self._in_flight is not None:
             output, self._in_flight = self._in_flight.result(), None
             result = self._update(output)
-            scheduled = self._scheduler.without_finished(scheduled)
+            scheduled = scheduled.without_finished()
         if scheduled.scheduled:
             self.last_scheduled = scheduled
             prepared = self._runner.prepare(scheduled)

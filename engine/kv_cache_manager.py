@@ -6,12 +6,28 @@ blocks of the pool; ``Request.block_ids`` has them all (`engine/kv_cache_coordin
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from baton.block_hash import BlockHasher
+from baton.block_hash import BlockHash, BlockHasher
 from engine.block_pool import BlockPool
 from engine.kv_cache_coordinator import KVCacheCoordinator
 from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedBlocks:
+    """Where a remote node writes a parked request's initial tokens.
+
+    Attributes:
+        first_block: how many of the blocks that travel (`KVCacheManager.handoff_indices`) are here
+            already; the others are to be written.
+        block_ids: of those others, in order.
+    """
+
+    first_block: int
+    block_ids: tuple[int, ...]
 
 
 class KVCacheManager:
@@ -61,11 +77,16 @@ class KVCacheManager:
         The last known token is left out: it must be computed for its logits. Who wants logprobs of
         the prompt needs the logits of all of it, and finds nothing.
         """
-        if self._hasher is None or request.wants_prompt_logprobs:
+        if request.wants_prompt_logprobs:
+            return []
+        return self._longest_hit(request, request.num_tokens - 1)
+
+    def _longest_hit(self, request: Request, num_tokens: int) -> list[int]:
+        """Cached blocks, of all groups, for as many of the first ``num_tokens`` as possible."""
+        if self._hasher is None:
             return []
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
-        num_usable = (request.num_tokens - 1) // self.block_size
-        return self._coordinator.longest_hit(request.block_hashes[:num_usable])
+        return self._coordinator.longest_hit(request.block_hashes[: num_tokens // self.block_size])
 
     def allocate_with_prefix(self, request: Request, spare: int = 0) -> int | None:
         """Give a request without blocks its cached prefix, and room for all its known tokens.
@@ -106,15 +127,31 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request) -> None:
         """Name the request's blocks that are full and computed, so that others can find them."""
+        self._cache_up_to(request, request.num_computed_tokens)
+
+    def _cache_up_to(self, request: Request, num_tokens: int) -> None:
         if self._hasher is None:
             return
-        num_full = request.num_computed_tokens // self.block_size
+        num_full = num_tokens // self.block_size
         first = request.num_cached_blocks
         if num_full <= first:
             return
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
         self._coordinator.cache(request.block_ids, request.block_hashes, first, num_full)
         request.num_cached_blocks = num_full
+
+    def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
+        """What is cached of a request's initial tokens, the last one included, without taking it.
+
+        Returns:
+            The number of these tokens, and the names of the full blocks that are lacking; none
+            where there is no prefix cache.
+        """
+        cached = self._longest_hit(request, request.num_initial_tokens)
+        num_blocks = len(cached) // self.num_groups
+        num_full = request.num_initial_tokens // self.block_size
+        lacking = request.block_hashes[num_blocks:num_full]
+        return num_blocks * self.block_size, lacking
 
     # ------------------------------------------------------------------ blocks
 
@@ -134,31 +171,59 @@ class KVCacheManager:
         return new_block_ids
 
     def allocate_for_handoff(self, request: Request, num_tokens: int) -> bool:
-        """Give a request without blocks room for a prompt that arrives, and for what follows.
+        """Give a request without blocks its cached prefix, and room for what arrives and follows.
+
+        The last initial token may be in that prefix: the remote node has its logits.
 
         Args:
-            num_tokens: to have room for; at least the prompt's. What slides out before the
-                prompt's end gets no block.
+            num_tokens: to have room for; at least the initial ones. What slides out before their
+                end gets no block.
 
         Returns:
             False, with nothing changed, when too few blocks are free.
         """
         assert not request.block_ids
-        num_prompt_blocks = self.num_blocks_for(request.num_initial_tokens)
-        num_blocks = self.num_blocks_for(num_tokens)
+        num_initial_blocks = self.num_blocks_for(request.num_initial_tokens)
         places = self.handoff_indices(request.num_initial_tokens)
-        places += range(num_prompt_blocks, num_blocks)
-        new_block_ids = self.block_pool.allocate(len(places), extents=True)
-        if new_block_ids is None:
+        places += range(num_initial_blocks, self.num_blocks_for(num_tokens))
+        cached = self._longest_hit(request, request.num_initial_tokens)
+        num_hits = bisect.bisect_left(places, len(cached))
+        taken = [cached[place] for place in places[:num_hits]]
+        pool = self.block_pool
+        if len(places) - num_hits + pool.num_free_among(taken) > pool.num_free:
             return False
+        pool.touch(taken)
+        new_block_ids = pool.allocate(len(places) - num_hits, extents=True)
+        assert new_block_ids is not None
+        num_blocks = self.num_blocks_for(num_tokens)
         if len(places) == num_blocks:
-            request.block_ids = new_block_ids
-            return True
-        assert self._null_block is not None
-        request.block_ids = [self._null_block] * num_blocks
-        for place, block_id in zip(places, new_block_ids, strict=True):
-            request.block_ids[place] = block_id
+            request.block_ids = taken + new_block_ids
+        else:
+            assert self._null_block is not None
+            request.block_ids = [self._null_block] * num_blocks
+            for place, block_id in zip(places, taken + new_block_ids, strict=True):
+                request.block_ids[place] = block_id
+        request.num_cached_blocks = len(cached) // self.num_groups
         return True
+
+    def blocks_to_receive(self, request: Request) -> GrantedBlocks:
+        """What of a request with blocks for its hand-off has no name yet, hence must arrive."""
+        places = self.handoff_indices(request.num_initial_tokens)
+        first = bisect.bisect_left(places, request.num_cached_blocks * self.num_groups)
+        return GrantedBlocks(first, tuple(request.block_ids[place] for place in places[first:]))
+
+    def keep_received(self, request: Request, num_tokens: int) -> tuple[int, ...]:
+        """Name the full blocks that arrived for a granted request, which is about to be aborted.
+
+        Args:
+            num_tokens: whose KV is complete, whatever happened to the others.
+
+        Returns:
+            Its granted blocks that are not complete.
+        """
+        assert num_tokens <= request.num_initial_tokens
+        self._cache_up_to(request, num_tokens)
+        return self.blocks_to_receive(request).block_ids
 
     def num_tokens_to_grant(self, request: Request) -> int:
         """Tokens up to the end of the decode block, the one behind the prompt's last block."""

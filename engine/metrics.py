@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.outputs import FinishReason
+from engine.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +73,9 @@ class EngineCounters:
     )
     forward_s: float = 0.0
     step_s: float = 0.0
+
+    def note_lookup(self, request: Request) -> None:
+        """A request looked for its prompt in the prefix cache, when it was admitted or granted."""
+        self.prefix_lookups += 1
+        self.prefix_lookup_tokens += request.num_prompt_tokens
+        self.cached_prompt_tokens += request.num_cached_tokens

@@ -33,6 +33,11 @@ class SchedulerOutput:
     scheduled: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: int
 
+    def without_finished(self) -> SchedulerOutput:
+        """What is still to be computed of a step that was scheduled ahead."""
+        left = tuple(item for item in self.scheduled if not item.request.status.is_finished)
+        return SchedulerOutput(left, sum(item.num_scheduled_tokens for item in left))
+
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:

@@ -67,7 +67,7 @@ class Request:
         priority: smaller goes first, where the scheduler looks at it.
         extra_keys: what the KV depends on besides the tokens.
         rank: who goes first, and who is preempted last: the smaller one. The scheduler's.
-        num_cached_tokens: of the prompt, found in the prefix cache when it was admitted.
+        num_cached_tokens: found in the prefix cache when it was admitted or granted.
         num_cached_blocks: leading blocks whose content has a name in the prefix cache.
         block_hashes: of the leading full blocks of ``token_ids``, as far as they were needed.
         num_prompt_tokens_computed: prompt tokens computed by this engine, again and again if

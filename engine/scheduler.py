@@ -19,7 +19,7 @@ import time
 from baton.errors import InvalidRequestError
 from baton.outputs import RequestOutput
 from engine.grammar import GrammarState
-from engine.kv_cache_manager import KVCacheManager
+from engine.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.metrics import EngineCounters
 from engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
 from engine.request import Request, RequestStatus
@@ -39,12 +39,14 @@ class Scheduler:
         max_num_batched_tokens: most tokens in a step.
         long_prefill_token_threshold: most tokens of one request in a step.
         policy: ``fcfs`` or ``priority``.
+        preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
 
     Attributes:
         num_preemptions: since the start.
         counters: of what was done since the start.
         failures: request ids, and what was wrong with their grammars; whoever reads them ends the
             requests that are still here, and empties it.
+        handed_back: requests that were preempted and ended for it; whoever reads them empties it.
     """
 
     def __init__(
@@ -55,12 +57,15 @@ class Scheduler:
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int,
         policy: str = "fcfs",
+        preemption: str = "recompute",
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.counters = EngineCounters()
         self.failures: list[tuple[str, str]] = []
+        self.handed_back: list[Request] = []
+        self._hands_back = preemption == "hand-back"
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
         self._long_prefill_token_threshold = long_prefill_token_threshold
@@ -84,24 +89,27 @@ class Scheduler:
         self._register(request)
         self._room.park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
-    def grant(self, request_id: str) -> list[int] | None:
-        """Give a parked request blocks for its prompt and one decode block.
+    def grant(self, request_id: str) -> GrantedBlocks | None:
+        """Give a parked request what the prefix cache has, blocks for the rest, a decode block.
 
-        Returns:
-            The ids of the blocks that are needed of the prompt, in order (see
-            `KVCacheManager.handoff_indices`), or None when too few are free or others wait for
-            blocks: who was preempted comes before who comes anew.
+        None when too few are free or others wait for them: who was preempted comes first.
         """
         if self._room.num_waiting:
             return None
-        request = self.requests[request_id]
+        request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        assert not request.block_ids
-        manager = self.kv_cache_manager
         if not manager.allocate_for_handoff(request, manager.num_tokens_to_grant(request)):
             return None
-        places = manager.handoff_indices(request.num_initial_tokens)
-        return [request.block_ids[place] for place in places]
+        request.num_cached_tokens = request.num_cached_blocks * manager.block_size
+        self.counters.note_lookup(request)
+        return manager.blocks_to_receive(request)
+
+    def can_begin(self, request: Request) -> bool:
+        """Whether a new request would run in the next step, and no other one the later for it."""
+        manager, has_slot = self.kv_cache_manager, len(self._running) < self._max_num_requests
+        num_blocks = manager.num_blocks_for(manager.num_tokens_to_grant(request))
+        has_blocks = num_blocks + self._watermark_blocks <= manager.block_pool.num_free
+        return has_slot and has_blocks and not self._room
 
     def commit(self, request_id: str, token_id: int) -> None:
         """The prompt's KV is complete and the remote node sampled ``token_id``: run from here."""
@@ -188,11 +196,6 @@ class Scheduler:
         for item in scheduled.scheduled:
             item.request.num_tokens_pending = int(item.samples)
             item.request.num_tokens_in_flight = item.num_scheduled_tokens
-
-    def without_finished(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """What of a step that was scheduled ahead is still to be computed."""
-        left = tuple(item for item in scheduled.scheduled if not item.request.status.is_finished)
-        return SchedulerOutput(left, sum(item.num_scheduled_tokens for item in left))
 
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
         """Write a step's result into its requests and end those that are done."""
@@ -321,9 +324,7 @@ class Scheduler:
             request.num_computed_tokens = num_cached
             if request.num_preemptions == 0:
                 request.num_cached_tokens = num_cached
-                self.counters.prefix_lookups += 1
-                self.counters.prefix_lookup_tokens += request.num_prompt_tokens
-                self.counters.cached_prompt_tokens += num_cached
+                self.counters.note_lookup(request)
             budget -= self._run(request, self._num_tokens_next(request, budget), scheduled)
         return budget
 
@@ -367,28 +368,28 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        self.kv_cache_manager.free(request)
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
+        if self._hands_back:
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+            self.handed_back.append(request)
+            return
+        self.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
         self._room.put_back(request)
 
     def _note_prompt_computed(self, request: Request, start: int, num_tokens: int) -> None:
-        """Count a chunk that began at ``start``; with the prompt's last one, siblings begin."""
+        """Count a chunk that began at ``start``; with the last one, siblings go on from there."""
         prompt_left = request.num_prompt_tokens - start
         num_prompt_tokens = min(prompt_left, num_tokens)
         request.num_prompt_tokens_computed += num_prompt_tokens
         self.counters.prompt_tokens_computed += num_prompt_tokens
         if num_tokens >= prompt_left:
-            self._begin_siblings(request)
-
-    def _begin_siblings(self, request: Request) -> None:
-        """The prompt is computed: who has the same one goes on from its full blocks."""
-        for sibling in request.take_siblings():
-            self.kv_cache_manager.share_prompt(request, sibling)
-            # Each computed position but the prompt's last predicts the one behind it.
-            sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
-            self._room.queue(sibling)
+            for sibling in request.take_siblings():
+                self.kv_cache_manager.share_prompt(request, sibling)
+                # Each computed position but the prompt's last predicts the one behind it.
+                sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
+                self._room.queue(sibling)
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         request.status = status

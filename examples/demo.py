@@ -113,6 +113,7 @@ def _receipt_table(receipts: list[tuple[str, Receipt]]) -> Table:
         "transport",
         "left after prefill",
         "computed on d0",
+        "cached on d0",
     )
     for name, *cells in zip(names, *columns, strict=True):
         table.add_row(name, *cells)
@@ -128,7 +129,7 @@ def _receipt_cells(receipt: Receipt) -> list[str]:
     ]
     decode = receipt.decode
     if decode is None:  # the output ended with token 1, on p0
-        return cells + ["-"] * 5
+        return cells + ["-"] * 6
     return [
         *cells,
         format_bytes(decode.push.num_bytes),
@@ -136,6 +137,7 @@ def _receipt_cells(receipt: Receipt) -> list[str]:
         decode.push.transport,
         f"{decode.push.exposed_transfer_s * 1e3:.2f} ms",
         str(decode.num_prompt_tokens_computed),
+        str(decode.num_cached_tokens),
     ]
 
 

@@ -45,13 +45,16 @@ class KVReservation:
 
     Attributes:
         engine_id: of the prefill node it is for.
-        block_ids: of the decode node, one per block of the prompt that travels, in order.
+        block_ids: of the decode node, in order: one per block of the prompt that travels, from
+            ``first_block`` on.
+        first_block: how many of these the decode node has already.
     """
 
     request_id: str
     epoch: int
     engine_id: str
     block_ids: tuple[int, ...]
+    first_block: int = 0
 
 
 class TransferEventKind(Enum):
@@ -67,7 +70,10 @@ class TransferEventKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEvent:
-    """One event; fields that do not belong to its kind keep their defaults."""
+    """One event; fields that do not belong to its kind keep their defaults.
+
+    A FAILED without a reason is one that the other end, or the own node, asked for.
+    """
 
     kind: TransferEventKind
     engine_id: str
@@ -101,7 +107,7 @@ class KVSender(Protocol):
         """Tell the decode node that ``num_tokens`` prompt tokens are being computed for it.
 
         Args:
-            num_blocks: that will travel; a grant has as many.
+            num_blocks: that will travel, but for those that the decode node has already.
         """
 
     def push(self, push: BlockPush) -> None:

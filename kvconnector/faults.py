@@ -186,7 +186,7 @@ class FaultyTransport:
         self._end_process = end_process
         self._random = random.Random(spec.seed)
         self._waiting: list[_Waiting] = []
-        self._granted: dict[tuple[str, int], list[int]] = {}  # what `corrupt` may spoil
+        self._granted: dict[tuple[str, int], Grant] = {}  # what `corrupt` may spoil
         self._digested: set[tuple[str, int]] = set()
         self._num_until_kill = 0 if spec.kill is None else spec.kill.count
 
@@ -219,7 +219,7 @@ class FaultyTransport:
         message = messages.decode(payload)
         self._pass(type(message).__name__, "send")
         if isinstance(message, Grant) and self._spec.corrupt:
-            self._granted[message.request_id, message.epoch] = message.block_ids
+            self._granted[message.request_id, message.epoch] = message
             if len(self._granted) > MAX_REMEMBERED_GRANTS:
                 del self._granted[next(iter(self._granted))]
         spec = self._spec
@@ -285,10 +285,13 @@ class FaultyTransport:
     def _spoil(self, message: Commit | Digests) -> None:
         """Flip a bit in memory: these writes have landed, and nobody has looked at them yet."""
         key = (message.request_id, message.epoch)
-        block_ids = self._granted.get(key, [])
+        grant = self._granted.get(key)
+        block_ids = [] if grant is None else grant.block_ids
         if isinstance(message, Digests):  # looked at now, and not when the commit comes
             self._digested.add(key)
-            block_ids = [block_ids[i] for i in message.indices if i < len(block_ids)]
+            if grant is not None:
+                places = [index - grant.first_block for index in message.indices]
+                block_ids = [block_ids[i] for i in places if 0 <= i < len(block_ids)]
         else:
             self._granted.pop(key, None)
             if key in self._digested:

@@ -58,9 +58,13 @@ class Start(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Grant(_RequestMessage, frozen=True, kw_only=True):
-    """P may write the prompt's blocks into these blocks of D, in order."""
+    """P may write the prompt's blocks, from ``first_block`` on, into these blocks of D, in order.
+
+    ``first_block`` counts the blocks that travel (`BlockPush.first_block`); D has those before it.
+    """
 
     block_ids: list[int]  # checked against the peer's blocks where they are used
+    first_block: Count = 0
 
 
 class Watermark(_RequestMessage, frozen=True, kw_only=True):

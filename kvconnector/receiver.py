@@ -94,12 +94,15 @@ class Receiver:
             request_id=reservation.request_id,
             epoch=reservation.epoch,
             block_ids=list(reservation.block_ids),
+            first_block=reservation.first_block,
         )
 
         def call() -> None:
             key = (message.request_id, message.epoch)
             if self._verifier is not None:
-                self._verifier.expect(key, reservation.engine_id, reservation.block_ids)
+                self._verifier.expect(
+                    key, reservation.engine_id, reservation.block_ids, reservation.first_block
+                )
             self._grants.add(key, reservation.engine_id, message, self._clock())
             self._endpoint.peers.send(reservation.engine_id, message)
 

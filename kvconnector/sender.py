@@ -184,14 +184,14 @@ class Sender:
             elif transfer.engine_id != message.engine_id:
                 logger.warning("dropped a message about another node's transfer")
             elif isinstance(message, Cancel):
-                self._fail(transfer, "cancelled by the decode node")
+                self._fail(transfer, "")  # why, the decode node knows
             elif isinstance(message, Resend):
                 self._send_again(transfer, message)
             elif isinstance(message, Verified):
                 if transfer.commit_is_sent and transfer.is_complete:
                     self._end(transfer)
             else:
-                self._take_grant(transfer, message.block_ids)
+                self._take_grant(transfer, message)
 
     def _send_again(self, transfer: Transfer, message: Resend) -> None:
         layers = message.layers
@@ -200,18 +200,21 @@ class Sender:
         else:
             transfer.fail("the decode node asked for what there is not")
 
-    def _take_grant(self, transfer: Transfer, block_ids: list[int]) -> None:
+    def _take_grant(self, transfer: Transfer, grant: Grant) -> None:
         try:
-            check_block_ids(block_ids, self._endpoint.peers[transfer.engine_id].info.num_blocks)
+            num_blocks = self._endpoint.peers[transfer.engine_id].info.num_blocks
+            check_block_ids(grant.block_ids, num_blocks)
         except ValueError as error:
             self._fail(transfer, f"bad grant: {error}")
             return
-        if len(block_ids) != transfer.num_blocks:
+        if grant.first_block + len(grant.block_ids) != transfer.num_blocks:
             self._fail(
-                transfer, f"bad grant: {len(block_ids)} blocks, wanted {transfer.num_blocks}"
+                transfer,
+                f"bad grant: {grant.first_block} + {len(grant.block_ids)} blocks, "
+                f"wanted {transfer.num_blocks}",
             )
         elif transfer.granted is None:
-            transfer.granted = block_ids
+            transfer.granted = grant
 
     # ------------------------------------------------------------------ progress
 
@@ -248,9 +251,12 @@ class Sender:
         # Asked before each post: this process may have stood still since the last one.
         may_write = self._endpoint.peers.may_write
         while posted < room_bytes and transfer.can_post and may_write(transfer.engine_id):
-            assert transfer.granted is not None
-            piece = transfer.pieces.popleft()
-            remote = [transfer.granted[index] for index in piece.indices]
+            grant = transfer.granted
+            assert grant is not None
+            piece = transfer.pieces.popleft().from_place(grant.first_block)
+            if not piece.indices:  # the decode node has these
+                continue
+            remote = [grant.block_ids[index - grant.first_block] for index in piece.indices]
             digests = b""
             if self._digests is not None:
                 digests = self._digests.of(piece.block_ids, piece.layers)

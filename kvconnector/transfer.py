@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvconnector.base import BlockPush, PendingWrite
 from kvconnector.layout import LayerRange, count_runs
+from kvconnector.messages import Grant
 
 MAX_ATTEMPTS = 3  # at writing again what arrived wrong
 
@@ -31,6 +32,18 @@ class Piece:
     is_computed: Callable[[], bool] | None = None
     attempt: int = 0
 
+    def from_place(self, first: int) -> Piece:
+        """What of it lies at ``first`` or behind; maybe nothing."""
+        if all(index >= first for index in self.indices):
+            return self
+        pairs = zip(self.indices, self.block_ids, strict=True)
+        left = [(index, block_id) for index, block_id in pairs if index >= first]
+        return replace(
+            self,
+            indices=tuple(index for index, _ in left),
+            block_ids=tuple(block_id for _, block_id in left),
+        )
+
 
 @dataclass(slots=True)
 class Write:
@@ -47,7 +60,7 @@ class Transfer:
     """One attempt at one request.
 
     Attributes:
-        granted: the decode node's blocks, once it has granted them.
+        granted: which blocks travel, and into which of the decode node's; once it has said so.
         pieces: not yet posted, in order.
         writes: posted and not yet complete, in order.
         last: the push that brought token 1.
@@ -61,7 +74,7 @@ class Transfer:
     epoch: int
     engine_id: str
     num_blocks: int
-    granted: list[int] | None = None
+    granted: Grant | None = None
     pieces: deque[Piece] = field(default_factory=deque)
     writes: deque[Write] = field(default_factory=deque)
     last: BlockPush | None = None

@@ -243,7 +243,13 @@ class PrefillNode:
             case TransferEventKind.PEER_FAILED:
                 self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             case _:
-                if self.push_tracker.settle(event):
+                if not self.push_tracker.settle(event):
+                    pass
+                elif not event.reason:  # the decode node wants it no more; the router knows
+                    job = self._jobs.get(event.request_id)
+                    if job is not None and job.command.epoch == event.epoch:
+                        self._end(event.request_id)
+                else:
                     self._fail(event.request_id, event.epoch, "UNAVAILABLE", event.reason)
 
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:

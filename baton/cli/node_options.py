@@ -30,13 +30,19 @@ def parse_bytes(option: str, text: str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
+def node_command(
+    role: str,
+    summary: str,
+    program: str,
+    complete: Callable[[NodeOptions], NodeOptions] = lambda options: options,
+) -> Callable[..., None]:
     """The command of a node program.
 
     Args:
         role: for the default name.
         summary: what `--help` says first.
         program: ``"package.module:function"`` that makes the node.
+        complete: adds what only this role can be told; may raise ConfigError.
     """
 
     def command(
@@ -158,6 +164,7 @@ def node_command(role: str, summary: str, program: str) -> Callable[..., None]:
                 kv_digests=kv_digests,
                 inject_faults=inject_faults,
             )
+            options = complete(options)
         except ConfigError as error:
             print_error(error)
             raise typer.Exit(1) from None

@@ -32,6 +32,8 @@ def receipt_line(receipt: Receipt) -> str:
         f"({push.num_blocks} blocks) by {push.transport}",
         f"{receipt.decode_node} {computed}",
     ]
+    if receipt.decode.num_cached_tokens:
+        parts[-1] += f", {receipt.decode.num_cached_tokens} cached"
     return " | ".join(parts)
 
 

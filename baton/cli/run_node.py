@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
 from baton.link import NodeEvent
@@ -32,6 +33,7 @@ class NodeOptions:
     layer_groups: int
     kv_digests: bool
     inject_faults: str = ""
+    decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
 
 
 MakeProgram = Callable[

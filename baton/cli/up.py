@@ -32,6 +32,9 @@ def up(
         str, typer.Option(help="KV memory of each node, such as 2G; auto: measured at start.")
     ] = "auto",
     node_args: Annotated[str, typer.Option(help="More options of every node, as one string.")] = "",
+    decode_args: Annotated[
+        str, typer.Option(help="More options of every decode node, as one string.")
+    ] = "",
     log_folder: Annotated[
         Path | None, typer.Option(help="Where logs go; a temporary folder if not given.")
     ] = None,
@@ -48,6 +51,7 @@ def up(
         num_decode=decode,
         router_args=["--policy", policy],
         node_args=["--dtype", dtype, "--kv-cache-memory", kv_cache_memory, *node_args.split()],
+        decode_args=decode_args.split(),
         log_folder=log_folder,
     )
     stopping = threading.Event()

@@ -143,7 +143,7 @@ class PushReceipt(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., exposed_transfer_s: _Optional[float] = ..., num_descriptors: _Optional[int] = ..., posting_s: _Optional[float] = ...) -> None: ...
 
 class DecodeReceipt(_message.Message):
-    __slots__ = ("parked_s", "first_step_s", "steps_until_first", "num_prompt_tokens_computed", "num_forwards", "num_preemptions", "push")
+    __slots__ = ("parked_s", "first_step_s", "steps_until_first", "num_prompt_tokens_computed", "num_forwards", "num_preemptions", "push", "num_cached_tokens")
     PARKED_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_UNTIL_FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +151,7 @@ class DecodeReceipt(_message.Message):
     NUM_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     parked_s: float
     first_step_s: float
     steps_until_first: int
@@ -158,7 +159,8 @@ class DecodeReceipt(_message.Message):
     num_forwards: int
     num_preemptions: int
     push: PushReceipt
-    def __init__(self, parked_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., steps_until_first: _Optional[int] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., push: _Optional[_Union[PushReceipt, _Mapping]] = ...) -> None: ...
+    num_cached_tokens: int
+    def __init__(self, parked_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., steps_until_first: _Optional[int] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., push: _Optional[_Union[PushReceipt, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "total_s", "prefill_node", "decode_node", "prefill", "decode", "num_attempts")

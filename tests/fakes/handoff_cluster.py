@@ -6,7 +6,8 @@ the network between them. Plays the router, too: it places requests and cancels 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.link import (
     CancelCommand,
@@ -24,6 +26,7 @@ from baton.link import (
     PrefillCommand,
     RequestDelta,
 )
+from baton.outputs import DecodeReceipt
 from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
@@ -41,6 +44,7 @@ from tests.fakes.virtual_clock import VirtualClock
 
 Key = tuple[str, int]  # (request_id, epoch)
 BLOCK_SIZE = 4
+DECODE_OPTIONS = DecodeOptions(local_prefill_threshold=0)  # all KV travels
 ROUND_S = 0.05  # of virtual time, in `settle`
 SETTLE_ROUNDS = 50  # 2.5 s: longer than any beat, lease, back-off or repeated Cancel
 
@@ -100,7 +104,7 @@ class CheckedEngine(Engine):
 
     def commit(self, request_id: str, token_id: int) -> None:
         request = self.requests[request_id]
-        prompt = request.token_ids[: request.num_prompt_tokens]
+        prompt = request.token_ids[: request.num_initial_tokens]
         found = kv_of(self, request.block_ids, len(prompt))
         torch.testing.assert_close(found, self.expected_kv(prompt), rtol=1e-4, atol=1e-4)
         self.num_commits += 1
@@ -127,6 +131,8 @@ class Attempt:
     tokens: dict[int, int] = field(default_factory=dict)  # by output index
     num_tokens: int | None = None  # set with the finish reason
     error: str = ""
+    error_code: str = ""
+    num_initial: int = 0
     is_open: bool = True
 
     @property
@@ -144,6 +150,10 @@ class Cluster:
         async_scheduling: of each node.
         push_mode: of the prefill node.
         kv_digests: whether what arrives is checked.
+        options, preemption: of the decode node.
+
+    Attributes:
+        p_id: the prefill node's engine id; a restarted one has another.
     """
 
     def __init__(
@@ -156,14 +166,21 @@ class Cluster:
         async_scheduling: bool = False,
         push_mode: PushMode = PushMode.LAYERS,
         kv_digests: bool = False,
+        options: DecodeOptions = DECODE_OPTIONS,
+        preemption: str = "recompute",
     ) -> None:
         self.network = ScriptedNetwork()
+        self.may_be_short = options.local_prefill_threshold > 0
         self.attempts: dict[Key, Attempt] = {}
         self.reports: list[PeerReport] = []
+        self.receipts: dict[str, DecodeReceipt] = {}
         self.dead: set[str] = set()
         self.stopped: set[str] = set()  # processes that stand still, and may go on
         self.clock = VirtualClock()
-        config = EngineConfig(
+        self._push_mode = push_mode
+        self._kv_digests = kv_digests
+        self._folder = folder
+        self._config = config = EngineConfig(
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks * num_groups,
             max_num_requests=4,
@@ -171,20 +188,11 @@ class Cluster:
             long_prefill_token_threshold=5,
             async_scheduling=async_scheduling,
         )
-        p_engine, self.d_engine = Engine(folder, config), CheckedEngine(folder, config)
+        self._start_prefill_node("p")
+        d_config = dataclasses.replace(config, preemption=preemption)
+        self.d_engine = CheckedEngine(folder, d_config)
         self.d_engine.expected_kv = expected_kv
-        with (
-            mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint),
-            mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint),
-        ):
-            self.sender = RecordingSender(
-                ScriptedTransport("p", p_engine.kv_cache, self.network),
-                lambda: None,
-                _never,
-                self.clock,
-                BlockDigests(p_engine.kv_cache) if kv_digests else None,
-            )
-            self.sender.started = []
+        with mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint):
             receiver = Receiver(
                 ScriptedTransport("d", self.d_engine.kv_cache, self.network),
                 lambda: None,
@@ -192,26 +200,49 @@ class Cluster:
                 self.clock,
                 BlockDigests(self.d_engine.kv_cache) if kv_digests else None,
             )
-        self.p = PrefillNode(p_engine, self.sender, self._take, push_mode)
-        self.d = DecodeNode(self.d_engine, receiver, self._take, self.clock)
-        self.p_endpoint = endpoint_of(self.sender._endpoint)
+        self.d = DecodeNode(self.d_engine, receiver, self._take, options, self.clock)
         self.d_endpoint = endpoint_of(receiver._endpoint)
         self.rejoin()
         self.settle()
         assert [report.connected for report in self.reports] == [True, True]
 
+    def _start_prefill_node(self, engine_id: str) -> None:
+        self.p_id = engine_id
+        engine = Engine(self._folder, self._config)
+        with mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint):
+            self.sender = RecordingSender(
+                ScriptedTransport(engine_id, engine.kv_cache, self.network),
+                lambda: None,
+                _never,
+                self.clock,
+                BlockDigests(engine.kv_cache) if self._kv_digests else None,
+            )
+        self.sender.started = []
+        self.p = PrefillNode(engine, self.sender, self._take, self._push_mode)
+        self.p_endpoint = endpoint_of(self.sender._endpoint)
+
     # ------------------------------------------------------------------ the router's part
 
-    def place(self, request_id: str, epoch: int, prompt: list[int], params: SamplingParams) -> None:
-        """Send both legs of a new attempt."""
-        self.attempts[request_id, epoch] = Attempt(prompt, params)
+    def place(
+        self,
+        request_id: str,
+        epoch: int,
+        prompt: list[int],
+        params: SamplingParams,
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Send both legs of a new attempt, which goes on behind the output of earlier ones."""
+        outputs = tuple(output_token_ids)
+        self.attempts[request_id, epoch] = Attempt(prompt, params, dict(enumerate(outputs)))
+        self.attempts[request_id, epoch].num_initial = len(outputs)
         self.d.submit(
             DecodeCommand(
                 request_id=request_id,
                 epoch=epoch,
                 prompt_token_ids=prompt,
                 sampling_params=params,
-                prefill_engine_id="p",
+                output_token_ids=outputs,
+                prefill_engine_id=self.p_id,
                 timeout_s=1e6,
             )
         )
@@ -221,6 +252,7 @@ class Cluster:
                 epoch=epoch,
                 prompt_token_ids=prompt,
                 sampling_params=params,
+                output_token_ids=outputs,
                 decode_engine_id="d",
                 timeout_s=1e6,
             )
@@ -235,16 +267,29 @@ class Cluster:
 
     def rejoin(self) -> None:
         """Introduce both nodes to each other."""
-        self.d.submit(PeerUpdate("p", self.sender.describe()))
+        self.d.submit(PeerUpdate(self.p_id, self.sender.describe()))
         self.p.submit(PeerUpdate("d", self.d.receiver.describe()))
 
     def kill(self, engine_id: str) -> None:
-        """One node's process ends, and the router tells the other."""
+        """One node's process ends, and the router tells the other; ``p`` is the present one."""
+        if engine_id == "p":
+            engine_id = self.p_id
         self.dead.add(engine_id)
         self.network.kill(engine_id)
-        let_die((self.p if engine_id == "p" else self.d).engine)
-        survivor = self.d if engine_id == "p" else self.p
+        let_die((self.d if engine_id == "d" else self.p).engine)
+        survivor = self.p if engine_id == "d" else self.d
         survivor.submit(PeerUpdate(engine_id, removed=True))
+
+    @property
+    def is_down(self) -> bool:
+        """Whether one of the two is dead."""
+        return "d" in self.dead or self.p_id in self.dead
+
+    def restart_prefill_node(self) -> None:
+        """Another process takes the place of the dead one; it knows nothing."""
+        assert self.p_id in self.dead
+        self._start_prefill_node(f"p{len(self.dead)}")
+        self.rejoin()
 
     def _take(self, event: NodeEvent) -> None:
         if isinstance(event, PeerReport):
@@ -259,13 +304,19 @@ class Cluster:
         attempt = self.attempts[key]
         if not attempt.is_open:
             return
+        if delta.decode is not None:
+            self.receipts[output.request_id] = delta.decode
         if delta.error is not None:
             attempt.error = delta.error.message
+            attempt.error_code = delta.error.code
             self.cancel(key)
             return
         for offset, token_id in enumerate(output.token_ids):
-            assert output.output_index + offset not in attempt.tokens, "an index twice"
-            attempt.tokens[output.output_index + offset] = token_id
+            index = output.output_index + offset
+            # Only what both nodes computed, after a short-cut, may come twice.
+            may_come_twice = index == attempt.num_initial and self.may_be_short
+            assert index not in attempt.tokens or may_come_twice, "an index twice"
+            assert attempt.tokens.setdefault(index, token_id) == token_id
         if output.finish_reason is not None:
             attempt.num_tokens = output.output_index + len(output.token_ids)
         if attempt.is_complete:
@@ -277,7 +328,7 @@ class Cluster:
 
     def step(self, engine_id: str) -> None:
         """One step of a node's engine thread."""
-        if engine_id in self.dead or engine_id in self.stopped:
+        if self._is_dead(engine_id) or engine_id in self.stopped:
             return
         node = self.p if engine_id == "p" else self.d
         node.step()
@@ -285,8 +336,11 @@ class Cluster:
 
     def round(self, engine_id: str) -> None:
         """One round of a node's KV I/O thread."""
-        if engine_id not in self.dead and engine_id not in self.stopped:
+        if not self._is_dead(engine_id) and engine_id not in self.stopped:
             (self.p_endpoint if engine_id == "p" else self.d_endpoint).round()
+
+    def _is_dead(self, role: str) -> bool:
+        return (self.p_id if role == "p" else role) in self.dead
 
     def settle(self) -> None:
         """Let everything happen, without faults, until nothing but beats happens for a while."""

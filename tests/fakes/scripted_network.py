@@ -58,6 +58,7 @@ class ScriptedNetwork:
     ends: dict[str, ScriptedTransport] = field(default_factory=dict)
     messages: list[ScriptedMessage] = field(default_factory=list)
     writes: list[ScriptedWrite] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)  # blocks of targets, as their writes landed
 
     def deliver(self, index: int, *, keep: bool = False) -> None:
         """Hand over one message; with ``keep`` it will come once more."""
@@ -71,7 +72,10 @@ class ScriptedNetwork:
         del self.messages[index]
 
     def land(self, index: int) -> None:
-        self.writes.pop(index).land()
+        write = self.writes.pop(index)
+        write.land()
+        if write.layers is None or write.layers[0] == 0:  # a block that comes in parts counts once
+            self.written += write.remote_block_ids
 
     def land_damaged(self, index: int, place: int, byte: int, bit: int) -> None:
         """One bit of what arrives is wrong; ``place`` and ``byte`` count round."""

@@ -103,19 +103,24 @@ def test_prompts_went_through_the_decode_node(
         assert receipt.decode.push.transport.startswith("nixl")
 
 
-def test_prompts_that_the_prefill_node_knows_give_the_same_and_travel_whole(
+def test_prompts_that_the_decode_node_knows_give_the_same_and_only_the_rest_travels(
     split: list[Completion], deployment: LocalDeployment, prompts: list[list[int]]
 ) -> None:
     again = complete_all(deployment.config.listen, prompts, [GREEDY] * len(prompts))
     assert [c.token_ids for c in again] == [c.token_ids for c in split]
     for prompt, completion in zip(prompts, again, strict=True):
-        receipt = completion.receipt
-        assert receipt is not None
-        assert receipt.prefill is not None
-        assert receipt.prefill.num_cached_tokens == (len(prompt) - 1) // 16 * 16
-        assert receipt.prefill.num_computed_tokens == len(prompt) - (len(prompt) - 1) // 16 * 16
-        if receipt.decode is not None:
-            assert receipt.decode.push.num_blocks == -(-len(prompt) // 16)
+        assert completion.receipt is not None
+        decode = completion.receipt.decode
+        if decode is None:
+            continue
+        assert decode.num_cached_tokens % 16 == 0
+        if decode.push.transport:
+            assert decode.num_cached_tokens == len(prompt) // 16 * 16
+            assert decode.push.num_blocks == -(-len(prompt) // 16) - decode.num_cached_tokens // 16
+            assert decode.num_prompt_tokens_computed == 0
+        else:  # the short-cut: it computed the rest itself
+            assert decode.num_cached_tokens == (len(prompt) - 1) // 16 * 16 > 0
+            assert decode.num_prompt_tokens_computed == len(prompt) - decode.num_cached_tokens
 
 
 def test_split_equals_one_process_with_seeds(

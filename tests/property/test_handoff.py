@@ -19,6 +19,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.decode_options import DecodeOptions
+from baton.engine_config import PREEMPTION
 from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node import reservations
@@ -26,7 +28,7 @@ from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
 from kvconnector.peers import BEAT_INTERVAL_S
-from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster, is_beat, kv_of
+from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 MAX_PROMPT_TOKENS = 18
@@ -81,6 +83,8 @@ def make_cluster(
     async_scheduling: bool = False,
     push_mode: PushMode = PushMode.LAYERS,
     kv_digests: bool = False,
+    options: DecodeOptions = DECODE_OPTIONS,
+    preemption: str = "recompute",
 ) -> Cluster:
     """Two nodes; a mixed model has three KV cache groups."""
     return Cluster(
@@ -91,6 +95,8 @@ def make_cluster(
         async_scheduling=async_scheduling,
         push_mode=push_mode,
         kv_digests=kv_digests,
+        options=options,
+        preemption=preemption,
     )
 
 
@@ -106,7 +112,7 @@ def prompt_of(number: int, num_tokens: int) -> list[int]:
 def assert_clean(cluster: Cluster) -> None:
     """After everything is quiet: nothing is held, open or forgotten, on nodes that live."""
     terminal = (TransferEventKind.COMMITTED, TransferEventKind.FAILED)
-    if "p" not in cluster.dead:
+    if cluster.p_id not in cluster.dead:
         ends = Counter(
             (event.request_id, event.epoch)
             for event in cluster.p_endpoint.emitted
@@ -137,6 +143,9 @@ class HandoffMachine(RuleBasedStateMachine):
         async_scheduling=st.booleans(),
         push_mode=st.sampled_from(PushMode),
         kv_digests=st.booleans(),
+        max_receiving_requests=st.sampled_from([1, 64]),
+        local_prefill_threshold=st.sampled_from([0, 6]),
+        preemption=st.sampled_from(PREEMPTION),
     )
     def make(
         self,
@@ -145,6 +154,9 @@ class HandoffMachine(RuleBasedStateMachine):
         async_scheduling: bool,
         push_mode: PushMode,
         kv_digests: bool,
+        max_receiving_requests: int,
+        local_prefill_threshold: int,
+        preemption: str,
     ) -> None:
         self.mixed, self.kv_digests = mixed, kv_digests
         self.patch = pytest.MonkeyPatch()
@@ -154,22 +166,31 @@ class HandoffMachine(RuleBasedStateMachine):
             async_scheduling=async_scheduling,
             push_mode=push_mode,
             kv_digests=kv_digests,
+            options=DecodeOptions(
+                max_receiving_requests=max_receiving_requests,
+                local_prefill_threshold=local_prefill_threshold,
+            ),
+            preemption=preemption,
         )
         dead = self.cluster.dead
         self.patch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
 
     # ------------------------------------------------------------ users
 
-    @precondition(lambda self: not self.cluster.dead)
+    @precondition(lambda self: not self.cluster.is_down)
     @rule(
+        family=st.integers(0, 2),
         num_tokens=st.integers(1, MAX_PROMPT_TOKENS),
         max_tokens=st.integers(2, 6),
         seed=st.integers(0, 3),
         temperature=st.sampled_from([0.0, 3.0]),
     )
-    def place(self, num_tokens: int, max_tokens: int, seed: int, temperature: float) -> None:
+    def place(
+        self, family: int, num_tokens: int, max_tokens: int, seed: int, temperature: float
+    ) -> None:
+        """Prompts of a family are prefixes of each other."""
         params = SamplingParams(max_tokens=max_tokens, seed=seed, temperature=temperature)
-        prompt = prompt_of(self.num_requests, num_tokens)
+        prompt = prompt_of(family, num_tokens)
         self.cluster.place(f"r{self.num_requests}", 1, prompt, params)
         self.num_requests += 1
 
@@ -181,8 +202,28 @@ class HandoffMachine(RuleBasedStateMachine):
         self.cluster.cancel(key, on_p=on_p, on_d=on_d)
         self.is_faulty |= not (on_p and on_d)  # one leg lives on until its deadline
         retry = (key[0], key[1] + 1)
-        if again and not self.cluster.dead and retry not in self.cluster.attempts:
+        if again and not self.cluster.is_down and retry not in self.cluster.attempts:
             self.cluster.place(*retry, attempt.prompt, attempt.params)
+
+    @precondition(lambda self: self.cluster.attempts and not self.cluster.is_down)
+    @rule(data=st.data())
+    def retry(self, data: st.DataObject) -> None:
+        """What the router does about an attempt that failed."""
+        attempts = self.cluster.attempts
+        failed = sorted(
+            key
+            for key, attempt in attempts.items()
+            if attempt.error and (key[0], key[1] + 1) not in attempts
+        )
+        if failed:
+            request_id, epoch = data.draw(st.sampled_from(failed))
+            attempt = attempts[request_id, epoch]
+            known = 0
+            while known in attempt.tokens:
+                known += 1
+            output = [attempt.tokens[index] for index in range(known)]
+            if known < attempt.params.max_tokens:
+                self.cluster.place(request_id, epoch + 1, attempt.prompt, attempt.params, output)
 
     # ------------------------------------------------------------ time
 
@@ -275,7 +316,12 @@ class HandoffMachine(RuleBasedStateMachine):
         network = self.cluster.network
         network.fail(data.draw(st.integers(0, len(network.writes) - 1)), landed=landed)
 
-    @precondition(lambda self: not self.cluster.dead and self.num_requests > 2)
+    @precondition(lambda self: self.cluster.p_id in self.cluster.dead)
+    @rule()
+    def restart_prefill_node(self) -> None:
+        self.cluster.restart_prefill_node()
+
+    @precondition(lambda self: not self.cluster.is_down and self.num_requests > 2)
     @rule(engine_id=st.sampled_from("pd"), chance=st.integers(0, 3))
     def kill(self, engine_id: str, chance: int) -> None:
         if chance == 0:
@@ -304,7 +350,7 @@ class HandoffMachine(RuleBasedStateMachine):
             assert sources >= set(write.local_block_ids)
         for transfer in cluster.sender._transfers.values():
             if transfer.failure is None:  # it may still post, its lease permitting
-                assert held >= set(transfer.granted or ())
+                assert held >= set(transfer.granted.block_ids if transfer.granted else ())
 
     def teardown(self) -> None:
         if not hasattr(self, "cluster"):

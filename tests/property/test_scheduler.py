@@ -220,8 +220,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_tokens = request.num_prompt_tokens
             oldest = [0 if w is None else max(num_tokens - w + 1, 0) for w in self.windows]
             num_blocks = [-(-num_tokens // BLOCK_SIZE) - start // BLOCK_SIZE for start in oldest]
-            assert len(set(granted)) == len(granted) == sum(num_blocks)
-            assert all(ref_counts[block_id] == 1 for block_id in granted)
+            block_ids = granted.block_ids
+            assert len(set(block_ids)) == len(block_ids) == sum(num_blocks) - granted.first_block
+            assert all(ref_counts[block_id] == 1 for block_id in block_ids)
 
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:

@@ -35,7 +35,7 @@ class InFlightMachine(SchedulerMachine):
             self.end(request_id, "aborted")
         if self.in_flight is not None:
             self.end_step()
-        ahead = self.scheduler.without_finished(ahead)
+        ahead = ahead.without_finished()
         self.check_ahead(ahead)
         if not ahead.scheduled:
             return

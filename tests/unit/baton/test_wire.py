@@ -96,6 +96,7 @@ decode_receipts = st.builds(
         num_descriptors=uint32,
         posting_s=seconds,
     ),
+    num_cached_tokens=uint32,
 )
 receipts = st.builds(
     Receipt,

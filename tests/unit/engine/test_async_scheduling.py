@@ -78,7 +78,7 @@ def test_a_step_in_flight_gives_each_request_one_token_more() -> None:
     assert shares(third) == {"a": 1}
     result = scheduler.update(second, runner.execute(second))
     assert [output.output_index for output in result.outputs] == [0]
-    assert scheduler.without_finished(third) == third
+    assert third.without_finished() == third
 
 
 def test_nothing_is_scheduled_behind_the_last_token() -> None:
@@ -101,7 +101,7 @@ def test_who_ends_meanwhile_is_not_computed_again() -> None:
     second = scheduler.schedule()
     assert shares(second) == {"a": 1}
     scheduler.update(first, runner.execute(first))
-    left = scheduler.without_finished(second)
+    left = second.without_finished()
     assert (left.scheduled, left.num_scheduled_tokens) == ((), 0)
 
 

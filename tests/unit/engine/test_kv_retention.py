@@ -138,8 +138,9 @@ def test_remote_kv_that_slides_out_before_the_prompt_ends_gets_no_block_and_is_n
     scheduler.park(remote)
     granted = scheduler.grant("remote")
     assert granted is not None
-    assert len(granted) == 2  # of positions 8 to 11; the next token, at 12, looks back to 9
-    assert remote.block_ids == [0] * 4 + granted + [remote.block_ids[-1]]
+    # Of positions 8 to 11; the next token, at 12, looks back to 9.
+    assert len(granted.block_ids) == 2
+    assert remote.block_ids == [0] * 4 + [*granted.block_ids, remote.block_ids[-1]]
     assert scheduler.kv_cache_manager.block_pool.num_free == 20 - 1 - 3
     runner.write_what_travels(remote)
     scheduler.commit("remote", 5)

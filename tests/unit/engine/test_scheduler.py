@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.outputs import FinishReason, RequestOutput
+from engine.kv_cache_manager import GrantedBlocks
 from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler
 from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares, step
@@ -222,7 +223,7 @@ def test_a_grant_is_the_prompts_blocks_and_holds_room_to_go_on(
     scheduler.park(request)
     granted = scheduler.grant("a")
     assert granted is not None
-    assert granted == request.block_ids[:num_granted]
+    assert granted == GrantedBlocks(0, tuple(request.block_ids[:num_granted]))
     assert len(request.block_ids) == num_held
     scheduler.check()
 
@@ -236,7 +237,9 @@ def test_a_grant_that_does_not_fit_takes_nothing_and_can_be_asked_for_again() ->
     assert scheduler.grant("parked") is None
     scheduler.check()
     scheduler.abort("running")
-    assert len(scheduler.grant("parked") or []) == 2
+    granted = scheduler.grant("parked")
+    assert granted is not None
+    assert len(granted.block_ids) == 2
 
 
 def test_a_committed_request_runs_in_the_very_next_step_and_computes_no_prompt_token() -> None:
