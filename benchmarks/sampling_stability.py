@@ -30,11 +30,11 @@ RELATIVE_NOISE = 3e-7
 NUM_ROWS = 32
 PROMPT_TOKENS, OUTPUT_TOKENS = 40, 64
 SCHEDULES: tuple[dict[str, int], ...] = (
-    {"max_num_batched_tokens": 4096, "long_prefill_threshold": 4096, "num_blocks": 1000},
+    {"max_num_batched_tokens": 4096, "long_prefill_token_threshold": 4096, "num_blocks": 1000},
     {
         "max_num_requests": 16,
         "max_num_batched_tokens": 48,
-        "long_prefill_threshold": 24,
+        "long_prefill_token_threshold": 24,
         "num_blocks": 80,
     },
 )

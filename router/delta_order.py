@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import msgspec
+
 from router.node_pool import LegDelta
 
 
@@ -40,7 +42,7 @@ class DeltaOrder:
             return item
         if num_told >= len(output.token_ids):
             return None
-        output = dataclasses.replace(
+        output = msgspec.structs.replace(
             output,
             output_index=self.next_index,
             token_ids=output.token_ids[num_told:],

@@ -25,7 +25,7 @@ PARAMS = SamplingParams(max_tokens=150, temperature=0.8, seed=3, ignore_eos=True
 LONG_PROMPT = [7 + (i * 31) % 4000 for i in range(1800)]
 SHORT_PROMPT = LONG_PROMPT[:40]
 # Small chunks, so that there is a middle of a prompt.
-NODE_ARGS = ["--dtype", "float32", "--num-blocks", "400", "--long-prefill-threshold", "64"]
+NODE_ARGS = ["--dtype", "float32", "--num-blocks", "400", "--long-prefill-token-threshold", "64"]
 
 
 @pytest.fixture(scope="module")
