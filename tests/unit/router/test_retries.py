@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 
+import msgspec
 import pytest
 
 from baton.errors import (
@@ -164,7 +165,7 @@ async def test_a_delta_that_overlaps_what_was_told_is_cut() -> None:
 
 
 def _wider(delta: RequestDelta, token_ids: tuple[int, ...]) -> RequestDelta:
-    output = dataclasses.replace(delta.output, token_ids=token_ids)
+    output = msgspec.structs.replace(delta.output, token_ids=token_ids)
     return dataclasses.replace(delta, output=output)
 
 
