@@ -66,12 +66,18 @@ def test_split_equals_one_process_and_sends_only_what_the_window_needs(
         [(7 * i * i + 3 * i + 5 * k) % 61 for i in range(1 + 20 * (k % 10))] for k in range(20)
     ]
     alone = LLM(str(folder), dtype="float32", block_size=4, num_threads=1).generate(prompts, GREEDY)
-    for _ in range(2):  # the second time the prefill node knows the prompts
+    num_whole = 0
+    for _ in range(2):  # the second time both nodes know prompts
         split = complete_all(deployment.config.listen, prompts)
         assert [c.token_ids for c in split] == [c.token_ids for c in alone]
         for prompt, completion in zip(prompts, split, strict=True):
             assert completion.receipt is not None
-            assert completion.receipt.decode is not None
+            decode = completion.receipt.decode
+            assert decode is not None
+            if completion.receipt.num_attempts > 1 or decode.num_cached_tokens:
+                continue  # it was preempted and went on elsewhere, or a part was there already
+            num_whole += 1
             num_blocks = -(-len(prompt) // 4)
             num_slid_out = max(len(prompt) - WINDOW + 1, 0) // 4
-            assert completion.receipt.decode.push.num_blocks == 2 * num_blocks - num_slid_out
+            assert decode.push.num_blocks == 2 * num_blocks - num_slid_out
+    assert num_whole >= 5
