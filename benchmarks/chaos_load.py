@@ -40,7 +40,7 @@ class Answer:
     Attributes:
         outcome: complete, left, hung, lost, wrong, or the type of the error.
         longest_gap_s: between two of its tokens, or before the first.
-        attempts: by the receipt; 1 if it does not say.
+        attempts: by the receipt; 1 of an answer that was left.
     """
 
     outcome: str
@@ -105,7 +105,8 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
                     now = time.monotonic()
                     longest, last_at = max(longest, now - last_at), now
                     got += delta.token_ids
-                    attempts = getattr(delta.receipt, "attempts", attempts)
+                    if delta.receipt is not None:
+                        attempts = delta.receipt.num_attempts
                     if leave_after is not None and len(got) > leave_after:
                         outcome = "left"
                         break
@@ -118,8 +119,7 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
         outcome, detail = "wrong", f"token {where} of {len(case.expected)}, {case.name}"
     elif not outcome and len(got) < len(case.expected):
         outcome, detail = "lost", f"{len(got)} of {len(case.expected)} tokens"
-    count = attempts if isinstance(attempts, int) else len(attempts)
-    return Answer(outcome or "complete", detail, time.monotonic(), longest, count)
+    return Answer(outcome or "complete", detail, time.monotonic(), longest, attempts)
 
 
 def make_cases(model: str, num_cases: int, seed: int) -> list[Case]:

@@ -121,14 +121,14 @@ def held_blocks(router: str, alive: set[str]) -> str:
 
 
 def list_nodes(router: str) -> dict[str, str] | None:
-    """{name: address} of the joined nodes; None when the router does not answer."""
+    """{name: address} of the nodes that are there; None when the router does not answer."""
     try:
         with grpc.insecure_channel(router) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2).nodes
     except grpc.RpcError:
         return None
-    return {node.node_name: node.address for node in nodes}
+    return {node.node_name: node.address for node in nodes if not node.lost}
 
 
 def free_address() -> str:
