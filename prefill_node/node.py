@@ -212,7 +212,7 @@ class PrefillNode:
         for output in result.outputs:
             job = self._jobs.pop(output.request_id)
             # The engine stops after one token: unless that is the end indeed, D goes on.
-            if job.command.decode_engine_id and output.finish_reason is not FinishReason.STOP:
+            if job.command.decode_engine_id and not self._ends(job.request, output):
                 output = msgspec.structs.replace(output, finish_reason=None)
                 handed_over[output.request_id] = output
             else:
@@ -235,6 +235,12 @@ class PrefillNode:
             if job is not None:
                 self.push_tracker.drop(request_id, "refused")
                 self._fail(request_id, job.command.epoch, "INVALID_ARGUMENT", problem)
+
+    def _ends(self, request: Request, output: RequestOutput) -> bool:
+        """Whether this token is the last one, whoever was asked for the next."""
+        num_left = request.sampling_params.max_tokens - request.num_output_tokens
+        full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
+        return output.finish_reason is FinishReason.STOP or full
 
     def _settle(self, event: TransferEvent) -> None:
         match event.kind:
