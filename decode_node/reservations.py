@@ -126,7 +126,7 @@ class Reservations:
     ) -> Reservation:
         """Note that ``engine_id`` need not send a request's KV, as it is computed here."""
         key = (request.request_id, epoch)
-        now = time.monotonic()
+        now = self._clock()
         self._ended[key] = now  # for its START
         if self._early_starts.pop(key, None) is not None:
             self._receiver.cancel(key[0], epoch, engine_id)
