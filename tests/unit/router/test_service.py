@@ -20,6 +20,7 @@ from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, types_pb2
 from router.dispatcher import Dispatcher
+from router.intake import Intake
 from router.policies.least_tokens import LeastTokens
 from router.service import InferenceService
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
@@ -42,7 +43,7 @@ class Scene:
         self.prefill, self.decode = join_pair(pool)
         self.dispatcher = Dispatcher(pool, LeastTokens())
         self.service = InferenceService(
-            self.dispatcher, pool, tokenizer, vocab_size=4096, default_timeout_s=60.0
+            Intake(self.dispatcher, tokenizer, vocab_size=4096, default_timeout_s=60.0)
         )
         self.request = inference_pb2.GenerateRequest(
             request_id="a",

@@ -1,0 +1,172 @@
+"""Intake: what every public API does with a request: check it, tokenize it, stream its text.
+
+Plain values in and out, so that gRPC and HTTP are two thin dressings of one thing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequestError
+from baton.grammars import GrammarThreads, check_structured_output
+from baton.outputs import FinishReason, TextDelta
+from baton.prompt import check_prompt, check_sampling_params, draw_seed
+from baton.sampling_params import SamplingParams
+from baton.stop_strings import OutputText
+from baton.structured_output import StructuredOutput
+from baton.tokenizer import Tokenizer
+from router.call import Call, CallOutput
+from router.dispatcher import Dispatcher
+
+MAX_REQUEST_ID_CHARS = 128
+# Longer texts are tokenized on a thread, so that they do not hold up the tokens of others.
+_LONG_TEXT_CHARS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, to be rendered with the checkpoint's chat template."""
+
+    messages: Sequence[Mapping[str, str]]
+
+
+Prompt = str | Sequence[int] | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What a client asks for; nothing is checked yet.
+
+    Attributes:
+        prompt: text, token ids or a conversation.
+        request_id: made up when empty.
+        received_at: when it reached the router, by `time.perf_counter`.
+        timeout_s: until the client's deadline; None when it has none.
+    """
+
+    prompt: Prompt
+    sampling_params: SamplingParams
+    request_id: str = ""
+    received_at: float
+    timeout_s: float | None = None
+
+
+class Intake:
+    """Makes calls of requests and text of their tokens.
+
+    Args:
+        dispatcher: runs the calls.
+        tokenizer: None for a checkpoint without one; it then serves token ids only.
+        vocab_size: of the model.
+        default_timeout_s: for requests that come without a deadline.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        default_timeout_s: float,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._default_timeout_s = default_timeout_s
+        self._grammar_threads = GrammarThreads(1)
+
+    async def accept(self, request: GenerationRequest) -> Call:
+        """Check everything a client can get wrong; raises InvalidRequestError."""
+        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+            raise InvalidRequestError(
+                "request_id",
+                f"must have at most {MAX_REQUEST_ID_CHARS} characters, "
+                f"got {len(request.request_id)}",
+            )
+        params = request.sampling_params
+        check_sampling_params(params, vocab_size=self._vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
+        if params.structured_output is not None:
+            await self._check_structured_output(params.structured_output)
+        if params.seed is None:
+            # Drawn here, so that both nodes (and a retry) sample the same.
+            params = dataclasses.replace(params, seed=draw_seed())
+        token_ids = await self.tokenize(request.prompt)
+        max_model_len = self._dispatcher.pool.max_model_len
+        check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=max_model_len)
+        timeout_s = request.timeout_s
+        return Call(
+            request_id=request.request_id or uuid.uuid4().hex,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            received_at=request.received_at,
+            timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
+        )
+
+    async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
+        """Run a call; ending the iteration early cancels it. Raises what the dispatcher does."""
+        text = OutputText(self._tokenizer, call.sampling_params) if self._tokenizer else None
+        async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+            async for item in outputs:
+                delta = self._text_delta(item, text)
+                yield delta
+                if delta.finish_reason is not None:  # not always the nodes': they know no text
+                    return
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, not checked against the model; raises InvalidRequestError."""
+        if not isinstance(prompt, str | ChatPrompt):
+            limit = self._dispatcher.pool.max_model_len - 1
+            if len(prompt) > limit:
+                raise InvalidRequestError(
+                    "prompt", f"must have at most {limit} tokens, got {len(prompt)}"
+                )
+            return list(prompt)
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "prompt", "this checkpoint has no tokenizer.json: give token ids"
+            )
+        if isinstance(prompt, ChatPrompt):
+            if not prompt.messages:
+                raise InvalidRequestError("chat", "must have at least 1 message, got 0")
+            return await asyncio.to_thread(self._tokenizer.encode_chat, prompt.messages)
+        if len(prompt) > _LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self._tokenizer.encode, prompt)
+        return self._tokenizer.encode(prompt)
+
+    def _text_delta(self, item: CallOutput, text: OutputText | None) -> TextDelta:
+        """New tokens with what they add to the text; ends the output where a stop string does."""
+        output = item.output
+        finish_reason, receipt = output.finish_reason, item.receipt
+        token_ids = output.token_ids
+        piece = text.push(token_ids, last=finish_reason is not None) if text else ""
+        if text is not None and text.stopped:
+            finish_reason = FinishReason.STOP
+            token_ids = token_ids[: text.num_tokens - output.output_index]
+            receipt = dataclasses.replace(
+                receipt or self._dispatcher.receipt(output.request_id),
+                num_output_tokens=text.num_tokens,
+            )
+        return TextDelta(
+            output.request_id,
+            output.output_index,
+            token_ids,
+            piece,
+            finish_reason,
+            receipt,
+            output.logprobs[: len(token_ids)],
+            prompt_logprobs=output.prompt_logprobs,
+        )
+
+    async def _check_structured_output(self, structured_output: StructuredOutput) -> None:
+        if self._tokenizer is None:
+            raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
+        await asyncio.wrap_future(
+            self._grammar_threads.submit(check_structured_output, structured_output)
+        )
