@@ -65,15 +65,31 @@ class RequestDelta:
     error: RequestError | None = None
 
 
+class ServingState(Enum):
+    """Whether a node takes requests; a node that is to leave ends what it has first."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    DRAINED = "drained"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeBeat:
-    """How busy a node is."""
+    """How busy a node is.
+
+    Attributes:
+        num_transfers: hand-offs that were begun or granted and are not at their end.
+        serving_state: ``DRAINED`` only when every router knows, and no request, no transfer and no
+            block that a peer may still write is left.
+    """
 
     num_waiting: int = 0
     num_waiting_for_remote_kvs: int = 0
     num_running: int = 0
     num_free_blocks: int = 0
     num_quarantined_blocks: int = 0
+    num_transfers: int = 0
+    serving_state: ServingState = ServingState.SERVING
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +206,56 @@ class RouterBeat:
     """The router lives. No node's loop ever sees it."""
 
 
-RouterCommand = Refusal | PeerUpdate | PrefillCommand | DecodeCommand | CancelCommand | RouterBeat
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainCommand:
+    """Take nothing new, end what is there; or serve again. No node's loop ever sees it.
+
+    Attributes:
+        stop: end the process once it is drained.
+    """
+
+    resume: bool = False
+    stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrainSeen:
+    """This router places nothing more on the draining node. No node's loop ever sees it."""
+
+
+RouterCommand = (
+    Refusal
+    | PeerUpdate
+    | PrefillCommand
+    | DecodeCommand
+    | CancelCommand
+    | RouterBeat
+    | DrainCommand
+    | DrainSeen
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AbortAll:
-    """Not from the router but because of it: end every request it had placed on the node."""
+    """Not from a router but because of it: end every request it had placed on the node."""
 
     reason: str
+    router_id: str = ""
+
+    def concerns(self, request_id: str) -> bool:
+        """Whether a request, named as nodes name it, is one of that router."""
+        return split_request_id(request_id)[1] == self.router_id
+
+
+# ------------------------------------------------------------------ requests of several routers
+
+
+def node_request_id(request_id: str, router_id: str) -> str:
+    """A router's request as nodes name it: two routers may serve one request id at once."""
+    return f"{request_id}~{router_id}"
+
+
+def split_request_id(node_request_id: str) -> tuple[str, str]:
+    """The router's own name of a request, and the router; the inverse of `node_request_id`."""
+    request_id, separator, router_id = node_request_id.rpartition("~")
+    return (request_id, router_id) if separator else (router_id, "")

@@ -141,6 +141,14 @@ def _delta_from_proto(message: node_pb2.RequestDelta) -> link.RequestDelta:
     )
 
 
+_SERVING_TO_PROTO = {
+    link.ServingState.SERVING: node_pb2.SERVING_STATE_UNSPECIFIED,
+    link.ServingState.DRAINING: node_pb2.SERVING_STATE_DRAINING,
+    link.ServingState.DRAINED: node_pb2.SERVING_STATE_DRAINED,
+}
+_SERVING_FROM_PROTO = {number: state for state, number in _SERVING_TO_PROTO.items()}
+
+
 def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
     return node_pb2.NodeBeat(
         num_waiting=beat.num_waiting,
@@ -148,6 +156,8 @@ def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
         num_running=beat.num_running,
         num_free_blocks=beat.num_free_blocks,
         num_quarantined_blocks=beat.num_quarantined_blocks,
+        num_transfers=beat.num_transfers,
+        serving_state=_SERVING_TO_PROTO[beat.serving_state],
     )
 
 
@@ -158,6 +168,11 @@ def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
         num_running=message.num_running,
         num_free_blocks=message.num_free_blocks,
         num_quarantined_blocks=message.num_quarantined_blocks,
+        num_transfers=message.num_transfers,
+        serving_state=_SERVING_FROM_PROTO.get(
+            message.serving_state,
+            link.ServingState.DRAINING,  # a state that we do not know yet
+        ),
     )
 
 
@@ -242,6 +257,11 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         )
     if isinstance(command, link.RouterBeat):
         return node_pb2.RouterMessage(beat=node_pb2.RouterBeat())
+    if isinstance(command, link.DrainCommand):
+        drain = node_pb2.DrainCommand(resume=command.resume, stop=command.stop)
+        return node_pb2.RouterMessage(drain=drain)
+    if isinstance(command, link.DrainSeen):
+        return node_pb2.RouterMessage(drain_seen=node_pb2.DrainSeen())
     return node_pb2.RouterMessage(
         cancel=node_pb2.CancelCommand(request_id=command.request_id, epoch=command.epoch)
     )
@@ -279,6 +299,10 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         )
     if kind == "beat":
         return link.RouterBeat()
+    if kind == "drain":
+        return link.DrainCommand(resume=message.drain.resume, stop=message.drain.stop)
+    if kind == "drain_seen":
+        return link.DrainSeen()
     if kind == "cancel":
         return link.CancelCommand(message.cancel.request_id, message.cancel.epoch)
     return None

@@ -123,6 +123,7 @@ class DecodeNode:
             num_running=num_running,
             num_free_blocks=self.engine.num_free_blocks,
             num_quarantined_blocks=self.reservations.num_quarantined_blocks,
+            num_transfers=self.reservations.num_transfers,
         )
 
     def requests(self) -> list[RequestView]:
@@ -154,7 +155,7 @@ class DecodeNode:
                 case PeerUpdate():
                     self._connect(command)
                 case AbortAll():
-                    for request_id in list(self._jobs):
+                    for request_id in filter(command.concerns, list(self._jobs)):
                         self._end(request_id)
                 case _:
                     logger.warning("a decode node takes no %s", type(command).__name__)

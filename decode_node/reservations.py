@@ -244,6 +244,11 @@ class Reservations:
         return bool(self._open or self._quarantine)
 
     @property
+    def num_transfers(self) -> int:
+        """Reservations that are open, or ended while a peer may still write."""
+        return len(self._open) + len(self._quarantine)
+
+    @property
     def num_quarantined_blocks(self) -> int:
         """Blocks of ended requests that a peer may still write."""
         return sum(len(r.block_ids) for r in list(self._quarantine.values()))

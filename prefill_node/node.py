@@ -121,6 +121,7 @@ class PrefillNode:
             num_running=num_running,
             num_free_blocks=self.engine.num_free_blocks,
             num_quarantined_blocks=self.push_tracker.num_draining_blocks,
+            num_transfers=self.push_tracker.num_transfers,
         )
 
     def requests(self) -> list[RequestView]:
@@ -152,10 +153,10 @@ class PrefillNode:
                 case PeerUpdate():
                     self._connect(command)
                 case AbortAll():
-                    for request_id in list(self._jobs):
+                    for request_id in filter(command.concerns, list(self._jobs)):
                         self._end(request_id)
                     # Token 1 of these is out, their KV is not; the decode node may have a router.
-                    self.push_tracker.drop_all("its prefill node lost its router")
+                    self.push_tracker.drop_all(command)
                 case _:
                     logger.warning("a prefill node takes no %s", type(command).__name__)
 

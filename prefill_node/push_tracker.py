@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.ledger import BlockHolding, BlockOwner
-from baton.link import RequestView
+from baton.link import AbortAll, RequestView
 from baton.outputs import RequestOutput
 from baton.push_mode import PushMode
 from engine.engine import Engine
@@ -199,10 +199,10 @@ class PushTracker:
             if now > handoff.expires_at:
                 self.drop(request_id, "deadline passed")
 
-    def drop_all(self, reason: str) -> None:
-        """End every handoff early."""
-        for request_id in list(self._handoffs):
-            self.drop(request_id, reason)
+    def drop_all(self, abort: AbortAll) -> None:
+        """End every handoff of a router early."""
+        for request_id in filter(abort.concerns, list(self._handoffs)):
+            self.drop(request_id, "its prefill node lost its router")
 
     def settle(self, event: TransferEvent) -> bool:
         """Drop the references of a transfer that ended.
@@ -227,6 +227,11 @@ class PushTracker:
             view_request(handoff.request, handoff.state, handoff.added_at)
             for handoff in list(self._handoffs.values())
         ]
+
+    @property
+    def num_transfers(self) -> int:
+        """Handoffs that are open, or ended and still on the wire."""
+        return len(self._handoffs) + len(self._draining)
 
     @property
     def num_draining_blocks(self) -> int:

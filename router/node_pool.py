@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.link import (
+    DrainSeen,
     NodeBeat,
     NodeEvent,
     NodeRegistration,
@@ -23,6 +25,7 @@ from baton.link import (
     RequestError,
     RouterBeat,
     RouterCommand,
+    ServingState,
 )
 from baton.outputs import RequestOutput
 from router.policies.base import NodePair, NodeState
@@ -78,6 +81,11 @@ class Node:
     def engine_id(self) -> str:
         return self.registration.engine_id
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether nothing new may be placed here."""
+        return self.beat.serving_state is not ServingState.SERVING
+
     def state(self) -> NodeState:
         return NodeState(
             node_name=self.name,
@@ -120,9 +128,13 @@ class NodePool:
         model_digest: digest of the model's configuration; nodes of another model are refused.
         max_model_len: of the model; nodes may have less.
         max_missed_beats: a node that misses more in a row is lost.
+
+    Attributes:
+        router_id: tells this process's requests from those of other routers.
     """
 
     def __init__(self, *, model_digest: str, max_model_len: int, max_missed_beats: int = 4) -> None:
+        self.router_id = secrets.token_hex(4)
         self._model_digest = model_digest
         self._model_max_len = max_model_len
         self._max_missed_beats = max_missed_beats
@@ -242,12 +254,20 @@ class NodePool:
             for delta in event:
                 node.deliver(delta)
         elif isinstance(event, NodeBeat):
-            node.beat = event
+            self._take_beat(node, event)
         else:
             node.reports[event.engine_id] = event
             self._note_change()
             if event.problem:
                 logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
+
+    def _take_beat(self, node: Node, beat: NodeBeat) -> None:
+        was_draining, node.beat = node.is_draining, beat
+        if node.is_draining:
+            node.send(DrainSeen())  # every time: it may have served in between
+        if node.is_draining is not was_draining:
+            logger.info("%s is %s", node.name, beat.serving_state.value)
+            self._note_change()
 
     # ------------------------------------------------------------------ pairs
 
@@ -278,7 +298,11 @@ class NodePool:
         self._changed = asyncio.Event()  # who waits from now on waits for the next change
 
     def _of(self, role: NodeRole) -> list[Node]:
-        return [node for node in self._nodes.values() if node.registration.role is role]
+        return [
+            node
+            for node in self._nodes.values()
+            if node.registration.role is role and not node.is_draining
+        ]
 
     def _peers_of(self, node: Node) -> list[Node]:
         return [

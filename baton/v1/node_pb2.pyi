@@ -1,11 +1,21 @@
 from baton.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class ServingState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SERVING_STATE_UNSPECIFIED: _ClassVar[ServingState]
+    SERVING_STATE_DRAINING: _ClassVar[ServingState]
+    SERVING_STATE_DRAINED: _ClassVar[ServingState]
+SERVING_STATE_UNSPECIFIED: ServingState
+SERVING_STATE_DRAINING: ServingState
+SERVING_STATE_DRAINED: ServingState
 
 class NodeMessage(_message.Message):
     __slots__ = ("register", "deltas", "beat", "peer_report")
@@ -89,18 +99,22 @@ class RequestError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class NodeBeat(_message.Message):
-    __slots__ = ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_free_blocks", "num_quarantined_blocks")
+    __slots__ = ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_free_blocks", "num_quarantined_blocks", "num_transfers", "serving_state")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FOR_REMOTE_KVS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    SERVING_STATE_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_waiting_for_remote_kvs: int
     num_running: int
     num_free_blocks: int
     num_quarantined_blocks: int
-    def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ...) -> None: ...
+    num_transfers: int
+    serving_state: ServingState
+    def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ...) -> None: ...
 
 class PeerReport(_message.Message):
     __slots__ = ("engine_id", "connected", "transport", "problem")
@@ -115,26 +129,32 @@ class PeerReport(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat")
+    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     PEER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_SEEN_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     peer_update: PeerUpdate
     prefill: PrefillCommand
     decode: DecodeCommand
     cancel: CancelCommand
     beat: RouterBeat
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ...) -> None: ...
+    drain: DrainCommand
+    drain_seen: DrainSeen
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("problem",)
+    __slots__ = ("problem", "router_id")
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     problem: str
-    def __init__(self, problem: _Optional[str] = ...) -> None: ...
+    router_id: str
+    def __init__(self, problem: _Optional[str] = ..., router_id: _Optional[str] = ...) -> None: ...
 
 class PeerUpdate(_message.Message):
     __slots__ = ("engine_id", "peer_info", "removed")
@@ -193,3 +213,15 @@ class CancelCommand(_message.Message):
     request_id: str
     epoch: int
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class DrainCommand(_message.Message):
+    __slots__ = ("resume", "stop")
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    resume: bool
+    stop: bool
+    def __init__(self, resume: bool = ..., stop: bool = ...) -> None: ...
+
+class DrainSeen(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -139,6 +139,8 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         num_running=uint32,
         num_free_blocks=uint32,
         num_quarantined_blocks=uint32,
+        num_transfers=uint32,
+        serving_state=st.sampled_from(link.ServingState),
     ),
     st.builds(link.PeerReport, texts, st.booleans(), texts, texts),
 )
@@ -158,6 +160,8 @@ registrations = st.builds(
 commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     st.builds(link.Refusal, st.text(min_size=1, max_size=12)),
     st.builds(link.PeerUpdate, texts, st.binary(max_size=20), st.booleans()),
+    st.builds(link.DrainCommand, resume=st.booleans(), stop=st.booleans()),
+    st.just(link.DrainSeen()),
     st.builds(
         link.PrefillCommand,
         request_id=texts,
@@ -266,6 +270,8 @@ def test_the_dataclasses_and_the_messages_have_the_same_fields() -> None:
         (link.DecodeCommand, node_pb2.DecodeCommand),
         (link.CancelCommand, node_pb2.CancelCommand),
         (link.RouterBeat, node_pb2.RouterBeat),
+        (link.DrainCommand, node_pb2.DrainCommand),
+        (link.DrainSeen, node_pb2.DrainSeen),
         (link.RequestError, node_pb2.RequestError),
     ]
     for ours, theirs in pairs:
