@@ -243,7 +243,7 @@ class NodePool:
                 node.deliver(delta)
         elif isinstance(event, NodeBeat):
             node.beat = event
-        else:
+        elif isinstance(event, PeerReport):
             node.reports[event.engine_id] = event
             self._note_change()
             if event.problem:
