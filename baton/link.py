@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.block_hash import ShortHash
 from baton.outputs import DecodeReceipt, PrefillReceipt, RequestOutput
 from baton.sampling_params import SamplingParams
 
@@ -27,7 +28,11 @@ class NodeRole(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
-    """Who a node is; two nodes are paired only if ``compatibility`` is equal in every entry."""
+    """Who a node is; two nodes are paired only if ``compatibility`` is equal in every entry.
+
+    Attributes:
+        prefix_hash: algorithm that names blocks (`baton/block_hash.py`); empty: no prefix cache.
+    """
 
     node_name: str
     engine_id: str
@@ -39,6 +44,7 @@ class NodeRegistration:
     max_model_len: int
     num_blocks: int
     block_size: int
+    prefix_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,25 @@ class BlocksCleared:
 
 KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
-NodeEvent = tuple[RequestDelta, ...] | NodeBeat | PeerReport
+
+@dataclass(frozen=True, slots=True)
+class KVCacheEvents:
+    """What all that together changed in a node's prefix cache, as a router needs it.
+
+    Attributes:
+        sequence: 1 more than the last one of the same engine id; a gap means something was lost.
+        snapshot: what came before is void; the cache holds ``stored`` and what follows.
+        stored: short hashes, heads of prefixes before their tails.
+        removed: short hashes; none of them is in ``stored``.
+    """
+
+    sequence: int
+    snapshot: bool
+    stored: tuple[ShortHash, ...] = field(default=(), repr=False)
+    removed: tuple[ShortHash, ...] = field(default=(), repr=False)
+
+
+NodeEvent = tuple[RequestDelta, ...] | NodeBeat | PeerReport | KVCacheEvents
 
 # ------------------------------------------------------------------ router -> node
 
@@ -223,6 +247,11 @@ class DrainSeen:
     """This router places nothing more on the draining node. No node's loop ever sees it."""
 
 
+@dataclass(frozen=True, slots=True)
+class SendKVSnapshot:
+    """Send a snapshot of the prefix cache, and how it changes from then on."""
+
+
 RouterCommand = (
     Refusal
     | PeerUpdate
@@ -232,6 +261,7 @@ RouterCommand = (
     | RouterBeat
     | DrainCommand
     | DrainSeen
+    | SendKVSnapshot
 )
 
 

@@ -77,6 +77,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             max_model_len=registration.max_model_len,
             num_blocks=registration.num_blocks,
             block_size=registration.block_size,
+            prefix_hash=registration.prefix_hash,
         )
     )
 
@@ -97,6 +98,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         max_model_len=message.max_model_len,
         num_blocks=message.num_blocks,
         block_size=message.block_size,
+        prefix_hash=message.prefix_hash,
     )
 
 
@@ -182,6 +184,15 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
         return node_pb2.NodeMessage(deltas=node_pb2.StepDeltas(deltas=deltas))
     if isinstance(event, link.NodeBeat):
         return node_pb2.NodeMessage(beat=beat_to_proto(event))
+    if isinstance(event, link.KVCacheEvents):
+        return node_pb2.NodeMessage(
+            kv_events=node_pb2.KVCacheEvents(
+                sequence=event.sequence,
+                snapshot=event.snapshot,
+                stored=event.stored,
+                removed=event.removed,
+            )
+        )
     return node_pb2.NodeMessage(
         peer_report=node_pb2.PeerReport(
             engine_id=event.engine_id,
@@ -202,6 +213,11 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
     if kind == "peer_report":
         report = message.peer_report
         return link.PeerReport(report.engine_id, report.connected, report.transport, report.problem)
+    if kind == "kv_events":
+        events = message.kv_events
+        return link.KVCacheEvents(
+            events.sequence, events.snapshot, tuple(events.stored), tuple(events.removed)
+        )
     return None
 
 
@@ -262,6 +278,8 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         return node_pb2.RouterMessage(drain=drain)
     if isinstance(command, link.DrainSeen):
         return node_pb2.RouterMessage(drain_seen=node_pb2.DrainSeen())
+    if isinstance(command, link.SendKVSnapshot):
+        return node_pb2.RouterMessage(send_kv_snapshot=node_pb2.SendKVSnapshot())
     return node_pb2.RouterMessage(
         cancel=node_pb2.CancelCommand(request_id=command.request_id, epoch=command.epoch)
     )
@@ -303,6 +321,8 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         return link.DrainCommand(resume=message.drain.resume, stop=message.drain.stop)
     if kind == "drain_seen":
         return link.DrainSeen()
+    if kind == "send_kv_snapshot":
+        return link.SendKVSnapshot()
     if kind == "cancel":
         return link.CancelCommand(message.cancel.request_id, message.cancel.epoch)
     return None

@@ -255,7 +255,7 @@ class NodePool:
                 node.deliver(delta)
         elif isinstance(event, NodeBeat):
             self._take_beat(node, event)
-        else:
+        elif isinstance(event, PeerReport):
             node.reports[event.engine_id] = event
             self._note_change()
             if event.problem:

@@ -18,19 +18,21 @@ SERVING_STATE_DRAINING: ServingState
 SERVING_STATE_DRAINED: ServingState
 
 class NodeMessage(_message.Message):
-    __slots__ = ("register", "deltas", "beat", "peer_report")
+    __slots__ = ("register", "deltas", "beat", "peer_report", "kv_events")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     PEER_REPORT_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     register: Register
     deltas: StepDeltas
     beat: NodeBeat
     peer_report: PeerReport
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., deltas: _Optional[_Union[StepDeltas, _Mapping]] = ..., beat: _Optional[_Union[NodeBeat, _Mapping]] = ..., peer_report: _Optional[_Union[PeerReport, _Mapping]] = ...) -> None: ...
+    kv_events: KVCacheEvents
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., deltas: _Optional[_Union[StepDeltas, _Mapping]] = ..., beat: _Optional[_Union[NodeBeat, _Mapping]] = ..., peer_report: _Optional[_Union[PeerReport, _Mapping]] = ..., kv_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size")
+    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash")
     class CompatibilityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +50,7 @@ class Register(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
     role: _types_pb2.NodeRole
@@ -58,7 +61,8 @@ class Register(_message.Message):
     max_model_len: int
     num_blocks: int
     block_size: int
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+    prefix_hash: str
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ...) -> None: ...
 
 class StepDeltas(_message.Message):
     __slots__ = ("deltas",)
@@ -128,8 +132,20 @@ class PeerReport(_message.Message):
     problem: str
     def __init__(self, engine_id: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
+class KVCacheEvents(_message.Message):
+    __slots__ = ("sequence", "snapshot", "stored", "removed")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    snapshot: bool
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., snapshot: bool = ..., stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class RouterMessage(_message.Message):
-    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen")
+    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     PEER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +154,7 @@ class RouterMessage(_message.Message):
     BEAT_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     DRAIN_SEEN_FIELD_NUMBER: _ClassVar[int]
+    SEND_KV_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     peer_update: PeerUpdate
     prefill: PrefillCommand
@@ -146,7 +163,8 @@ class RouterMessage(_message.Message):
     beat: RouterBeat
     drain: DrainCommand
     drain_seen: DrainSeen
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ...) -> None: ...
+    send_kv_snapshot: SendKVSnapshot
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("problem", "router_id")
@@ -203,6 +221,10 @@ class DecodeCommand(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouterBeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SendKVSnapshot(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -130,6 +130,8 @@ deltas = st.builds(
     decode=st.none() | decode_receipts,
     error=st.none() | st.builds(link.RequestError, texts, texts),
 )
+uint64 = st.integers(0, 2**64 - 1)
+short_hashes = st.lists(uint64, max_size=3).map(tuple)
 events: st.SearchStrategy[link.NodeEvent] = st.one_of(
     st.lists(deltas, max_size=3).map(tuple),
     st.builds(
@@ -143,6 +145,7 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         serving_state=st.sampled_from(link.ServingState),
     ),
     st.builds(link.PeerReport, texts, st.booleans(), texts, texts),
+    st.builds(link.KVCacheEvents, uint64, st.booleans(), short_hashes, short_hashes),
 )
 registrations = st.builds(
     link.NodeRegistration,
@@ -156,6 +159,7 @@ registrations = st.builds(
     max_model_len=uint32,
     num_blocks=uint32,
     block_size=uint32,
+    prefix_hash=texts,
 )
 commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     st.builds(link.Refusal, st.text(min_size=1, max_size=12)),
@@ -182,6 +186,7 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     ),
     st.builds(link.CancelCommand, texts, uint32),
     st.builds(link.RouterBeat),
+    st.builds(link.SendKVSnapshot),
 )
 text_deltas = st.builds(
     TextDelta,
