@@ -25,7 +25,7 @@ from router.attempt import Attempt
 from router.call import Call, CallOutput
 from router.node_pool import LegDelta, NodePool
 from router.pair_choice import PairChoice
-from router.policies.base import NodePair, RouteQuery, RoutingPolicy
+from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from router.retry_budget import RetryBudget, RetryOptions
 
 logger = logging.getLogger(__name__)
@@ -197,12 +197,13 @@ class _OpenCall:
             failure: of the attempt before.
         """
         dispatcher, call = self._dispatcher, self._call
-        pair = await self._wait_for_pair(failure)
-        if self._choice.has_failed(pair):  # nothing better is left: give it some time
+        placement = await self._wait_for_placement(failure)
+        if self._choice.has_failed(placement):  # nothing better is left: give it some time
             await self._pause()
-            pair = await self._wait_for_pair(failure)
-        prefill = dispatcher.pool.node(pair.prefill.engine_id)
-        decode = dispatcher.pool.node(pair.decode.engine_id)
+            placement = await self._wait_for_placement(failure)
+        assert placement.prefill is not None
+        prefill = dispatcher.pool.node(placement.prefill.engine_id)
+        decode = dispatcher.pool.node(placement.decode.engine_id)
         assert prefill is not None
         assert decode is not None
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
@@ -223,12 +224,12 @@ class _OpenCall:
         )
         return self._attempt
 
-    async def _wait_for_pair(self, failure: str) -> NodePair:
-        """The pair of the next attempt; waits for one if there is none now."""
-        pool, policy = self._dispatcher.pool, self._dispatcher.policy
+    async def _wait_for_placement(self, failure: str) -> Placement:
+        """Where the next attempt goes; waits for nodes if there are none now."""
+        pool = self._dispatcher.pool
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._options.pair_timeout_s
-        while not (pairs := pool.pairs()):
+        while (placement := self._place()) is None:
             self._remaining_s()
             why = "; ".join(filter(None, (failure, pool.why_no_pair())))
             if not pool.has_had_both_roles or loop.time() >= give_up_at:
@@ -237,12 +238,17 @@ class _OpenCall:
                 async with asyncio.timeout_at(min(give_up_at, self._expires_at)):
                     await pool.wait_for_change()
         self._remaining_s()
+        return placement
+
+    def _place(self) -> Placement | None:
         num_output_tokens = len(self._output_token_ids)
         query = RouteQuery(
             num_prompt_tokens=len(self._call.prompt_token_ids) + num_output_tokens,
             max_tokens=self._call.sampling_params.max_tokens - num_output_tokens,
+            timeout_s=self._expires_at - asyncio.get_running_loop().time(),
         )
-        return policy.pick(query, self._choice.candidates(pairs))
+        fleet = self._dispatcher.pool.fleet.with_room_for(query.num_prompt_tokens + 1)
+        return self._dispatcher.policy.pick(query, self._choice.narrow(fleet))
 
     async def _pause(self) -> None:
         """Back off, the longer the more often this call failed; not past the deadline."""

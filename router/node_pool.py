@@ -1,6 +1,6 @@
 """NodePool: the nodes that have joined, who can reach whom, and the open legs on each.
 
-Takes registrations, reports and deltas from links; gives pairs to the dispatcher. Knows no RPC.
+Takes registrations, reports and deltas from links; gives a fleet to the dispatcher. Knows no RPC.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.link import (
@@ -28,7 +28,8 @@ from baton.link import (
     ServingState,
 )
 from baton.outputs import RequestOutput
-from router.policies.base import NodePair, NodeState
+from router.fleet import Fleet
+from router.node_load import NodeLoad
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +63,19 @@ class Node:
         send: puts a command on the node's link.
         hang_up: ends the link; a node that still lives dials again.
         reports: what the node said about peers, by engine id.
+        load: what policies see; written here and in the pool only.
     """
 
     registration: NodeRegistration
     send: Callable[[RouterCommand], None]
-    beat: NodeBeat = field(default_factory=NodeBeat)
     reports: dict[str, PeerReport] = field(default_factory=dict)
     legs: dict[tuple[str, int], _Leg] = field(default_factory=dict)
-    num_open_tokens: int = 0
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
+    load: NodeLoad = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.load = NodeLoad(self.registration)
 
     @property
     def name(self) -> str:
@@ -86,33 +90,29 @@ class Node:
         """Whether nothing new may be placed here."""
         return self.beat.serving_state is not ServingState.SERVING
 
-    def state(self) -> NodeState:
-        return NodeState(
-            node_name=self.name,
-            engine_id=self.engine_id,
-            num_open_requests=len(self.legs),
-            num_open_tokens=self.num_open_tokens,
-        )
+    @property
+    def beat(self) -> NodeBeat:
+        return self.load.beat
 
     def open_leg(
         self, request_id: str, epoch: int, num_tokens: int, inbox: asyncio.Queue[LegDelta]
     ) -> None:
         """Have this node's deltas of a request put into ``inbox``."""
         self.legs[request_id, epoch] = _Leg(inbox, num_tokens)
-        self.num_open_tokens += num_tokens
+        self.load.note_opened(num_tokens)
 
     def relieve_leg(self, request_id: str, epoch: int) -> None:
         """Count a leg's tokens as done, while it may still have something to say."""
         leg = self.legs.get((request_id, epoch))
         if leg is not None:
-            self.num_open_tokens -= leg.num_tokens
+            self.load.note_computed(leg.num_tokens)
             leg.num_tokens = 0
 
     def close_leg(self, request_id: str, epoch: int) -> None:
         """Drop what the node still says of a request; harmless when closed already."""
         leg = self.legs.pop((request_id, epoch), None)
         if leg is not None:
-            self.num_open_tokens -= leg.num_tokens
+            self.load.note_closed(leg.num_tokens)
 
     def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
         """Hand a delta to its request; deltas of requests that ended are dropped."""
@@ -128,12 +128,21 @@ class NodePool:
         model_digest: digest of the model's configuration; nodes of another model are refused.
         max_model_len: of the model; nodes may have less.
         max_missed_beats: a node that misses more in a row is lost.
+        eligibility: a node for which one of these says no gets no new requests. Whoever makes one
+            change its mind calls `note_eligibility_change`.
 
     Attributes:
         router_id: tells this process's requests from those of other routers.
     """
 
-    def __init__(self, *, model_digest: str, max_model_len: int, max_missed_beats: int = 4) -> None:
+    def __init__(
+        self,
+        *,
+        model_digest: str,
+        max_model_len: int,
+        max_missed_beats: int = 4,
+        eligibility: Sequence[Callable[[Node], bool]] = (),
+    ) -> None:
         self.router_id = secrets.token_hex(4)
         self._model_digest = model_digest
         self._model_max_len = max_model_len
@@ -142,6 +151,9 @@ class NodePool:
         # Silent and not back yet, with the time, by name: for operators only.
         self._lost: dict[str, tuple[float, NodeRegistration]] = {}
         self._roles_seen: set[NodeRole] = set()
+        self._eligibility = eligibility
+        self._reach: dict[str, set[str]] = {}  # prefill node -> decode nodes, by engine id
+        self._fleet: Fleet | None = None  # None: to be made anew
         self._changed = asyncio.Event()
 
     @property
@@ -222,8 +234,10 @@ class NodePool:
             return  # it was removed or replaced before
         del self._nodes[node.engine_id]
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
+        self._reach.pop(node.engine_id, None)
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
+            self._reach.get(other.engine_id, set()).discard(node.engine_id)
             other.send(PeerUpdate(node.engine_id, removed=True))
         error = RequestError(
             "UNAVAILABLE", f"{node.registration.role.value} node {node.name} {why}"
@@ -257,12 +271,13 @@ class NodePool:
             self._take_beat(node, event)
         elif isinstance(event, PeerReport):
             node.reports[event.engine_id] = event
+            self._note_reach(node, event.engine_id)
             self._note_change()
             if event.problem:
                 logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
-        was_draining, node.beat = node.is_draining, beat
+        was_draining, node.load.beat = node.is_draining, beat
         if node.is_draining:
             node.send(DrainSeen())  # every time: it may have served in between
         if node.is_draining is not was_draining:
@@ -271,14 +286,25 @@ class NodePool:
 
     # ------------------------------------------------------------------ pairs
 
-    def pairs(self) -> list[NodePair]:
-        """Pairs that can reach each other now."""
-        return [
-            NodePair(prefill.state(), decode.state())
-            for prefill in self._of(NodeRole.PREFILL)
-            for decode in self._of(NodeRole.DECODE)
-            if _connected(prefill, decode)
-        ]
+    @property
+    def fleet(self) -> Fleet:
+        """Nodes that may get requests now, and which pairs of them can reach each other."""
+        if self._fleet is None:
+            ready = [node for node in self._nodes.values() if self.is_eligible(node)]
+            self._fleet = Fleet(
+                [node.load for node in ready if node.registration.role is NodeRole.PREFILL],
+                [node.load for node in ready if node.registration.role is NodeRole.DECODE],
+                self._reach,
+            )
+        return self._fleet
+
+    def is_eligible(self, node: Node) -> bool:
+        """Whether a node may get new requests."""
+        return not node.is_draining and all(allows(node) for allows in self._eligibility)
+
+    def note_eligibility_change(self) -> None:
+        """Ask again which nodes are eligible."""
+        self._note_change()
 
     def why_no_pair(self) -> str:
         """One line for a client when there is no pair."""
@@ -286,6 +312,8 @@ class NodePool:
         for role, nodes in ((NodeRole.PREFILL, prefills), (NodeRole.DECODE, decodes)):
             if not nodes:
                 return f"no {role.value} node has joined the router"
+            if not any(self.is_eligible(node) for node in nodes):
+                return f"no {role.value} node takes requests now: they drain or fail"
         for prefill in prefills:
             for decode in decodes:
                 report = prefill.reports.get(decode.engine_id)
@@ -293,16 +321,26 @@ class NodePool:
                     return f"{prefill.name} and {decode.name} are not paired: {report.problem}"
         return "no prefill node is connected to a decode node yet"
 
+    def _note_reach(self, node: Node, peer_id: str) -> None:
+        """One of two nodes said something about the other."""
+        peer = self._nodes.get(peer_id)
+        if peer is None or peer.registration.role is node.registration.role:
+            return
+        is_prefill = node.registration.role is NodeRole.PREFILL
+        prefill, decode = (node, peer) if is_prefill else (peer, node)
+        reached = self._reach.setdefault(prefill.engine_id, set())
+        if _connected(prefill, decode):
+            reached.add(decode.engine_id)
+        else:
+            reached.discard(decode.engine_id)
+
     def _note_change(self) -> None:
+        self._fleet = None
         self._changed.set()
         self._changed = asyncio.Event()  # who waits from now on waits for the next change
 
     def _of(self, role: NodeRole) -> list[Node]:
-        return [
-            node
-            for node in self._nodes.values()
-            if node.registration.role is role and not node.is_draining
-        ]
+        return [node for node in self._nodes.values() if node.registration.role is role]
 
     def _peers_of(self, node: Node) -> list[Node]:
         return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from baton.link import (
@@ -39,8 +39,10 @@ DECODE_RECEIPT = DecodeReceipt(
 )
 
 
-def make_pool(max_model_len: int = 1000) -> NodePool:
-    return NodePool(model_digest=MODEL, max_model_len=max_model_len)
+def make_pool(
+    max_model_len: int = 1000, eligibility: Sequence[Callable[[Node], bool]] = ()
+) -> NodePool:
+    return NodePool(model_digest=MODEL, max_model_len=max_model_len, eligibility=eligibility)
 
 
 def make_registration(
