@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
+from prometheus_client.registry import Collector
+
 from baton import wire, wire_ledger
 from baton.errors import EngineDeadError
 from baton.ledger import Ledger
@@ -25,6 +27,7 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
+from baton.metrics_page import MetricsPage
 from baton.process import stop_event
 from baton.router_link import RouterLink
 from baton.rpc import RpcServer, warn_if_public
@@ -48,6 +51,9 @@ class NodeProgram(Protocol):
 
     def ledger(self) -> Future[Ledger]:
         """Who holds which blocks, taken between two steps."""
+
+    def collector(self) -> Collector:
+        """What is on the node's metrics page."""
 
     def close(self) -> None:
         """End the engine's and the connector's threads."""
@@ -85,6 +91,7 @@ async def run_node_program(
     router: str,
     listen: str,
     join_timeout_s: float,
+    metrics_listen: str = "",
 ) -> None:
     """Run a node until it is told to stop.
 
@@ -94,6 +101,7 @@ async def run_node_program(
         router: ``host:port`` to join.
         listen: ``host:port`` of the node's own server; port 0 is any free one.
         join_timeout_s: how long to wait for a router that does not answer.
+        metrics_listen: ``host:port`` of its Prometheus page, likewise; none if empty.
 
     Raises:
         BatonError: the node could not start or join, or its engine died.
@@ -117,7 +125,10 @@ async def run_node_program(
             NodeAdmin(node, node.registration("").num_blocks), grpc_server
         ),
     )
+    page: MetricsPage | None = None
     try:
+        if metrics_listen:
+            page = MetricsPage(metrics_listen, node.collector())
         address = await server.start(listen)
         warn_if_public(address)
         link = RouterLink(
@@ -132,6 +143,8 @@ async def run_node_program(
         if death:
             raise EngineDeadError(f"the engine cannot continue: {death[0]}")
     finally:
+        if page is not None:
+            await asyncio.to_thread(page.close)
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
 

@@ -33,6 +33,7 @@ class NodeOptions:
     layer_groups: int
     kv_digests: bool
     inject_faults: str = ""
+    metrics_listen: str = ""
     decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
 
 
@@ -54,6 +55,8 @@ def run_node(options: NodeOptions, program: str) -> int:
         # Before torch is imported: what the user got wrong is said at once.
         split_address("router", options.router)
         split_address("listen", options.listen)
+        if options.metrics_listen:
+            split_address("metrics_listen", options.metrics_listen)
         find_model_folder(options.model)
         programs: Registry[MakeProgram] = Registry("node program", {"node": program})
         try:
@@ -70,6 +73,7 @@ def run_node(options: NodeOptions, program: str) -> int:
             router=options.router,
             listen=options.listen,
             join_timeout_s=options.join_timeout_s,
+            metrics_listen=options.metrics_listen,
         ),
         log_level=options.log_level,
     )
