@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from prometheus_client.registry import Collector
+
 from baton import wire, wire_ledger
 from baton.drain import Drain
 from baton.errors import EngineDeadError
@@ -26,6 +28,7 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
+from baton.metrics_page import MetricsPage
 from baton.process import stop_event
 from baton.router_links import RouterLinks
 from baton.rpc import RpcServer, warn_if_public
@@ -49,6 +52,9 @@ class NodeProgram(Protocol):
 
     def ledger(self) -> Future[Ledger]:
         """Who holds which blocks, taken between two steps."""
+
+    def collector(self) -> Collector:
+        """What is on the node's metrics page."""
 
     def close(self) -> None:
         """End the engine's and the connector's threads."""
@@ -88,6 +94,7 @@ async def run_node_program(
     join_timeout_s: float,
     drain_timeout_s: float = 0.0,
     node_token: str = "",
+    metrics_listen: str = "",
 ) -> None:
     """Run a node until it is told to stop.
 
@@ -99,6 +106,7 @@ async def run_node_program(
         join_timeout_s: how long to wait for a router that does not answer.
         drain_timeout_s: how long open requests have to end when the node is told to stop.
         node_token: shows routers that this node may join.
+        metrics_listen: ``host:port`` of its Prometheus page, likewise; none if empty.
 
     Raises:
         BatonError: the node could not start or join, or its engine died.
@@ -123,7 +131,10 @@ async def run_node_program(
             NodeAdmin(node, node.registration("").num_blocks), grpc_server
         ),
     )
+    page: MetricsPage | None = None
     try:
+        if metrics_listen:
+            page = MetricsPage(metrics_listen, node.collector())
         address = await server.start(listen)
         warn_if_public(address)
         links.append(
@@ -142,6 +153,8 @@ async def run_node_program(
         if death:
             raise EngineDeadError(f"the engine cannot continue: {death[0]}")
     finally:
+        if page is not None:
+            await asyncio.to_thread(page.close)
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
 

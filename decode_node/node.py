@@ -29,6 +29,7 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
+from baton.node_metrics import HandoffMetrics
 from baton.outputs import DecodeReceipt, RequestOutput
 from baton.prompt import check_prompt, check_sampling_params
 from decode_node.reservations import Reservation, Reservations, ReservationState
@@ -136,6 +137,10 @@ class DecodeNode:
     def ledger(self) -> Ledger:
         """Who holds which blocks; only between steps, on this node's thread."""
         return take_ledger(self.engine, self.reservations.held())
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        """What became of hand-offs; may be read from any thread."""
+        return self.reservations.metrics()
 
     # ------------------------------------------------------------------ commands
 

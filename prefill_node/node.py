@@ -30,6 +30,7 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
+from baton.node_metrics import HandoffMetrics
 from baton.outputs import FinishReason, PrefillReceipt, RequestOutput
 from baton.prompt import check_prompt, check_sampling_params
 from baton.push_mode import PushMode
@@ -133,6 +134,10 @@ class PrefillNode:
     def ledger(self) -> Ledger:
         """Who holds which blocks; only between steps, on this node's thread."""
         return take_ledger(self.engine, self.push_tracker.held())
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        """What became of hand-offs; may be read from any thread."""
+        return self.push_tracker.metrics()
 
     # ------------------------------------------------------------------ commands
 

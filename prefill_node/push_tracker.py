@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.ledger import BlockHolding, BlockOwner
 from baton.link import AbortAll, RequestView
+from baton.node_metrics import HandoffMetrics, TransferOutcome
 from baton.outputs import RequestOutput
 from baton.push_mode import PushMode
 from engine.engine import Engine
@@ -103,6 +105,7 @@ class PushTracker:
         self._handoffs: dict[str, _Handoff] = {}
         # Ended on our side, not yet quiet on the wire; by (request_id, epoch).
         self._draining: dict[tuple[str, int], _Handoff] = {}
+        self._ended: Counter[TransferOutcome] = Counter()
 
     def add(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
         """Hand this request over to a decode node when it is computed.
@@ -212,12 +215,14 @@ class PushTracker:
         """
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:
+            self._ended[event.outcome] += 1
             self._engine.release(draining.held_block_ids)
             return False
         handoff = self._handoffs.get(event.request_id)
         if handoff is None or handoff.epoch != event.epoch:
             return False
         del self._handoffs[event.request_id]
+        self._ended[event.outcome] += 1
         self._engine.release(handoff.held_block_ids)
         return event.kind is TransferEventKind.FAILED
 
@@ -227,6 +232,17 @@ class PushTracker:
             view_request(handoff.request, handoff.state, handoff.added_at)
             for handoff in list(self._handoffs.values())
         ]
+
+    def metrics(self) -> HandoffMetrics:
+        """From any thread."""
+        states = Counter(dict.fromkeys(("QUEUED", "STARTED", "PUSHING"), 0))
+        states.update(handoff.state for handoff in list(self._handoffs.values()))
+        states["DRAINING"] = len(self._draining)
+        return HandoffMetrics(
+            open=states,
+            ended=self._ended.copy(),
+            num_quarantined_blocks=self.num_draining_blocks,
+        )
 
     @property
     def num_transfers(self) -> int:

@@ -58,6 +58,9 @@ def node_command(
         listen: Annotated[
             str, typer.Option(help="host:port of health, reflection and admin; port 0: any free.")
         ] = "127.0.0.1:0",
+        metrics_listen: Annotated[
+            str, typer.Option(help="host:port of a Prometheus page; port 0: any free; empty: none.")
+        ] = "",
         join_timeout_s: Annotated[
             float, typer.Option(help="How long to try to reach the router at start, seconds.")
         ] = 30.0,
@@ -185,6 +188,7 @@ def node_command(
                 inject_faults=inject_faults,
                 drain_timeout_s=drain_timeout_s,
                 node_token=node_token,
+                metrics_listen=metrics_listen,
             )
             options = complete(options)
         except ConfigError as error:

@@ -35,6 +35,7 @@ class NodeOptions:
     inject_faults: str = ""
     drain_timeout_s: float = 0.0
     node_token: str = field(default="", repr=False)
+    metrics_listen: str = ""
     decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
 
 
@@ -57,6 +58,8 @@ def run_node(options: NodeOptions, program: str) -> int:
         for router in options.routers:
             split_address("router", router)
         split_address("listen", options.listen)
+        if options.metrics_listen:
+            split_address("metrics_listen", options.metrics_listen)
         find_model_folder(options.model)
         programs: Registry[MakeProgram] = Registry("node program", {"node": program})
         try:
@@ -75,6 +78,7 @@ def run_node(options: NodeOptions, program: str) -> int:
             join_timeout_s=options.join_timeout_s,
             drain_timeout_s=options.drain_timeout_s,
             node_token=options.node_token,
+            metrics_listen=options.metrics_listen,
         ),
         log_level=options.log_level,
     )
