@@ -10,6 +10,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
 
 from baton.link import (
     NodeBeat,
@@ -23,6 +26,7 @@ from baton.link import (
     RequestError,
     RouterBeat,
     RouterCommand,
+    StepDeltas,
 )
 from baton.outputs import RequestOutput
 from router.policies.base import NodePair, NodeState
@@ -32,8 +36,7 @@ logger = logging.getLogger(__name__)
 LOST_NODES_SHOWN_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class LegDelta:
+class LegDelta(msgspec.Struct, frozen=True, gc=False):
     """A delta and which leg of the request it came from.
 
     Attributes:
@@ -45,9 +48,20 @@ class LegDelta:
     node_lost: bool = False
 
 
+class LegReader(Protocol):
+    """Takes what nodes say of an attempt, at once: a node's link waits for nobody."""
+
+    def take(self, item: LegDelta) -> None:
+        """Any delta."""
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        """One more token, with nothing else to it: nearly all that is ever said."""
+
+
 @dataclass(slots=True)
 class _Leg:
-    inbox: asyncio.Queue[LegDelta]
+    request_id: str
+    reader: LegReader
     num_tokens: int
 
 
@@ -59,13 +73,14 @@ class Node:
         send: puts a command on the node's link.
         hang_up: ends the link; a node that still lives dials again.
         reports: what the node said about peers, by engine id.
+        legs: by epoch.
     """
 
     registration: NodeRegistration
     send: Callable[[RouterCommand], None]
     beat: NodeBeat = field(default_factory=NodeBeat)
     reports: dict[str, PeerReport] = field(default_factory=dict)
-    legs: dict[tuple[str, int], _Leg] = field(default_factory=dict)
+    legs: dict[int, _Leg] = field(default_factory=dict)
     num_open_tokens: int = 0
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
@@ -86,31 +101,40 @@ class Node:
             num_open_tokens=self.num_open_tokens,
         )
 
-    def open_leg(
-        self, request_id: str, epoch: int, num_tokens: int, inbox: asyncio.Queue[LegDelta]
-    ) -> None:
-        """Have this node's deltas of a request put into ``inbox``."""
-        self.legs[request_id, epoch] = _Leg(inbox, num_tokens)
+    def open_leg(self, request_id: str, epoch: int, num_tokens: int, reader: LegReader) -> None:
+        """Have this node's deltas of an attempt given to ``reader``."""
+        self.legs[epoch] = _Leg(request_id, reader, num_tokens)
         self.num_open_tokens += num_tokens
 
-    def relieve_leg(self, request_id: str, epoch: int) -> None:
+    def relieve_leg(self, epoch: int) -> None:
         """Count a leg's tokens as done, while it may still have something to say."""
-        leg = self.legs.get((request_id, epoch))
+        leg = self.legs.get(epoch)
         if leg is not None:
             self.num_open_tokens -= leg.num_tokens
             leg.num_tokens = 0
 
-    def close_leg(self, request_id: str, epoch: int) -> None:
-        """Drop what the node still says of a request; harmless when closed already."""
-        leg = self.legs.pop((request_id, epoch), None)
+    def close_leg(self, epoch: int) -> None:
+        """Drop what the node still says of an attempt; harmless when closed already."""
+        leg = self.legs.pop(epoch, None)
         if leg is not None:
             self.num_open_tokens -= leg.num_tokens
 
     def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
-        """Hand a delta to its request; deltas of requests that ended are dropped."""
-        leg = self.legs.get((delta.output.request_id, delta.epoch))
-        if leg is not None:
-            leg.inbox.put_nowait(LegDelta(self.registration.role, delta, node_lost))
+        """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
+        leg = self.legs.get(delta.epoch)
+        if leg is not None and leg.request_id == delta.output.request_id:
+            leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
+
+    def deliver_step(self, step: StepDeltas) -> None:
+        """Hand the rows and deltas of an engine step to their attempts."""
+        legs, role = self.legs, self.registration.role
+        rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)  # from a peer
+        for epoch, output_index, token_id in rows:
+            leg = legs.get(epoch)
+            if leg is not None:
+                leg.reader.take_token(role, output_index, token_id)
+        for delta in step.deltas:
+            self.deliver(delta)
 
 
 class NodePool:
@@ -216,8 +240,8 @@ class NodePool:
         error = RequestError(
             "UNAVAILABLE", f"{node.registration.role.value} node {node.name} {why}"
         )
-        for request_id, epoch in list(node.legs):
-            delta = RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error)
+        for epoch, leg in list(node.legs.items()):
+            delta = RequestDelta(RequestOutput(leg.request_id, 0, ()), epoch, error=error)
             node.deliver(delta, node_lost=True)
         self._note_change()
 
@@ -238,7 +262,9 @@ class NodePool:
     def take(self, node: Node, event: NodeEvent) -> None:
         """Take what a node said."""
         node.num_missed_beats = 0
-        if isinstance(event, tuple):
+        if isinstance(event, StepDeltas):
+            node.deliver_step(event)
+        elif isinstance(event, tuple):
             for delta in event:
                 node.deliver(delta)
         elif isinstance(event, NodeBeat):
