@@ -11,6 +11,9 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
 
 from baton.link import (
     DrainSeen,
@@ -26,6 +29,7 @@ from baton.link import (
     RouterBeat,
     RouterCommand,
     ServingState,
+    StepDeltas,
 )
 from baton.outputs import RequestOutput
 from router.fleet import Fleet
@@ -36,8 +40,7 @@ logger = logging.getLogger(__name__)
 LOST_NODES_SHOWN_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class LegDelta:
+class LegDelta(msgspec.Struct, frozen=True, gc=False):
     """A delta and which leg of the request it came from.
 
     Attributes:
@@ -49,9 +52,20 @@ class LegDelta:
     node_lost: bool = False
 
 
+class LegReader(Protocol):
+    """Takes what nodes say of an attempt, at once: a node's link waits for nobody."""
+
+    def take(self, item: LegDelta) -> None:
+        """Any delta."""
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        """One more token, with nothing else to it: nearly all that is ever said."""
+
+
 @dataclass(slots=True)
 class _Leg:
-    inbox: asyncio.Queue[LegDelta]
+    request_id: str
+    reader: LegReader
     num_tokens: int
 
 
@@ -64,12 +78,13 @@ class Node:
         hang_up: ends the link; a node that still lives dials again.
         reports: what the node said about peers, by engine id.
         load: what policies see; written here and in the pool only.
+        legs: by epoch.
     """
 
     registration: NodeRegistration
     send: Callable[[RouterCommand], None]
     reports: dict[str, PeerReport] = field(default_factory=dict)
-    legs: dict[tuple[str, int], _Leg] = field(default_factory=dict)
+    legs: dict[int, _Leg] = field(default_factory=dict)
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
     load: NodeLoad = field(init=False)
@@ -94,31 +109,40 @@ class Node:
     def beat(self) -> NodeBeat:
         return self.load.beat
 
-    def open_leg(
-        self, request_id: str, epoch: int, num_tokens: int, inbox: asyncio.Queue[LegDelta]
-    ) -> None:
-        """Have this node's deltas of a request put into ``inbox``."""
-        self.legs[request_id, epoch] = _Leg(inbox, num_tokens)
+    def open_leg(self, request_id: str, epoch: int, num_tokens: int, reader: LegReader) -> None:
+        """Have this node's deltas of an attempt given to ``reader``."""
+        self.legs[epoch] = _Leg(request_id, reader, num_tokens)
         self.load.note_opened(num_tokens)
 
-    def relieve_leg(self, request_id: str, epoch: int) -> None:
+    def relieve_leg(self, epoch: int) -> None:
         """Count a leg's tokens as done, while it may still have something to say."""
-        leg = self.legs.get((request_id, epoch))
+        leg = self.legs.get(epoch)
         if leg is not None:
             self.load.note_computed(leg.num_tokens)
             leg.num_tokens = 0
 
-    def close_leg(self, request_id: str, epoch: int) -> None:
-        """Drop what the node still says of a request; harmless when closed already."""
-        leg = self.legs.pop((request_id, epoch), None)
+    def close_leg(self, epoch: int) -> None:
+        """Drop what the node still says of an attempt; harmless when closed already."""
+        leg = self.legs.pop(epoch, None)
         if leg is not None:
             self.load.note_closed(leg.num_tokens)
 
     def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
-        """Hand a delta to its request; deltas of requests that ended are dropped."""
-        leg = self.legs.get((delta.output.request_id, delta.epoch))
-        if leg is not None:
-            leg.inbox.put_nowait(LegDelta(self.registration.role, delta, node_lost))
+        """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
+        leg = self.legs.get(delta.epoch)
+        if leg is not None and leg.request_id == delta.output.request_id:
+            leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
+
+    def deliver_step(self, step: StepDeltas) -> None:
+        """Hand the rows and deltas of an engine step to their attempts."""
+        legs, role = self.legs, self.registration.role
+        rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)  # from a peer
+        for epoch, output_index, token_id in rows:
+            leg = legs.get(epoch)
+            if leg is not None:
+                leg.reader.take_token(role, output_index, token_id)
+        for delta in step.deltas:
+            self.deliver(delta)
 
 
 class NodePool:
@@ -242,8 +266,8 @@ class NodePool:
         error = RequestError(
             "UNAVAILABLE", f"{node.registration.role.value} node {node.name} {why}"
         )
-        for request_id, epoch in list(node.legs):
-            delta = RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error)
+        for epoch, leg in list(node.legs.items()):
+            delta = RequestDelta(RequestOutput(leg.request_id, 0, ()), epoch, error=error)
             node.deliver(delta, node_lost=True)
         self._note_change()
 
@@ -264,7 +288,9 @@ class NodePool:
     def take(self, node: Node, event: NodeEvent) -> None:
         """Take what a node said."""
         node.num_missed_beats = 0
-        if isinstance(event, tuple):
+        if isinstance(event, StepDeltas):
+            node.deliver_step(event)
+        elif isinstance(event, tuple):
             for delta in event:
                 node.deliver(delta)
         elif isinstance(event, NodeBeat):
