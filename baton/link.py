@@ -39,6 +39,7 @@ class NodeRegistration:
     max_model_len: int
     num_blocks: int
     block_size: int
+    kv_bytes_per_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +68,33 @@ class RequestDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeBeat:
-    """How busy a node is."""
+    """How busy a node is.
+
+    Attributes:
+        num_uncomputed_tokens: of prompts that are to be computed here.
+    """
 
     num_waiting: int = 0
     num_waiting_for_remote_kvs: int = 0
     num_running: int = 0
     num_free_blocks: int = 0
     num_quarantined_blocks: int = 0
+    num_uncomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReport:
-    """Whether a node reaches a peer through its KV connector, and how."""
+    """Whether a node reaches a peer through its KV connector, and how.
+
+    Attributes:
+        bandwidth_bytes_per_s: as measured when they met; 0: unknown.
+    """
 
     engine_id: str
     connected: bool
     transport: str = ""
     problem: str = ""
+    bandwidth_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,6 +77,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             max_model_len=registration.max_model_len,
             num_blocks=registration.num_blocks,
             block_size=registration.block_size,
+            kv_bytes_per_token=registration.kv_bytes_per_token,
         )
     )
 
@@ -97,6 +98,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         max_model_len=message.max_model_len,
         num_blocks=message.num_blocks,
         block_size=message.block_size,
+        kv_bytes_per_token=message.kv_bytes_per_token,
     )
 
 
@@ -148,6 +150,7 @@ def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
         num_running=beat.num_running,
         num_free_blocks=beat.num_free_blocks,
         num_quarantined_blocks=beat.num_quarantined_blocks,
+        num_uncomputed_tokens=beat.num_uncomputed_tokens,
     )
 
 
@@ -158,6 +161,7 @@ def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
         num_running=message.num_running,
         num_free_blocks=message.num_free_blocks,
         num_quarantined_blocks=message.num_quarantined_blocks,
+        num_uncomputed_tokens=message.num_uncomputed_tokens,
     )
 
 
@@ -173,6 +177,7 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
             connected=event.connected,
             transport=event.transport,
             problem=event.problem,
+            bandwidth_bytes_per_s=event.bandwidth_bytes_per_s,
         )
     )
 
@@ -186,7 +191,13 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
         return beat_from_proto(message.beat)
     if kind == "peer_report":
         report = message.peer_report
-        return link.PeerReport(report.engine_id, report.connected, report.transport, report.problem)
+        return link.PeerReport(
+            report.engine_id,
+            report.connected,
+            report.transport,
+            report.problem,
+            report.bandwidth_bytes_per_s,
+        )
     return None
 
 

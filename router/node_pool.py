@@ -26,7 +26,7 @@ from baton.link import (
 )
 from baton.outputs import RequestOutput
 from router.fleet import Fleet
-from router.node_load import NodeLoad
+from router.node_load import NodeLoad, SharedRates
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,13 @@ class LegDelta:
 
 @dataclass(slots=True)
 class _Leg:
+    """An open request on a node; see `NodeLoad.note_opened`."""
+
     inbox: asyncio.Queue[LegDelta]
     num_tokens: int
+    num_uncomputed: int
+    num_arriving: int
+    begun_at: float | None = None  # its first token on a decode node came
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +77,11 @@ class Node:
     load: NodeLoad = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load = NodeLoad(self.registration)
+        self.meet(SharedRates())
+
+    def meet(self, shared: SharedRates) -> None:
+        """Start counting anew, on the grounds of what other nodes measured."""
+        self.load = NodeLoad(self.registration, shared)
 
     @property
     def name(self) -> str:
@@ -87,30 +96,56 @@ class Node:
         return self.load.beat
 
     def open_leg(
-        self, request_id: str, epoch: int, num_tokens: int, inbox: asyncio.Queue[LegDelta]
+        self,
+        request_id: str,
+        epoch: int,
+        num_tokens: int,
+        inbox: asyncio.Queue[LegDelta],
+        *,
+        num_uncomputed: int = 0,
+        num_arriving: int = 0,
     ) -> None:
-        """Have this node's deltas of a request put into ``inbox``."""
-        self.legs[request_id, epoch] = _Leg(inbox, num_tokens)
-        self.load.note_opened(num_tokens)
+        """Have this node's deltas of a request put into ``inbox``; see `NodeLoad.note_opened`."""
+        self.legs[request_id, epoch] = _Leg(inbox, num_tokens, num_uncomputed, num_arriving)
+        self.load.note_opened(num_tokens, num_uncomputed=num_uncomputed, num_arriving=num_arriving)
 
     def relieve_leg(self, request_id: str, epoch: int) -> None:
         """Count a leg's tokens as done, while it may still have something to say."""
         leg = self.legs.get((request_id, epoch))
         if leg is not None:
-            self.load.note_computed(leg.num_tokens)
-            leg.num_tokens = 0
+            self.load.note_computed(leg.num_tokens, leg.num_uncomputed)
+            leg.num_tokens = leg.num_uncomputed = 0
 
     def close_leg(self, request_id: str, epoch: int) -> None:
         """Drop what the node still says of a request; harmless when closed already."""
         leg = self.legs.pop((request_id, epoch), None)
         if leg is not None:
-            self.load.note_closed(leg.num_tokens)
+            self.load.note_closed(
+                leg.num_tokens,
+                num_uncomputed=leg.num_uncomputed,
+                num_arriving=leg.num_arriving,
+                begun=leg.begun_at is not None,
+            )
 
     def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
         """Hand a delta to its request; deltas of requests that ended are dropped."""
         leg = self.legs.get((delta.output.request_id, delta.epoch))
         if leg is not None:
+            self._learn(leg, delta)
             leg.inbox.put_nowait(LegDelta(self.registration.role, delta, node_lost))
+
+    def _learn(self, leg: _Leg, delta: RequestDelta) -> None:
+        """What a delta says of how busy and how fast the node is."""
+        if delta.prefill is not None:
+            self.load.note_prefilled(delta.prefill)
+        if self.registration.role is NodeRole.PREFILL or delta.error is not None:
+            return
+        if leg.begun_at is None:
+            leg.begun_at = time.monotonic()
+            self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
+            leg.num_arriving = leg.num_uncomputed = 0
+        if delta.decode is not None:
+            self.load.note_decoded(delta.decode, time.monotonic() - leg.begun_at)
 
 
 class NodePool:
@@ -122,6 +157,7 @@ class NodePool:
         max_missed_beats: a node that misses more in a row is lost.
         eligibility: a node for which one of these says no gets no new requests. Whoever makes one
             change its mind calls `note_eligibility_change`.
+        may_self_prefill: whether decode nodes may be given prompts to compute.
     """
 
     def __init__(
@@ -131,6 +167,7 @@ class NodePool:
         max_model_len: int,
         max_missed_beats: int = 4,
         eligibility: Sequence[Callable[[Node], bool]] = (),
+        may_self_prefill: bool = False,
     ) -> None:
         self._model_digest = model_digest
         self._model_max_len = max_model_len
@@ -140,7 +177,10 @@ class NodePool:
         self._lost: dict[str, tuple[float, NodeRegistration]] = {}
         self._roles_seen: set[NodeRole] = set()
         self._eligibility = eligibility
-        self._reach: dict[str, set[str]] = {}  # prefill node -> decode nodes, by engine id
+        # prefill node -> decode node -> bytes per second, by engine id
+        self._reach: dict[str, dict[str, float]] = {}
+        self._rates = SharedRates()
+        self._may_self_prefill = may_self_prefill
         self._fleet: Fleet | None = None  # None: to be made anew
         self._changed = asyncio.Event()
 
@@ -210,6 +250,7 @@ class NodePool:
                 continue
             node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
             other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
+        node.meet(self._rates)
         self._nodes[node.engine_id] = node
         self._lost.pop(node.name, None)
         self._roles_seen.add(node.registration.role)
@@ -225,7 +266,7 @@ class NodePool:
         self._reach.pop(node.engine_id, None)
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
-            self._reach.get(other.engine_id, set()).discard(node.engine_id)
+            self._reach.get(other.engine_id, {}).pop(node.engine_id, None)
             other.send(PeerUpdate(node.engine_id, removed=True))
         error = RequestError(
             "UNAVAILABLE", f"{node.registration.role.value} node {node.name} {why}"
@@ -255,8 +296,10 @@ class NodePool:
         if isinstance(event, tuple):
             for delta in event:
                 node.deliver(delta)
+            if node.registration.role is NodeRole.DECODE:
+                node.load.note_step()
         elif isinstance(event, NodeBeat):
-            node.load.beat = event
+            node.load.note_beat(event)
         else:
             node.reports[event.engine_id] = event
             self._note_reach(node, event.engine_id)
@@ -271,10 +314,12 @@ class NodePool:
         """Nodes that may get requests now, and which pairs of them can reach each other."""
         if self._fleet is None:
             ready = [node for node in self._nodes.values() if self.is_eligible(node)]
+            decodes = [node.load for node in ready if node.registration.role is NodeRole.DECODE]
             self._fleet = Fleet(
                 [node.load for node in ready if node.registration.role is NodeRole.PREFILL],
-                [node.load for node in ready if node.registration.role is NodeRole.DECODE],
+                decodes,
                 self._reach,
+                self_prefilling=decodes if self._may_self_prefill else (),
             )
         return self._fleet
 
@@ -306,11 +351,13 @@ class NodePool:
             return
         is_prefill = node.registration.role is NodeRole.PREFILL
         prefill, decode = (node, peer) if is_prefill else (peer, node)
-        reached = self._reach.setdefault(prefill.engine_id, set())
+        reached = self._reach.setdefault(prefill.engine_id, {})
         if _connected(prefill, decode):
-            reached.add(decode.engine_id)
+            reports = (prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id))
+            measured = [report.bandwidth_bytes_per_s for report in reports if report]
+            reached[decode.engine_id] = max(measured)
         else:
-            reached.discard(decode.engine_id)
+            reached.pop(decode.engine_id, None)
 
     def _note_change(self) -> None:
         self._fleet = None

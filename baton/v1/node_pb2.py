@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/node.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xb9\x01\n\x0bNodeMessage\x12&\n\x08register\x18\x01 \x01(\x0b\x32\x12.baton.v1.RegisterH\x00\x12&\n\x06\x64\x65ltas\x18\x02 \x01(\x0b\x32\x14.baton.v1.StepDeltasH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.baton.v1.NodeBeatH\x00\x12+\n\x0bpeer_report\x18\x04 \x01(\x0b\x32\x14.baton.v1.PeerReportH\x00\x42\t\n\x07message\"\xba\x02\n\x08Register\x12\x11\n\tnode_name\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.baton.v1.NodeRole\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x11\n\tpeer_info\x18\x06 \x01(\x0c\x12<\n\rcompatibility\x18\x07 \x03(\x0b\x32%.baton.v1.Register.CompatibilityEntry\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x1a\x34\n\x12\x43ompatibilityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\nStepDeltas\x12&\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x16.baton.v1.RequestDelta\"\xe1\x02\n\x0cRequestDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12)\n\x07prefill\x18\x06 \x01(\x0b\x32\x18.baton.v1.PrefillReceipt\x12\'\n\x06\x64\x65\x63ode\x18\x07 \x01(\x0b\x32\x17.baton.v1.DecodeReceipt\x12%\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x16.baton.v1.RequestError\x12)\n\x08logprobs\x18\t \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"-\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x91\x01\n\x08NodeBeat\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\"\n\x1anum_waiting_for_remote_kvs\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x1e\n\x16num_quarantined_blocks\x18\x05 \x01(\r\"V\n\nPeerReport\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t\"\x9c\x02\n\rRouterMessage\x12*\n\nregistered\x18\x01 \x01(\x0b\x32\x14.baton.v1.RegisteredH\x00\x12+\n\x0bpeer_update\x18\x02 \x01(\x0b\x32\x14.baton.v1.PeerUpdateH\x00\x12+\n\x07prefill\x18\x03 \x01(\x0b\x32\x18.baton.v1.PrefillCommandH\x00\x12)\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x17.baton.v1.DecodeCommandH\x00\x12)\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x17.baton.v1.CancelCommandH\x00\x12$\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x14.baton.v1.RouterBeatH\x00\x42\t\n\x07message\"\x1d\n\nRegistered\x12\x0f\n\x07problem\x18\x01 \x01(\t\"C\n\nPeerUpdate\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\tpeer_info\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x08\"\xc7\x01\n\x0ePrefillCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x18\n\x10\x64\x65\x63ode_engine_id\x18\x05 \x01(\t\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x18\n\x10output_token_ids\x18\x07 \x03(\r\"\xc7\x01\n\rDecodeCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x19\n\x11prefill_engine_id\x18\x05 \x01(\t\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x18\n\x10output_token_ids\x18\x07 \x03(\r\"\x0c\n\nRouterBeat\"2\n\rCancelCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r2F\n\x08NodeLink\x12:\n\x04Link\x12\x15.baton.v1.NodeMessage\x1a\x17.baton.v1.RouterMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/node.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xb9\x01\n\x0bNodeMessage\x12&\n\x08register\x18\x01 \x01(\x0b\x32\x12.baton.v1.RegisterH\x00\x12&\n\x06\x64\x65ltas\x18\x02 \x01(\x0b\x32\x14.baton.v1.StepDeltasH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.baton.v1.NodeBeatH\x00\x12+\n\x0bpeer_report\x18\x04 \x01(\x0b\x32\x14.baton.v1.PeerReportH\x00\x42\t\n\x07message\"\xd6\x02\n\x08Register\x12\x11\n\tnode_name\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.baton.v1.NodeRole\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x11\n\tpeer_info\x18\x06 \x01(\x0c\x12<\n\rcompatibility\x18\x07 \x03(\x0b\x32%.baton.v1.Register.CompatibilityEntry\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x14 \x01(\x01\x1a\x34\n\x12\x43ompatibilityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\nStepDeltas\x12&\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x16.baton.v1.RequestDelta\"\xe1\x02\n\x0cRequestDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12)\n\x07prefill\x18\x06 \x01(\x0b\x32\x18.baton.v1.PrefillReceipt\x12\'\n\x06\x64\x65\x63ode\x18\x07 \x01(\x0b\x32\x17.baton.v1.DecodeReceipt\x12%\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x16.baton.v1.RequestError\x12)\n\x08logprobs\x18\t \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"-\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xb0\x01\n\x08NodeBeat\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\"\n\x1anum_waiting_for_remote_kvs\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x1e\n\x16num_quarantined_blocks\x18\x05 \x01(\r\x12\x1d\n\x15num_uncomputed_tokens\x18\x14 \x01(\r\"u\n\nPeerReport\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x1d\n\x15\x62\x61ndwidth_bytes_per_s\x18\x05 \x01(\x01\"\x9c\x02\n\rRouterMessage\x12*\n\nregistered\x18\x01 \x01(\x0b\x32\x14.baton.v1.RegisteredH\x00\x12+\n\x0bpeer_update\x18\x02 \x01(\x0b\x32\x14.baton.v1.PeerUpdateH\x00\x12+\n\x07prefill\x18\x03 \x01(\x0b\x32\x18.baton.v1.PrefillCommandH\x00\x12)\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x17.baton.v1.DecodeCommandH\x00\x12)\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x17.baton.v1.CancelCommandH\x00\x12$\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x14.baton.v1.RouterBeatH\x00\x42\t\n\x07message\"\x1d\n\nRegistered\x12\x0f\n\x07problem\x18\x01 \x01(\t\"C\n\nPeerUpdate\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\tpeer_info\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x08\"\xc7\x01\n\x0ePrefillCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x18\n\x10\x64\x65\x63ode_engine_id\x18\x05 \x01(\t\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x18\n\x10output_token_ids\x18\x07 \x03(\r\"\xc7\x01\n\rDecodeCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x19\n\x11prefill_engine_id\x18\x05 \x01(\t\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x18\n\x10output_token_ids\x18\x07 \x03(\r\"\x0c\n\nRouterBeat\"2\n\rCancelCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r2F\n\x08NodeLink\x12:\n\x04Link\x12\x15.baton.v1.NodeMessage\x1a\x17.baton.v1.RouterMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,33 +37,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEMESSAGE']._serialized_start=56
   _globals['_NODEMESSAGE']._serialized_end=241
   _globals['_REGISTER']._serialized_start=244
-  _globals['_REGISTER']._serialized_end=558
-  _globals['_REGISTER_COMPATIBILITYENTRY']._serialized_start=506
-  _globals['_REGISTER_COMPATIBILITYENTRY']._serialized_end=558
-  _globals['_STEPDELTAS']._serialized_start=560
-  _globals['_STEPDELTAS']._serialized_end=612
-  _globals['_REQUESTDELTA']._serialized_start=615
-  _globals['_REQUESTDELTA']._serialized_end=968
-  _globals['_REQUESTERROR']._serialized_start=970
-  _globals['_REQUESTERROR']._serialized_end=1015
-  _globals['_NODEBEAT']._serialized_start=1018
-  _globals['_NODEBEAT']._serialized_end=1163
-  _globals['_PEERREPORT']._serialized_start=1165
-  _globals['_PEERREPORT']._serialized_end=1251
-  _globals['_ROUTERMESSAGE']._serialized_start=1254
-  _globals['_ROUTERMESSAGE']._serialized_end=1538
-  _globals['_REGISTERED']._serialized_start=1540
-  _globals['_REGISTERED']._serialized_end=1569
-  _globals['_PEERUPDATE']._serialized_start=1571
-  _globals['_PEERUPDATE']._serialized_end=1638
-  _globals['_PREFILLCOMMAND']._serialized_start=1641
-  _globals['_PREFILLCOMMAND']._serialized_end=1840
-  _globals['_DECODECOMMAND']._serialized_start=1843
-  _globals['_DECODECOMMAND']._serialized_end=2042
-  _globals['_ROUTERBEAT']._serialized_start=2044
-  _globals['_ROUTERBEAT']._serialized_end=2056
-  _globals['_CANCELCOMMAND']._serialized_start=2058
-  _globals['_CANCELCOMMAND']._serialized_end=2108
-  _globals['_NODELINK']._serialized_start=2110
-  _globals['_NODELINK']._serialized_end=2180
+  _globals['_REGISTER']._serialized_end=586
+  _globals['_REGISTER_COMPATIBILITYENTRY']._serialized_start=534
+  _globals['_REGISTER_COMPATIBILITYENTRY']._serialized_end=586
+  _globals['_STEPDELTAS']._serialized_start=588
+  _globals['_STEPDELTAS']._serialized_end=640
+  _globals['_REQUESTDELTA']._serialized_start=643
+  _globals['_REQUESTDELTA']._serialized_end=996
+  _globals['_REQUESTERROR']._serialized_start=998
+  _globals['_REQUESTERROR']._serialized_end=1043
+  _globals['_NODEBEAT']._serialized_start=1046
+  _globals['_NODEBEAT']._serialized_end=1222
+  _globals['_PEERREPORT']._serialized_start=1224
+  _globals['_PEERREPORT']._serialized_end=1341
+  _globals['_ROUTERMESSAGE']._serialized_start=1344
+  _globals['_ROUTERMESSAGE']._serialized_end=1628
+  _globals['_REGISTERED']._serialized_start=1630
+  _globals['_REGISTERED']._serialized_end=1659
+  _globals['_PEERUPDATE']._serialized_start=1661
+  _globals['_PEERUPDATE']._serialized_end=1728
+  _globals['_PREFILLCOMMAND']._serialized_start=1731
+  _globals['_PREFILLCOMMAND']._serialized_end=1930
+  _globals['_DECODECOMMAND']._serialized_start=1933
+  _globals['_DECODECOMMAND']._serialized_end=2132
+  _globals['_ROUTERBEAT']._serialized_start=2134
+  _globals['_ROUTERBEAT']._serialized_end=2146
+  _globals['_CANCELCOMMAND']._serialized_start=2148
+  _globals['_CANCELCOMMAND']._serialized_end=2198
+  _globals['_NODELINK']._serialized_start=2200
+  _globals['_NODELINK']._serialized_end=2270
 # @@protoc_insertion_point(module_scope)
