@@ -48,6 +48,7 @@ class NodeRegistration:
     num_blocks: int
     block_size: int
     prefix_hash: str = ""
+    kv_bytes_per_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class NodeBeat:
         num_transfers: hand-offs that were begun or granted and are not at their end.
         serving_state: ``DRAINED`` only when every router knows, and no request, no transfer and no
             block that a peer may still write is left.
+        num_uncomputed_tokens: of prompts that are to be computed here.
     """
 
     num_waiting: int = 0
@@ -115,16 +117,22 @@ class NodeBeat:
     num_quarantined_blocks: int = 0
     num_transfers: int = 0
     serving_state: ServingState = ServingState.SERVING
+    num_uncomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReport:
-    """Whether a node reaches a peer through its KV connector, and how."""
+    """Whether a node reaches a peer through its KV connector, and how.
+
+    Attributes:
+        bandwidth_bytes_per_s: as measured when they met; 0: unknown.
+    """
 
     engine_id: str
     connected: bool
     transport: str = ""
     problem: str = ""
+    bandwidth_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

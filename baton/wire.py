@@ -78,6 +78,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             num_blocks=registration.num_blocks,
             block_size=registration.block_size,
             prefix_hash=registration.prefix_hash,
+            kv_bytes_per_token=registration.kv_bytes_per_token,
         )
     )
 
@@ -99,6 +100,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         num_blocks=message.num_blocks,
         block_size=message.block_size,
         prefix_hash=message.prefix_hash,
+        kv_bytes_per_token=message.kv_bytes_per_token,
     )
 
 
@@ -160,6 +162,7 @@ def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
         num_quarantined_blocks=beat.num_quarantined_blocks,
         num_transfers=beat.num_transfers,
         serving_state=_SERVING_TO_PROTO[beat.serving_state],
+        num_uncomputed_tokens=beat.num_uncomputed_tokens,
     )
 
 
@@ -175,6 +178,7 @@ def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
             message.serving_state,
             link.ServingState.DRAINING,  # a state that we do not know yet
         ),
+        num_uncomputed_tokens=message.num_uncomputed_tokens,
     )
 
 
@@ -225,6 +229,7 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
             connected=event.connected,
             transport=event.transport,
             problem=event.problem,
+            bandwidth_bytes_per_s=event.bandwidth_bytes_per_s,
         )
     )
 
@@ -244,7 +249,13 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
         return beat_from_proto(message.beat)
     if kind == "peer_report":
         report = message.peer_report
-        return link.PeerReport(report.engine_id, report.connected, report.transport, report.problem)
+        return link.PeerReport(
+            report.engine_id,
+            report.connected,
+            report.transport,
+            report.problem,
+            report.bandwidth_bytes_per_s,
+        )
     if kind == "kv_events":
         events = message.kv_events
         return link.KVCacheEvents(

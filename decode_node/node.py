@@ -115,7 +115,8 @@ class DecodeNode:
 
     def beat(self) -> NodeBeat:
         """How busy this node is; may be read from any thread."""
-        statuses = [request.status for request in list(self.engine.requests.values())]
+        requests = list(self.engine.requests.values())
+        statuses = [request.status for request in requests]
         num_parked = statuses.count(RequestStatus.WAITING_FOR_REMOTE_KVS)
         num_running = statuses.count(RequestStatus.RUNNING)
         return NodeBeat(
@@ -125,6 +126,11 @@ class DecodeNode:
             num_free_blocks=self.engine.num_free_blocks,
             num_quarantined_blocks=self.reservations.num_quarantined_blocks,
             num_transfers=self.reservations.num_transfers,
+            num_uncomputed_tokens=sum(
+                max(request.num_initial_tokens - request.num_computed_tokens, 0)
+                for request in requests
+                if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
+            ),
         )
 
     def requests(self) -> list[RequestView]:

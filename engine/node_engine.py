@@ -37,6 +37,7 @@ class LoadedEngine:
         self, node_name: str, role: NodeRole, address: str, peer_info: bytes
     ) -> NodeRegistration:
         """What the node tells the router of itself."""
+        spec = self.engine.kv_cache_spec
         return NodeRegistration(
             node_name=node_name,
             engine_id=self.engine_id,
@@ -47,8 +48,9 @@ class LoadedEngine:
             compatibility=self.compatibility,
             max_model_len=self.engine.max_model_len,
             num_blocks=self.engine.num_blocks,
-            block_size=self.engine.kv_cache_spec.block_size,
+            block_size=spec.block_size,
             prefix_hash=self.prefix_hash,
+            kv_bytes_per_token=spec.block_bytes * spec.num_groups / spec.block_size,
         )
 
 

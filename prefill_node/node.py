@@ -126,6 +126,10 @@ class PrefillNode:
             num_free_blocks=self.engine.num_free_blocks,
             num_quarantined_blocks=self.push_tracker.num_draining_blocks,
             num_transfers=self.push_tracker.num_transfers,
+            num_uncomputed_tokens=sum(
+                max(request.num_initial_tokens - request.num_computed_tokens, 0)
+                for request in requests
+            ),
         )
 
     def requests(self) -> list[RequestView]:

@@ -23,7 +23,8 @@ from baton.link import NodeRole, RequestDelta, RequestError
 from baton.outputs import DecodeReceipt, Receipt, RequestOutput
 from router.attempt import Attempt
 from router.call import Call, CallOutput
-from router.node_pool import LegDelta, NodePool
+from router.node import LegDelta
+from router.node_pool import NodePool
 from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
@@ -244,6 +245,7 @@ class _OpenCall:
             num_prompt_tokens=len(self._call.prompt_token_ids) + num_output_tokens,
             max_tokens=self._call.sampling_params.max_tokens - num_output_tokens,
             timeout_s=self._expires_at - asyncio.get_running_loop().time(),
+            now=time.monotonic(),
         )
         fleet = self._dispatcher.pool.fleet.with_room_for(query.num_prompt_tokens + 1)
         return self._dispatcher.policy.pick(query, self._choice.narrow(fleet))

@@ -13,6 +13,7 @@ from router.policies.base import NodeView
 
 Pair = tuple[str, str]  # engine ids of prefill and decode node; "": the decode node alone
 _NONE: Set[Pair] = frozenset()
+_NOBODY: Mapping[str, float] = {}
 
 
 class Fleet:
@@ -20,7 +21,8 @@ class Fleet:
 
     Args:
         prefills, decodes: that may get requests.
-        reach: engine ids of the decode nodes that each prefill node reaches, by engine id.
+        reach: the decode nodes that each prefill node reaches, and at how many bytes per second
+            (0: unknown), by engine id.
         self_prefilling: decode nodes that may compute a prompt themselves.
         ruled_out: pairs that are not to be used.
 
@@ -34,7 +36,7 @@ class Fleet:
         self,
         prefills: Iterable[NodeView],
         decodes: Iterable[NodeView],
-        reach: Mapping[str, Set[str]],
+        reach: Mapping[str, Mapping[str, float]],
         *,
         self_prefilling: Iterable[NodeView] = (),
         ruled_out: Set[Pair] = _NONE,
@@ -68,6 +70,10 @@ class Fleet:
         """Whether the two may work together; both must be of this fleet."""
         pair = (prefill.engine_id, decode.engine_id)
         return pair[1] in self._reach[pair[0]] and pair not in self._ruled_out
+
+    def bandwidth(self, prefill: NodeView, decode: NodeView) -> float:
+        """Bytes per second from one to the other, as measured; 0: unknown."""
+        return self._reach[prefill.engine_id].get(decode.engine_id, 0.0)
 
     def reached_by(self, prefill: NodeView) -> Sequence[NodeView]:
         """Decode nodes that one of ``prefills`` may work with, by name; never none."""
@@ -106,12 +112,30 @@ class Fleet:
         return self.only(has_room, has_room)
 
     @functools.cached_property
+    def is_complete(self) -> bool:
+        """Whether all reach all."""
+        return all(self.reached_by(prefill) is self.decodes for prefill in self.prefills)
+
+    @functools.cached_property
+    def places(self) -> Mapping[str, int]:
+        """Where a node is in its list, by engine id."""
+        lists = (self.prefills, self.decodes)
+        return {node.engine_id: i for nodes in lists for i, node in enumerate(nodes)}
+
+    @functools.cached_property
+    def best_bandwidth(self) -> float:
+        """The highest that any pair has; 0: none is known."""
+        return max(
+            (max(reach.values(), default=0.0) for reach in self._reach.values()), default=0.0
+        )
+
+    @functools.cached_property
     def _least_room(self) -> int:
         nodes = (*self.prefills, *self.decodes, *self.self_prefilling)
         return min(map(_room, nodes), default=0)
 
     def _usable(self, prefill: str) -> Set[str]:
-        reach = self._reach.get(prefill, frozenset())
+        reach = self._reach.get(prefill, _NOBODY).keys()
         ruled_out = {pair[1] for pair in self._ruled_out if pair[0] == prefill}
         return reach - ruled_out if ruled_out else reach
 

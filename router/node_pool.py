@@ -10,10 +10,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
-
-import msgspec
 
 from baton.link import (
     DrainSeen,
@@ -27,122 +23,16 @@ from baton.link import (
     RequestDelta,
     RequestError,
     RouterBeat,
-    RouterCommand,
-    ServingState,
     StepDeltas,
 )
 from baton.outputs import RequestOutput
 from router.fleet import Fleet
-from router.node_load import NodeLoad
+from router.node import Node
+from router.node_load import SharedRates
 
 logger = logging.getLogger(__name__)
 
 LOST_NODES_SHOWN_S = 300.0
-
-
-class LegDelta(msgspec.Struct, frozen=True, gc=False):
-    """A delta and which leg of the request it came from.
-
-    Attributes:
-        node_lost: not said by the node: its link broke, or it is silent.
-    """
-
-    role: NodeRole
-    delta: RequestDelta
-    node_lost: bool = False
-
-
-class LegReader(Protocol):
-    """Takes what nodes say of an attempt, at once: a node's link waits for nobody."""
-
-    def take(self, item: LegDelta) -> None:
-        """Any delta."""
-
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """One more token, with nothing else to it: nearly all that is ever said."""
-
-
-@dataclass(slots=True)
-class _Leg:
-    request_id: str
-    reader: LegReader
-    num_tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One joined node.
-
-    Attributes:
-        send: puts a command on the node's link.
-        hang_up: ends the link; a node that still lives dials again.
-        reports: what the node said about peers, by engine id.
-        load: what policies see; written here and in the pool only.
-        legs: by epoch.
-    """
-
-    registration: NodeRegistration
-    send: Callable[[RouterCommand], None]
-    reports: dict[str, PeerReport] = field(default_factory=dict)
-    legs: dict[int, _Leg] = field(default_factory=dict)
-    hang_up: Callable[[], None] = lambda: None
-    num_missed_beats: int = 0
-    load: NodeLoad = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.load = NodeLoad(self.registration)
-
-    @property
-    def name(self) -> str:
-        return self.registration.node_name
-
-    @property
-    def engine_id(self) -> str:
-        return self.registration.engine_id
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether nothing new may be placed here."""
-        return self.beat.serving_state is not ServingState.SERVING
-
-    @property
-    def beat(self) -> NodeBeat:
-        return self.load.beat
-
-    def open_leg(self, request_id: str, epoch: int, num_tokens: int, reader: LegReader) -> None:
-        """Have this node's deltas of an attempt given to ``reader``."""
-        self.legs[epoch] = _Leg(request_id, reader, num_tokens)
-        self.load.note_opened(num_tokens)
-
-    def relieve_leg(self, epoch: int) -> None:
-        """Count a leg's tokens as done, while it may still have something to say."""
-        leg = self.legs.get(epoch)
-        if leg is not None:
-            self.load.note_computed(leg.num_tokens)
-            leg.num_tokens = 0
-
-    def close_leg(self, epoch: int) -> None:
-        """Drop what the node still says of an attempt; harmless when closed already."""
-        leg = self.legs.pop(epoch, None)
-        if leg is not None:
-            self.load.note_closed(leg.num_tokens)
-
-    def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
-        """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
-        leg = self.legs.get(delta.epoch)
-        if leg is not None and leg.request_id == delta.output.request_id:
-            leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
-
-    def deliver_step(self, step: StepDeltas) -> None:
-        """Hand the rows and deltas of an engine step to their attempts."""
-        legs, role = self.legs, self.registration.role
-        rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)  # from a peer
-        for epoch, output_index, token_id in rows:
-            leg = legs.get(epoch)
-            if leg is not None:
-                leg.reader.take_token(role, output_index, token_id)
-        for delta in step.deltas:
-            self.deliver(delta)
 
 
 class NodePool:
@@ -154,6 +44,7 @@ class NodePool:
         max_missed_beats: a node that misses more in a row is lost.
         eligibility: a node for which one of these says no gets no new requests. Whoever makes one
             change its mind calls `note_eligibility_change`.
+        may_self_prefill: whether decode nodes may be given prompts to compute.
 
     Attributes:
         router_id: tells this process's requests from those of other routers.
@@ -166,6 +57,7 @@ class NodePool:
         max_model_len: int,
         max_missed_beats: int = 4,
         eligibility: Sequence[Callable[[Node], bool]] = (),
+        may_self_prefill: bool = False,
     ) -> None:
         self.router_id = secrets.token_hex(4)
         self._model_digest = model_digest
@@ -176,7 +68,10 @@ class NodePool:
         self._lost: dict[str, tuple[float, NodeRegistration]] = {}
         self._roles_seen: set[NodeRole] = set()
         self._eligibility = eligibility
-        self._reach: dict[str, set[str]] = {}  # prefill node -> decode nodes, by engine id
+        # prefill node -> decode node -> bytes per second, by engine id
+        self._reach: dict[str, dict[str, float]] = {}
+        self._rates = SharedRates()
+        self._may_self_prefill = may_self_prefill
         self._fleet: Fleet | None = None  # None: to be made anew
         self._changed = asyncio.Event()
 
@@ -246,6 +141,7 @@ class NodePool:
                 continue
             node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
             other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
+        node.meet(self._rates)
         self._nodes[node.engine_id] = node
         self._lost.pop(node.name, None)
         self._roles_seen.add(node.registration.role)
@@ -261,7 +157,7 @@ class NodePool:
         self._reach.pop(node.engine_id, None)
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
-            self._reach.get(other.engine_id, set()).discard(node.engine_id)
+            self._reach.get(other.engine_id, {}).pop(node.engine_id, None)
             other.send(PeerUpdate(node.engine_id, removed=True))
         error = RequestError(
             "UNAVAILABLE", f"{node.registration.role.value} node {node.name} {why}"
@@ -293,6 +189,8 @@ class NodePool:
         elif isinstance(event, tuple):
             for delta in event:
                 node.deliver(delta)
+            if node.registration.role is NodeRole.DECODE:
+                node.load.note_step()
         elif isinstance(event, NodeBeat):
             self._take_beat(node, event)
         elif isinstance(event, PeerReport):
@@ -303,7 +201,8 @@ class NodePool:
                 logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
-        was_draining, node.load.beat = node.is_draining, beat
+        was_draining = node.is_draining
+        node.load.note_beat(beat)
         if node.is_draining:
             node.send(DrainSeen())  # every time: it may have served in between
         if node.is_draining is not was_draining:
@@ -317,10 +216,12 @@ class NodePool:
         """Nodes that may get requests now, and which pairs of them can reach each other."""
         if self._fleet is None:
             ready = [node for node in self._nodes.values() if self.is_eligible(node)]
+            decodes = [node.load for node in ready if node.registration.role is NodeRole.DECODE]
             self._fleet = Fleet(
                 [node.load for node in ready if node.registration.role is NodeRole.PREFILL],
-                [node.load for node in ready if node.registration.role is NodeRole.DECODE],
+                decodes,
                 self._reach,
+                self_prefilling=decodes if self._may_self_prefill else (),
             )
         return self._fleet
 
@@ -354,11 +255,13 @@ class NodePool:
             return
         is_prefill = node.registration.role is NodeRole.PREFILL
         prefill, decode = (node, peer) if is_prefill else (peer, node)
-        reached = self._reach.setdefault(prefill.engine_id, set())
+        reached = self._reach.setdefault(prefill.engine_id, {})
         if _connected(prefill, decode):
-            reached.add(decode.engine_id)
+            reports = (prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id))
+            measured = [report.bandwidth_bytes_per_s for report in reports if report]
+            reached[decode.engine_id] = max(measured)
         else:
-            reached.discard(decode.engine_id)
+            reached.pop(decode.engine_id, None)
 
     def _note_change(self) -> None:
         self._fleet = None

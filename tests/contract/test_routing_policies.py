@@ -21,12 +21,15 @@ def fleets(draw: st.DrawFn) -> Fleet:
     book = FleetBook(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
     ids = [decode.engine_id for decode in book.decodes]
     for prefill in book.prefills:
-        book.reach[prefill.engine_id] = draw(st.sets(st.sampled_from(ids), min_size=1))
+        reached = draw(st.sets(st.sampled_from(ids), min_size=1))
+        book.reach[prefill.engine_id] = {
+            engine_id: draw(st.sampled_from([0.0, 1e9, 4e10])) for engine_id in sorted(reached)
+        }
     for node in (*book.prefills, *book.decodes):
         node.weight = draw(st.sampled_from([1.0, 0.5, 0.01]))
         for num_tokens in draw(st.lists(st.integers(0, 500), max_size=4)):
-            node.note_opened(num_tokens)
-    return book.fleet()
+            node.note_opened(num_tokens, num_uncomputed=num_tokens)
+    return book.fleet(may_self_prefill=draw(st.booleans()))
 
 
 def assert_is_of(placement: Placement | None, fleet: Fleet) -> None:
@@ -74,8 +77,10 @@ def test_it_spreads_equal_requests_evenly_over_the_nodes_of_each_role(
         book.place(policy, QUERY, book.fleet())
     prefills = [book.num_placed[node.node_name] for node in book.prefills]
     decodes = [book.num_placed[node.node_name] for node in book.decodes]
-    assert prefills == [60 // num_prefill] * num_prefill
-    assert decodes == [60 // num_decode] * num_decode
+    # (By chance of two it is nearly even, and with the others exactly.)
+    spare = 3 if name == "power_of_two" else 0
+    assert max(prefills) - min(prefills) <= spare
+    assert max(decodes) - min(decodes) <= spare
 
 
 @EVERY
@@ -91,17 +96,19 @@ def test_it_goes_on_when_nodes_come_and_go(name: str) -> None:
 def test_a_node_that_joins_gets_its_share_and_not_all_that_it_missed(name: str) -> None:
     policy, book = POLICIES.load(name)(), FleetBook(3, 3)
     for _ in range(30):
-        placement = book.place(policy, QUERY, book.fleet(without=["p2", "d2"]))
-        for node in (*book.prefills, *book.decodes):  # all is done at once
-            if node is placement.prefill:
-                node.note_closed(QUERY.num_prompt_tokens)
-            if node is placement.decode:
-                node.note_closed(QUERY.num_prompt_tokens + QUERY.max_tokens)
+        book.place(policy, QUERY, book.fleet(without=["p2", "d2"]))
+    for node in (*book.prefills, *book.decodes):  # all is done
+        while node.num_open_requests:
+            if node in book.prefills:
+                node.note_closed(100, num_uncomputed=100)
+            else:
+                node.note_closed(120, num_arriving=100)
     book.num_placed.clear()
     for _ in range(30):
         book.place(policy, QUERY, book.fleet())
-    assert [book.num_placed[node.node_name] for node in book.prefills] == [10, 10, 10]
-    assert [book.num_placed[node.node_name] for node in book.decodes] == [10, 10, 10]
+    spare = 3 if name == "power_of_two" else 0
+    for nodes in (book.prefills, book.decodes):
+        assert all(abs(book.num_placed[node.node_name] - 10) <= spare for node in nodes)
 
 
 @EVERY
@@ -127,8 +134,7 @@ def test_it_copes_with_65536_pairs(name: str) -> None:
     fleet = book.fleet()
     for _ in range(512):
         assert_is_of(book.place(policy, QUERY, fleet), fleet)
-    assert min(book.num_placed.values()) >= 1
-    assert len(book.num_placed) == 512
+    assert max(book.num_placed.values()) <= (6 if name == "power_of_two" else 2)
 
 
 def test_least_tokens_avoids_the_busy_prefill_node_and_the_busy_decode_node() -> None:

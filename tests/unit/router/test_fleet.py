@@ -21,7 +21,7 @@ def test_nodes_are_in_the_order_of_their_names() -> None:
 
 def test_a_node_without_a_partner_is_not_in_it() -> None:
     book = FleetBook(3, 3)
-    book.reach = {"p0-0": {"d1-0"}, "p1-0": set()}
+    book.reach = {"p0-0": {"d1-0": 0.0}, "p1-0": {}}
     fleet = book.fleet()
     assert names_of(fleet.prefills) == ["p0"]
     assert names_of(fleet.decodes) == ["d1"]
@@ -31,7 +31,7 @@ def test_a_node_without_a_partner_is_not_in_it() -> None:
 
 def test_each_prefill_node_has_the_decode_nodes_that_it_reaches() -> None:
     book = FleetBook(2, 3)
-    book.reach["p0-0"] = {"d0-0", "d2-0", "gone"}
+    book.reach["p0-0"] = dict.fromkeys(["d0-0", "d2-0", "gone"], 0.0)
     fleet = book.fleet()
     assert names_of(fleet.reached_by(book["p0"])) == ["d0", "d2"]
     assert names_of(fleet.reached_by(book["p1"])) == ["d0", "d1", "d2"]
@@ -61,7 +61,9 @@ def test_a_decode_node_that_computes_prompts_itself_needs_no_prefill_node() -> N
 
 def test_nodes_that_are_too_small_for_a_request_are_left_out() -> None:
     book = FleetBook(2, 2)
-    book["p0"].num_blocks = book["d1"].num_blocks = 5  # of 16 tokens
+    for node in (*book.prefills, *book.decodes):
+        node.num_blocks = 10  # of 16 tokens
+    book["p0"].num_blocks = book["d1"].num_blocks = 5
     assert book.fleet().with_room_for(80).prefills == book.fleet().prefills
     fleet = book.fleet().with_room_for(81)
     assert (names_of(fleet.prefills), names_of(fleet.decodes)) == (["p1"], ["d0"])
