@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.block_hash import HASH_ALGORITHMS
 from baton.link import (
+    KVCacheEvents,
     NodeBeat,
     NodeEvent,
     NodeRegistration,
@@ -23,9 +25,12 @@ from baton.link import (
     RequestError,
     RouterBeat,
     RouterCommand,
+    SendKVSnapshot,
 )
 from baton.outputs import RequestOutput
 from router.policies.base import NodePair, NodeState
+from router.prefix_index import PrefixIndex
+from router.prompt_hashes import HashKind
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +125,9 @@ class NodePool:
         model_digest: digest of the model's configuration; nodes of another model are refused.
         max_model_len: of the model; nodes may have less.
         max_missed_beats: a node that misses more in a row is lost.
+
+    Attributes:
+        prefix_index: which of them has which prompts' KV in its prefix cache.
     """
 
     def __init__(self, *, model_digest: str, max_model_len: int, max_missed_beats: int = 4) -> None:
@@ -131,6 +139,7 @@ class NodePool:
         self._lost: dict[str, tuple[float, NodeRegistration]] = {}
         self._roles_seen: set[NodeRole] = set()
         self._changed = asyncio.Event()
+        self.prefix_index = PrefixIndex()
 
     @property
     def nodes(self) -> list[Node]:
@@ -199,6 +208,11 @@ class NodePool:
             node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
             other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
         self._nodes[node.engine_id] = node
+        registration = node.registration
+        if registration.prefix_hash in HASH_ALGORITHMS:
+            kind = HashKind(registration.block_size, registration.prefix_hash)
+            self.prefix_index.add(node.engine_id, kind)
+            node.send(SendKVSnapshot())
         self._lost.pop(node.name, None)
         self._roles_seen.add(node.registration.role)
         self._note_change()
@@ -209,6 +223,7 @@ class NodePool:
         if self._nodes.get(node.engine_id) is not node:
             return  # it was removed or replaced before
         del self._nodes[node.engine_id]
+        self.prefix_index.remove(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
@@ -243,7 +258,11 @@ class NodePool:
                 node.deliver(delta)
         elif isinstance(event, NodeBeat):
             node.beat = event
-        elif isinstance(event, PeerReport):
+        elif isinstance(event, KVCacheEvents):
+            if self.prefix_index.take(node.engine_id, event):
+                logger.warning("%s: KV cache events were lost; asking for all again", node.name)
+                node.send(SendKVSnapshot())
+        else:
             node.reports[event.engine_id] = event
             self._note_change()
             if event.problem:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
-from baton.link import NodeBeat, NodeRole, PeerUpdate, Refusal
+from baton.link import (
+    KVCacheEvents,
+    NodeBeat,
+    NodeRegistration,
+    NodeRole,
+    PeerUpdate,
+    Refusal,
+    SendKVSnapshot,
+)
 from router.node_pool import LegDelta, Node, incompatibility
 from tests.fakes.nodes import (
     HandNode,
@@ -277,3 +286,46 @@ def test_who_waits_for_a_change_hears_of_each_kind() -> None:
             await asyncio.wait_for(waiting, 5)
 
     asyncio.run(run())
+
+
+# ---------------------------------------------------------------- prefix caches
+
+
+def caching(name: str, prefix_hash: str = "xxh3_128", incarnation: int = 0) -> NodeRegistration:
+    registration = make_registration(name, P, incarnation=incarnation)
+    return dataclasses.replace(registration, prefix_hash=prefix_hash)
+
+
+def test_a_node_is_asked_for_its_prefix_cache_when_it_joins_and_after_a_gap() -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p"))
+    assert len(node.of(SendKVSnapshot)) == 1
+    pool.take(node.node, KVCacheEvents(1, True, (1, 2)))
+    pool.take(node.node, KVCacheEvents(2, False, (3,)))
+    assert pool.prefix_index.match([1, 2, 3]) == {"p-0": 3}
+    assert len(node.of(SendKVSnapshot)) == 1
+    pool.take(node.node, KVCacheEvents(4, False, (), (1,)))
+    assert len(node.of(SendKVSnapshot)) == 2
+    assert pool.prefix_index.match([1, 2, 3]) == {}
+
+
+@pytest.mark.parametrize("prefix_hash", ["", "of a later version"])
+def test_a_node_whose_names_nobody_here_could_compute_is_not_asked(prefix_hash: str) -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p", prefix_hash))
+    assert node.of(SendKVSnapshot) == []
+    pool.take(node.node, KVCacheEvents(1, True, (1,)))
+    assert pool.prefix_index.match([1]) == {}
+
+
+def test_with_a_node_goes_what_it_had_and_its_next_start_is_asked_anew() -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p"))
+    pool.take(node.node, KVCacheEvents(1, True, (1,)))
+    again = HandNode(pool, caching("p", incarnation=1))
+    assert pool.prefix_index.match([1]) == {}
+    pool.take(node.node, KVCacheEvents(2, False, (2,)))  # was on its way
+    pool.take(again.node, KVCacheEvents(1, True, (1,)))
+    assert pool.prefix_index.match([1]) == {"p-1": 1}
+    again.leave()
+    assert pool.prefix_index.match([1]) == {}
