@@ -78,12 +78,13 @@ class NodeBeat:
 
 @dataclass(frozen=True, slots=True)
 class PeerReport:
-    """Whether a node reaches a peer through its KV connector, and how."""
+    """Whether a node reaches a peer through its KV connector, how, and how fast (0: unknown)."""
 
     engine_id: str
     connected: bool
     transport: str = ""
     problem: str = ""
+    bandwidth_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,6 +173,7 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
             connected=event.connected,
             transport=event.transport,
             problem=event.problem,
+            bandwidth_bytes_per_s=event.bandwidth_bytes_per_s,
         )
     )
 
@@ -186,7 +187,13 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
         return beat_from_proto(message.beat)
     if kind == "peer_report":
         report = message.peer_report
-        return link.PeerReport(report.engine_id, report.connected, report.transport, report.problem)
+        return link.PeerReport(
+            report.engine_id,
+            report.connected,
+            report.transport,
+            report.problem,
+            report.bandwidth_bytes_per_s,
+        )
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from baton.outputs import PushReceipt
 from kvconnector.layout import LayerRange
 from kvconnector.peer_info import PeerInfo
+from kvconnector.scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class TransferEvent:
     token_id: int = -1
     receipt: PushReceipt | None = None
     transport: str = ""
+    bandwidth_bytes_per_s: float = 0.0  # of a peer's self-test
     reason: str = ""
 
 
@@ -165,6 +167,10 @@ class KVTransport(Protocol):
     @property
     def peer_info(self) -> PeerInfo: ...
 
+    @property
+    def scratch(self) -> Scratch:
+        """Our memory for self-tests."""
+
     def connect(self, peer: PeerInfo) -> str:
         """Learn a peer; returns the name of the path that bytes will take. Raises TransferError."""
 
@@ -182,6 +188,9 @@ class KVTransport(Protocol):
 
         Raises TransferError; ValueError for ids or layers that there are not.
         """
+
+    def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
+        """Post our pattern to a slot of a peer's scratch memory, as `write` does blocks."""
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         """Send a short message; not ordered with writes. Raises TransferError."""

@@ -103,16 +103,18 @@ class NodeBeat(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ...) -> None: ...
 
 class PeerReport(_message.Message):
-    __slots__ = ("engine_id", "connected", "transport", "problem")
+    __slots__ = ("engine_id", "connected", "transport", "problem", "bandwidth_bytes_per_s")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     connected: bool
     transport: str
     problem: str
-    def __init__(self, engine_id: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
+    bandwidth_bytes_per_s: float
+    def __init__(self, engine_id: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
     __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat")

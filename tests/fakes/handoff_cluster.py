@@ -34,7 +34,15 @@ from engine.engine import Engine
 from kvconnector.base import KVTransport, TransferEvent
 from kvconnector.digests import BlockDigests
 from kvconnector.endpoint import Endpoint
-from kvconnector.messages import Beat, Hello, HelloAck, Message, decode
+from kvconnector.messages import (
+    Beat,
+    Hello,
+    HelloAck,
+    Message,
+    SelfTest,
+    SelfTestResult,
+    decode,
+)
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
@@ -368,7 +376,8 @@ class Cluster:
 
 def is_beat(message: ScriptedMessage) -> bool:
     """Whether a message is about its sender's being there, and about no request."""
-    return isinstance(decode(message.payload), Beat | Hello | HelloAck)
+    about_peers = Beat | Hello | HelloAck | SelfTest | SelfTestResult
+    return isinstance(decode(message.payload), about_peers)
 
 
 def _never(error: Exception) -> None:

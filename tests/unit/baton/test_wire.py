@@ -140,7 +140,9 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         num_free_blocks=uint32,
         num_quarantined_blocks=uint32,
     ),
-    st.builds(link.PeerReport, texts, st.booleans(), texts, texts),
+    st.builds(
+        link.PeerReport, texts, st.booleans(), texts, texts, st.floats(0, allow_infinity=False)
+    ),
 )
 registrations = st.builds(
     link.NodeRegistration,
