@@ -350,6 +350,23 @@ def test_many_requests_at_once_all_arrive_right(link: Link) -> None:
             assert torch.equal(link.target[target], link.source[index])
 
 
+@pytest.mark.nixl
+def test_a_slow_path_within_one_host_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    make_transport = KV_CONNECTORS.load("nixl")
+    ends = [
+        make_transport(f"{side}{next(numbers)}-contract", torch.zeros(2, *BLOCK_SHAPE))
+        for side in "pd"
+    ]
+    for end, other in (ends, ends[::-1]):
+        assert end.connect(other.peer_info) == "nixl/ucx tcp"
+        assert f"{other.peer_info.engine_id} is on this host, but bytes take" in caplog.text
+    for end in ends:
+        end.close()
+
+
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_a_peer_of_another_connector_is_refused(name: str) -> None:
     make_transport = KV_CONNECTORS.load(name)

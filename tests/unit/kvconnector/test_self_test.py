@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from unittest import mock
@@ -90,7 +91,10 @@ class Scene:
         return [event.kind for event in self.events[engine_id]]
 
 
-def test_both_sides_are_connected_when_the_bytes_are_there_and_hear_how_fast_it_was() -> None:
+def test_both_sides_are_connected_when_the_bytes_are_there_and_hear_how_fast_it_was(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
     scene = Scene()
     scene.add("p")
     scene.run(1, lose=lambda message: isinstance(message, SelfTest))
@@ -100,6 +104,8 @@ def test_both_sides_are_connected_when_the_bytes_are_there_and_hear_how_fast_it_
         assert scene.kinds(end) == [CONNECTED]
         assert scene.events[end][0].transport == "scripted"
         assert scene.events[end][0].bandwidth_bytes_per_s > 0
+    for peer in "pd":
+        assert caplog.text.count(f"self-test with {peer} passed: scripted, ") == 1
     # An answer that is lost is given again.
     scene = Scene()
     scene.add("p")
@@ -129,13 +135,16 @@ def test_the_first_write_goes_alone_and_the_others_a_few_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("faults", ["corrupt_test=1", "corrupt_test=0.9,seed=1"])
-def test_a_pair_whose_bytes_arrive_wrong_is_reported_once_and_tested_again(faults: str) -> None:
+def test_a_pair_whose_bytes_arrive_wrong_is_reported_once_and_tested_again(
+    faults: str, caplog: pytest.LogCaptureFixture
+) -> None:
     scene = Scene(d_faults=faults)
     scene.add("p")
     scene.run(4)
     for end in "pd":
         assert scene.events[end][0].kind is FAILED
         assert "scripted arrived wrong" in scene.events[end][0].reason
+        assert caplog.text.count(f"{end}: what the self-test wrote") == 1
     if faults == "corrupt_test=1":
         assert scene.kinds("p") == scene.kinds("d") == [FAILED]
         assert not scene.senders["p"]._endpoint.peers.may_start("d")
@@ -300,10 +309,7 @@ def test_one_that_leaves_in_the_middle_of_a_test_is_forgotten_when_nothing_is_in
 def test_what_a_peer_claims_is_not_believed(rate: float) -> None:
     scene = Scene()
     scene.add("p")
-    acks = [HelloAck(engine_id="d", test=1, slot=NUM_SLOTS)]
     scene.run(1, lose=lambda message: isinstance(message, SelfTest))
-    for ack in acks:
-        scene.network.ends["p"].inbox.append(encode(ack))
     told = SelfTest(
         engine_id="p",
         test=1,
