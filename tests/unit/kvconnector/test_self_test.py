@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from baton.rates import format_rate
-from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
+from kvconnector.base import KVTransport, PendingWrite, TransferEvent, TransferEventKind
 from kvconnector.faults import FaultSpec, FaultyTransport
 from kvconnector.messages import HelloAck, Message, SelfTest, SelfTestResult, decode, encode
 from kvconnector.peers import LEASE_S, MAX_BACK_OFF_S
@@ -132,6 +133,26 @@ def test_the_first_write_goes_alone_and_the_others_a_few_at_a_time() -> None:
     [event] = scene.events["p"]
     slot_bytes = scene.senders["p"]._endpoint.transport.scratch.memory.shape[1]
     assert event.bandwidth_bytes_per_s == pytest.approx(MAX_POSTED * slot_bytes / 0.05, rel=0.3)
+
+
+def test_where_posting_copies_the_others_have_their_turn_in_between() -> None:
+    scene = Scene()
+    sender = scene.add("p")
+    transport = sender._endpoint.transport
+    post = transport.write_scratch
+    times: list[float] = []  # of posts, by a clock that else moves between rounds only
+
+    def copy(engine_id: str, slot: int) -> PendingWrite:
+        scene.clock.advance(0.0006)
+        times.append(scene.clock())
+        return post(engine_id, slot)
+
+    with mock.patch.object(transport, "write_scratch", copy):
+        scene.run(0.3)
+    assert scene.kinds("p") == [CONNECTED]
+    gaps = [late - early for early, late in itertools.pairwise(times)]
+    assert len(times) == 5
+    assert all(max(pair) > ROUND_S for pair in itertools.pairwise(gaps))  # two in a round at most
 
 
 @pytest.mark.parametrize("faults", ["corrupt_test=1", "corrupt_test=0.9,seed=1"])
@@ -271,8 +292,8 @@ def test_slots_of_peers_that_died_come_back_and_their_late_writes_spoil_a_test_a
     scene.run(2)
     assert scene.network.test_writes == []
     scene.run(OFFER_S)
-    while not scene.network.test_writes:
-        scene.run(ROUND_S)
+    scene.run(2 * MAX_BACK_OFF_S)
+    assert scene.network.test_writes
     for _ in range(100):
         scene.land_all()
         for write in late:
