@@ -93,6 +93,9 @@ class Peers:
         greets: whether this end says Hello and Beat; the other one answers.
         is_busy: whether something posted to a peer is in flight; its connection must stay then.
         on_lost: called when a peer becomes suspect, with the reason.
+
+    Attributes:
+        own_id: engine id of this end.
     """
 
     def __init__(
