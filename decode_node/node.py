@@ -230,7 +230,8 @@ class DecodeNode:
 
     def _settle(self, event: TransferEvent) -> None:
         if event.kind is TransferEventKind.PEER_CONNECTED:
-            self._emit(PeerReport(event.engine_id, True, transport=event.transport))
+            rate = event.bandwidth_bytes_per_s
+            self._emit(PeerReport(event.engine_id, True, event.transport, "", rate))
         elif event.kind is TransferEventKind.PEER_FAILED:
             self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             for lost in self.reservations.end_all_of(event.engine_id):

@@ -15,6 +15,7 @@ from baton.node_metrics import ConnectorMetrics, TransferOutcome
 from baton.outputs import PushReceipt
 from kvconnector.layout import LayerRange
 from kvconnector.peer_info import PeerInfo
+from kvconnector.scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ class TransferEvent:
     token_id: int = -1
     receipt: PushReceipt | None = None
     transport: str = ""
+    bandwidth_bytes_per_s: float = 0.0  # of a peer's self-test
     reason: str = ""
 
     @property
@@ -179,6 +181,10 @@ class KVTransport(Protocol):
     @property
     def peer_info(self) -> PeerInfo: ...
 
+    @property
+    def scratch(self) -> Scratch:
+        """Our memory for self-tests."""
+
     def connect(self, peer: PeerInfo) -> str:
         """Learn a peer; returns the name of the path that bytes will take. Raises TransferError."""
 
@@ -196,6 +202,9 @@ class KVTransport(Protocol):
 
         Raises TransferError; ValueError for ids or layers that there are not.
         """
+
+    def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
+        """Post our pattern to a slot of a peer's scratch memory, as `write` does blocks."""
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         """Send a short message; not ordered with writes. Raises TransferError."""

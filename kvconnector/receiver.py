@@ -26,12 +26,14 @@ from kvconnector.messages import (
     HelloAck,
     Message,
     Quiet,
+    SelfTest,
     Start,
     Verified,
     Watermark,
 )
 from kvconnector.peer_info import PeerInfo
 from kvconnector.repeats import Repeats
+from kvconnector.self_test import TestSlots
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Receiver:
             on_death=on_death,
             clock=clock,
         )
+        self._slots = TestSlots(transport.scratch, self._endpoint.peers, clock)
         self._endpoint.start()
 
     # ------------------------------------------------------------------ the node's thread
@@ -85,6 +88,7 @@ class Receiver:
     def disconnect(self, engine_id: str) -> None:
         def call() -> None:
             self._grants.remove_peer(engine_id)
+            self._slots.forget(engine_id)
             self._endpoint.peers.remove(engine_id)
             if self._verifier is not None:
                 self._verifier.forget_peer(engine_id)
@@ -140,7 +144,7 @@ class Receiver:
         """Repeat grants: of a transfer that is over at the sender's, its end was lost."""
         for _, grant in self._grants.take_due(self._clock()):
             self._endpoint.peers.send(grant.engine_id, grant.message)
-        return False
+        return self._slots.tick()
 
     def _on_message(self, message: Message) -> None:
         self._endpoint.peers.note_alive(message.engine_id, self._clock())
@@ -151,11 +155,13 @@ class Receiver:
             self._grants.put_off(key, message.engine_id, self._clock())
         match message:
             case Hello():
-                ack = HelloAck(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
-                self._answer(message.engine_id, ack)
+                self._answer_hello(message)
             case Beat():
-                beat = Beat(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
-                self._answer(message.engine_id, beat)
+                self._answer_beat(message)
+            case SelfTest():
+                result = self._slots.judge(message)
+                if result is not None:
+                    self._endpoint.peers.send(message.engine_id, result)
             case Start():
                 self._emit(TransferEventKind.STARTED, message, num_tokens=message.num_tokens)
             case Watermark() | Commit() if self._verifier is not None:
@@ -214,9 +220,22 @@ class Receiver:
             arrival.watermark = None
             self._emit(TransferEventKind.WATERMARK, watermark, num_tokens=watermark.num_tokens)
 
-    def _answer(self, engine_id: str, message: HelloAck | Beat) -> None:
-        if self._endpoint.peers.send(engine_id, message):
-            self._endpoint.peers.confirm(engine_id)
+    def _answer_beat(self, message: Beat) -> None:
+        """Unless we know of no test that has passed: then it must greet us again."""
+        peers = self._endpoint.peers
+        beat = Beat(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
+        if peers[message.engine_id].is_tested and peers.send(message.engine_id, beat):
+            peers.confirm(message.engine_id)
+
+    def _answer_hello(self, hello: Hello) -> None:
+        slot = self._slots.offer(hello.engine_id, hello.test)
+        ack = HelloAck(
+            engine_id=self._info.engine_id,
+            sent_at_s=hello.sent_at_s,
+            test=hello.test,
+            slot=slot,
+        )
+        self._endpoint.peers.send(hello.engine_id, ack)
 
     def _emit(
         self,

@@ -15,12 +15,7 @@ from collections.abc import Callable
 
 from baton.errors import TransferError
 from baton.node_metrics import ConnectorMetrics
-from kvconnector.base import (
-    BlockPush,
-    KVTransport,
-    TransferEvent,
-    TransferEventKind,
-)
+from kvconnector.base import BlockPush, KVTransport, TransferEvent, TransferEventKind
 from kvconnector.digests import BlockDigests, cut_digests
 from kvconnector.endpoint import Endpoint
 from kvconnector.layout import LayerRange, check_block_ids
@@ -34,6 +29,7 @@ from kvconnector.messages import (
     Message,
     Quiet,
     Resend,
+    SelfTestResult,
     Start,
     Verified,
     Watermark,
@@ -41,6 +37,7 @@ from kvconnector.messages import (
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peers import PeerState
 from kvconnector.repeats import Repeats
+from kvconnector.self_test import SelfTests
 from kvconnector.transfer import PushTotals, Transfer, Write, cut
 
 logger = logging.getLogger(__name__)
@@ -86,6 +83,7 @@ class Sender:
             on_lost=self._fail_all,
             clock=clock,
         )
+        self._tests = SelfTests(transport, self._endpoint.peers, clock)
         self._endpoint.start()
 
     # ------------------------------------------------------------------ the node's thread
@@ -145,13 +143,16 @@ class Sender:
                 self._fail(transfer, reason)
 
     def _has_writes(self, engine_id: str) -> bool:
-        return any(t.writes for t in self._transfers.values() if t.engine_id == engine_id)
+        mine = (t for t in self._transfers.values() if t.engine_id == engine_id)
+        return any(t.writes for t in mine) or self._tests.has_writes(engine_id)
 
     def _forget_leaving(self) -> None:
         busy = {transfer.engine_id for transfer in self._transfers.values()}
         for peer in self._endpoint.peers:
-            if peer.state is PeerState.LEAVING and peer.info.engine_id not in busy:
-                self._endpoint.peers.remove(peer.info.engine_id)
+            peer_id = peer.engine_id
+            is_quiet = peer_id not in busy and not self._tests.has_writes(peer_id)
+            if peer.state is PeerState.LEAVING and is_quiet:
+                self._endpoint.peers.remove(peer_id)
 
     def _start(self, transfer: Transfer, num_tokens: int) -> None:
         engine_id = transfer.engine_id
@@ -181,6 +182,11 @@ class Sender:
     def _on_message(self, message: Message) -> None:
         if isinstance(message, HelloAck | Beat):
             self._endpoint.peers.renew(message.engine_id, message.sent_at_s)
+            if isinstance(message, HelloAck):
+                self._tests.begin(message)
+        elif isinstance(message, SelfTestResult):
+            self._endpoint.peers.note_alive(message.engine_id, message.sent_at_s)
+            self._tests.end(message)
         elif isinstance(message, Grant | Cancel | Resend | Verified):
             transfer = self._transfers.get((message.request_id, message.epoch))
             if transfer is None:
@@ -224,6 +230,7 @@ class Sender:
     # ------------------------------------------------------------------ progress
 
     def _progress(self) -> bool:
+        is_testing = self._tests.progress()
         self._repeat_starts()
         in_flight_bytes: dict[str, int] = {}
         for transfer in list(self._transfers.values()):
@@ -234,9 +241,10 @@ class Sender:
             in_flight_bytes[transfer.engine_id] = used
             self._finish_if_quiet(transfer)
         self._forget_leaving()
-        self._endpoint.expect(self._endpoint.peers.is_meeting or bool(self._transfers))
+        is_meeting = self._endpoint.peers.is_meeting or bool(self._tests)
+        self._endpoint.expect(is_meeting or bool(self._transfers))
         granted = [t for t in self._transfers.values() if t.granted is not None]
-        return any(transfer.writes or transfer.pieces for transfer in granted)
+        return is_testing or any(transfer.writes or transfer.pieces for transfer in granted)
 
     def _repeat_starts(self) -> None:
         """Of a transfer that is over at the receiver's, its end was lost, or its Start was."""

@@ -258,7 +258,8 @@ class PrefillNode:
     def _settle(self, event: TransferEvent) -> None:
         match event.kind:
             case TransferEventKind.PEER_CONNECTED:
-                self._emit(PeerReport(event.engine_id, True, transport=event.transport))
+                rate = event.bandwidth_bytes_per_s
+                self._emit(PeerReport(event.engine_id, True, event.transport, "", rate))
             case TransferEventKind.PEER_FAILED:
                 self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             case _:
