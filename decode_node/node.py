@@ -228,6 +228,8 @@ class DecodeNode:
             self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             for lost in self.reservations.end_all_of(event.engine_id):
                 self._fail(lost, "UNAVAILABLE", "its prefill node cannot be reached")
+        elif event.kind is TransferEventKind.PEER_DRAINED:
+            self.reservations.end_drained(event.engine_id)
         else:
             reservation = self.reservations.settle(event)
             if reservation is None or reservation.state is not ReservationState.QUARANTINED:

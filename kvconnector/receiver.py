@@ -15,6 +15,7 @@ from baton.node_metrics import ConnectorMetrics
 from baton.outputs import PushReceipt
 from kvconnector.base import KVReservation, KVTransport, TransferEvent, TransferEventKind
 from kvconnector.digests import Arrival, BlockDigests, Verifier
+from kvconnector.drains import Drains
 from kvconnector.endpoint import Endpoint
 from kvconnector.messages import (
     Beat,
@@ -59,6 +60,7 @@ class Receiver:
         self._clock = clock
         self._grants = Repeats()  # neither committed nor ended yet
         self._num_wrong_blocks = 0
+        self._drains = Drains()
         self._verifier = None if digests is None else Verifier(digests)  # of the I/O thread
         self._endpoint = Endpoint(
             transport,
@@ -90,6 +92,11 @@ class Receiver:
                 self._verifier.forget_peer(engine_id)
 
         self._endpoint.submit(call)
+
+    def drain(self, engine_id: str) -> None:
+        self._endpoint.submit(
+            lambda: self._drains.add(engine_id, self._clock(), self._endpoint.num_reads)
+        )
 
     def grant(self, reservation: KVReservation) -> None:
         message = Grant(
@@ -138,6 +145,10 @@ class Receiver:
 
     def _progress(self) -> bool:
         """Repeat grants: of a transfer that is over at the sender's, its end was lost."""
+        for engine_id in self._drains.take_done(self._clock(), self._endpoint.num_reads):
+            self._endpoint.emit(
+                TransferEvent(kind=TransferEventKind.PEER_DRAINED, engine_id=engine_id)
+            )
         for _, grant in self._grants.take_due(self._clock()):
             self._endpoint.peers.send(grant.engine_id, grant.message)
         return False
