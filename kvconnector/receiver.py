@@ -32,7 +32,7 @@ from kvconnector.messages import (
     Watermark,
 )
 from kvconnector.peer_info import PeerInfo
-from kvconnector.repeats import Repeats
+from kvconnector.repeats import REPEAT_S, Repeats
 
 logger = logging.getLogger(__name__)
 
@@ -186,15 +186,21 @@ class Receiver:
                 pass
 
     def _note(self, verifier: Verifier, message: Watermark | Commit) -> None:
-        """Keep it until all that it speaks of is verified; of what is over it says nothing."""
+        """Keep it until all it speaks of is verified; a Commit comes again if that takes long."""
         arrival = verifier.find((message.request_id, message.epoch), message.engine_id)
-        if arrival is None:
-            return
         if isinstance(message, Watermark):
-            arrival.watermark = message
-        else:
-            arrival.commit = message
-        self._tell_verified(verifier, arrival)
+            if arrival is not None:
+                arrival.watermark = message
+                self._tell_verified(verifier, arrival)
+        elif arrival is None:  # what we said of its end was lost
+            self._send_verified(message)
+        elif arrival.commit is None:
+            arrival.commit, arrival.asked_at = message, self._clock()
+            self._tell_verified(verifier, arrival)
+        elif self._clock() - arrival.asked_at >= REPEAT_S / 2:  # not only doubled by the network
+            arrival.asked_at = self._clock()
+            for resend in verifier.ask_again(arrival, message, self._info.engine_id):
+                self._endpoint.peers.send(message.engine_id, resend)
 
     def _check(self, verifier: Verifier, message: Digests) -> None:
         resend = verifier.check(message, self._info.engine_id)
@@ -216,14 +222,17 @@ class Receiver:
         watermark, commit = arrival.watermark, arrival.commit
         if commit is not None and verifier.is_verified(arrival, len(arrival.block_ids)):
             verifier.forget((commit.request_id, commit.epoch))
-            verified = Verified(
-                engine_id=self._info.engine_id, request_id=commit.request_id, epoch=commit.epoch
-            )
-            self._endpoint.peers.send(commit.engine_id, verified)
+            self._send_verified(commit)
             self._emit_commit(commit)
         elif watermark is not None and verifier.is_verified(arrival, watermark.num_blocks):
             arrival.watermark = None
             self._emit(TransferEventKind.WATERMARK, watermark, num_tokens=watermark.num_tokens)
+
+    def _send_verified(self, commit: Commit) -> None:
+        verified = Verified(
+            engine_id=self._info.engine_id, request_id=commit.request_id, epoch=commit.epoch
+        )
+        self._endpoint.peers.send(commit.engine_id, verified)
 
     def _answer(self, engine_id: str, message: HelloAck | Beat) -> None:
         if self._endpoint.peers.send(engine_id, message):

@@ -73,7 +73,7 @@ class Sender:
         self._digests = digests
         self._clock = clock
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
-        self._starts = Repeats()  # not granted yet
+        self._repeats = Repeats()  # Start until it is granted, Commit until all is verified
         self._totals = PushTotals()
         self._endpoint = Endpoint(
             transport,
@@ -165,7 +165,7 @@ class Sender:
         if not self._endpoint.peers.may_start(engine_id) or not self._send(engine_id, message):
             self._fail(transfer, "the decode node cannot be reached")
         key = (transfer.request_id, transfer.epoch)
-        self._starts.add(key, engine_id, message, self._clock())
+        self._repeats.add(key, engine_id, message, self._clock())
 
     def _push(self, push: BlockPush, now: float) -> None:
         transfer = self._transfers.get((push.request_id, push.epoch))
@@ -202,6 +202,8 @@ class Sender:
         layers = message.layers
         if self._digests is not None and 0 <= layers[0] < layers[1] <= self._info.num_layers:
             transfer.send_again(message.indices, layers, message.attempt)
+            key = (message.request_id, message.epoch)
+            self._repeats.put_off(key, message.engine_id, self._clock())
         else:
             transfer.fail("the decode node asked for what there is not")
 
@@ -224,7 +226,7 @@ class Sender:
     # ------------------------------------------------------------------ progress
 
     def _progress(self) -> bool:
-        self._repeat_starts()
+        self._repeat()
         in_flight_bytes: dict[str, int] = {}
         for transfer in list(self._transfers.values()):
             self._settle(transfer)
@@ -238,14 +240,14 @@ class Sender:
         granted = [t for t in self._transfers.values() if t.granted is not None]
         return any(transfer.writes or transfer.pieces for transfer in granted)
 
-    def _repeat_starts(self) -> None:
-        """Of a transfer that is over at the receiver's, its end was lost, or its Start was."""
-        for key, start in self._starts.take_due(self._clock()):
+    def _repeat(self) -> None:
+        """Say again what is not answered: it was lost, or its answer was."""
+        for key, repeat in self._repeats.take_due(self._clock()):
             transfer = self._transfers.get(key)
-            if transfer is None or transfer.failure is not None or transfer.granted is not None:
-                self._starts.remove(key, start.engine_id)
-            else:
-                self._send(start.engine_id, start.message)
+            if transfer is None or not transfer.waits_for_answer:
+                self._repeats.remove(key, repeat.engine_id)
+            elif not transfer.commit_is_sent or transfer.is_complete:  # else it speaks soon
+                self._send(repeat.engine_id, repeat.message)
 
     def _send(self, engine_id: str, message: Message) -> bool:
         return self._endpoint.peers.send(engine_id, message)
@@ -348,6 +350,9 @@ class Sender:
         transfer.commit_is_sent = True
         if self._digests is None:
             self._end(transfer)
+        else:
+            key = (transfer.request_id, transfer.epoch)
+            self._repeats.add(key, transfer.engine_id, commit, self._clock())
 
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.request_id, transfer.epoch]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnector.messages import Commit, Grant, Message, Start, decode
+from kvconnector.messages import (
+    Commit,
+    Digests,
+    Grant,
+    Message,
+    Resend,
+    Start,
+    Verified,
+    decode,
+)
 from kvconnector.peers import BEAT_INTERVAL_S, LEASE_S
 from kvconnector.transfer import Transfer
 from tests.fakes.handoff_cluster import Cluster
@@ -151,5 +160,36 @@ def test_a_request_whose_message_is_lost_ends_soon_and_not_at_its_deadline(
     # Of a commit that is lost the prefill node knows no more than that it is over.
     assert cluster.attempts["a", 1].is_complete is (kind is not Commit)
     assert bool(cluster.attempts["a", 1].error) is (kind is Commit)
+    assert_right(cluster)
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+@pytest.mark.parametrize("kind", [Start, Grant, Digests, Resend, Commit, Verified])
+def test_with_digests_a_request_survives_the_loss_of_any_message(
+    kind: type[Message], num_lost: int
+) -> None:
+    cluster = make_cluster(20, kv_digests=True)
+    place(cluster, "a", 17)
+    messages, writes = cluster.network.messages, cluster.network.writes
+    lost, is_damaged = 0, False
+    for _ in range(200):
+        go_on(cluster)
+        for message in list(messages):
+            if lost < num_lost and isinstance(decode(message.payload), kind):
+                messages.remove(message)
+                lost += 1
+        deliver_all(cluster)
+        while writes:
+            if is_damaged:
+                cluster.network.land(0)
+            else:
+                cluster.network.land_damaged(0, place=0, byte=0, bit=0)
+                is_damaged = True
+        cluster.clock.advance(BEAT_INTERVAL_S / 5)
+    assert lost == num_lost
+    assert is_damaged
+    cluster.settle()
+    assert cluster.attempts["a", 1].is_complete
     assert_right(cluster)
     assert_clean(cluster)
