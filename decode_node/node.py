@@ -128,8 +128,9 @@ class DecodeNode:
 
     def requests(self) -> list[RequestView]:
         """Open requests; may be read from any thread."""
+        now = self._clock()
         return [
-            view_request(job.request, job.reservation.state.value, job.reservation.parked_at)
+            view_request(job.request, job.reservation.state.value, now - job.reservation.parked_at)
             for job in list(self._jobs.values())
         ]
 

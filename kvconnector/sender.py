@@ -110,7 +110,7 @@ class Sender:
         self._endpoint.submit(lambda: self._start(transfer, num_tokens))
 
     def push(self, push: BlockPush) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         self._endpoint.submit(lambda: self._push(push, now))
 
     def abort(self, request_id: str, epoch: int, reason: str) -> None:
@@ -267,7 +267,7 @@ class Sender:
             digests = b""
             if self._digests is not None:
                 digests = self._digests.of(piece.block_ids, piece.layers)
-            started = time.perf_counter()
+            started = self._clock()
             try:
                 pending = self._endpoint.transport.write(
                     transfer.engine_id, piece.block_ids, remote, piece.layers
@@ -275,7 +275,7 @@ class Sender:
             except (TransferError, ValueError) as error:
                 self._fail(transfer, str(error))
                 break
-            posting_s = time.perf_counter() - started
+            posting_s = self._clock() - started
             num_bytes = self._num_bytes(len(remote), piece.layers)
             transfer.post(Write(pending, piece, num_bytes, digests), remote, posting_s)
             posted += num_bytes
@@ -339,7 +339,7 @@ class Sender:
             num_bytes=transfer.num_bytes,
             num_blocks=transfer.num_blocks_pushed,
             transport=self._endpoint.peers[transfer.engine_id].path,
-            exposed_transfer_s=time.perf_counter() - transfer.last_at,
+            exposed_transfer_s=self._clock() - transfer.last_at,
             num_descriptors=transfer.num_descriptors,
             posting_s=transfer.posting_s,
         )

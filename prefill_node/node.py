@@ -67,6 +67,7 @@ class PrefillNode:
         emit: takes events for the router; safe to call from this node's thread.
         push_mode: when blocks are sent.
         num_layer_groups: in how many parts a prompt's last chunk is sent, at most.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -76,10 +77,12 @@ class PrefillNode:
         emit: Callable[[NodeEvent], None],
         push_mode: PushMode = PushMode.LAYERS,
         num_layer_groups: int = NUM_LAYER_GROUPS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.sender = sender
-        self.push_tracker = PushTracker(engine, sender, push_mode, num_layer_groups)
+        self.push_tracker = PushTracker(engine, sender, push_mode, num_layer_groups, clock)
+        self._clock = clock
         self._emit = emit
         self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
         self._jobs: dict[str, _Job] = {}
@@ -88,7 +91,7 @@ class PrefillNode:
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
-        self._inbox.append((time.monotonic(), command))
+        self._inbox.append((self._clock(), command))
 
     def step(self) -> bool:
         """One round; returns whether there is more to do now."""
@@ -127,7 +130,8 @@ class PrefillNode:
     def requests(self) -> list[RequestView]:
         """Open requests; may be read from any thread."""
         local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
-        views = [view_request(job.request, "", job.received_at) for job in local]
+        now = self._clock()
+        views = [view_request(job.request, "", now - job.received_at) for job in local]
         return views + self.push_tracker.views()
 
     def ledger(self) -> Ledger:
@@ -209,7 +213,7 @@ class PrefillNode:
         for item in scheduled.scheduled:
             job = self._jobs[item.request.request_id]
             job.num_chunks += 1
-            job.started_at = job.started_at or time.monotonic()
+            job.started_at = job.started_at or self._clock()
 
     def _answer(self, result: StepResult) -> dict[str, RequestOutput]:
         """Tell the router of each token 1; returns those that a decode node goes on from."""
@@ -222,7 +226,7 @@ class PrefillNode:
                 handed_over[output.request_id] = output
             else:
                 self.push_tracker.drop(output.request_id, "")
-            now = time.monotonic()
+            now = self._clock()
             receipt = PrefillReceipt(
                 queue_s=job.started_at - job.received_at,
                 prefill_s=now - job.started_at,
@@ -278,11 +282,11 @@ class PrefillNode:
         self.push_tracker.drop(request_id, "")
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRY_INTERVAL_S
-        self.push_tracker.expire(now)
+        self.push_tracker.expire()
         for request_id, job in list(self._jobs.items()):
             if now - job.received_at > job.command.timeout_s:
                 self.push_tracker.drop(request_id, "deadline")

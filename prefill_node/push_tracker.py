@@ -41,8 +41,8 @@ class _Handoff:
     indices: list[int]
     epoch: int
     engine_id: str
+    added_at: float
     expires_at: float
-    added_at: float = field(default_factory=time.monotonic)
     started: bool = False
     block_ids: list[int] = field(default_factory=list)
     held_block_ids: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ def _ends_prompt(item: ScheduledRequest) -> bool:
     return start + item.num_scheduled_tokens == request.num_initial_tokens
 
 
-def _holding(owner: BlockOwner, handoff: _Handoff) -> BlockHolding:
+def _holding(owner: BlockOwner, handoff: _Handoff, now: float) -> BlockHolding:
     return BlockHolding(
         owner=owner,
         block_ids=tuple(handoff.held_block_ids),
@@ -73,7 +73,7 @@ def _holding(owner: BlockOwner, handoff: _Handoff) -> BlockHolding:
         epoch=handoff.epoch,
         state=handoff.state,
         peer=handoff.engine_id,
-        age_s=time.monotonic() - handoff.added_at,
+        age_s=now - handoff.added_at,
     )
 
 
@@ -86,6 +86,7 @@ class PushTracker:
         mode: when blocks are pushed.
         num_layer_groups: in how many parts the last chunk goes, at most. In a model with several
             KV cache groups it goes whole: their layers do not end in the order of their blocks.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class PushTracker:
         sender: KVSender,
         mode: PushMode = PushMode.LAYERS,
         num_layer_groups: int = NUM_LAYER_GROUPS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._engine = engine
         self._sender = sender
         self._mode = mode
@@ -113,12 +116,14 @@ class PushTracker:
         An older attempt whose push is still open ends; its blocks stay held until it is quiet.
         """
         self.drop(request.request_id, "")
+        now = self._clock()
         self._handoffs[request.request_id] = _Handoff(
             request,
             self._engine.handoff_indices(request.num_initial_tokens),
             epoch,
             engine_id,
-            expires_at=time.monotonic() + timeout_s,
+            added_at=now,
+            expires_at=now + timeout_s,
         )
 
     def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
@@ -196,8 +201,9 @@ class PushTracker:
         self._draining[request_id, handoff.epoch] = handoff
         self._sender.abort(request_id, handoff.epoch, reason)
 
-    def expire(self, now: float) -> None:
+    def expire(self) -> None:
         """End the handoffs whose time is up: their grant or their writes never came."""
+        now = self._clock()
         for request_id, handoff in list(self._handoffs.items()):
             if now > handoff.expires_at:
                 self.drop(request_id, "deadline passed")
@@ -228,8 +234,9 @@ class PushTracker:
 
     def views(self) -> list[RequestView]:
         """Open handoffs, also of requests that are computed already; from any thread."""
+        now = self._clock()
         return [
-            view_request(handoff.request, handoff.state, handoff.added_at)
+            view_request(handoff.request, handoff.state, now - handoff.added_at)
             for handoff in list(self._handoffs.values())
         ]
 
@@ -251,8 +258,9 @@ class PushTracker:
 
     def held(self) -> list[BlockHolding]:
         """Blocks that travel, or may still be read by a write; for the ledger."""
-        pushed = (_holding(BlockOwner.PUSH, handoff) for handoff in self._handoffs.values())
-        drained = (_holding(BlockOwner.DRAINING, handoff) for handoff in self._draining.values())
+        now = self._clock()
+        pushed = (_holding(BlockOwner.PUSH, h, now) for h in self._handoffs.values())
+        drained = (_holding(BlockOwner.DRAINING, h, now) for h in self._draining.values())
         return [*pushed, *drained]
 
     def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:

@@ -218,7 +218,7 @@ class Cluster:
                 BlockDigests(engine.kv_cache) if self._kv_digests else None,
             )
         self.sender.started = []
-        self.p = PrefillNode(engine, self.sender, self._take, self._push_mode)
+        self.p = PrefillNode(engine, self.sender, self._take, self._push_mode, clock=self.clock)
         self.p_endpoint = endpoint_of(self.sender._endpoint)
 
     # ------------------------------------------------------------------ the router's part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.ledger import BlockOwner
 from kvconnector.messages import (
     Commit,
     Digests,
@@ -18,7 +19,16 @@ from kvconnector.peers import BEAT_INTERVAL_S, LEASE_S
 from kvconnector.transfer import Transfer
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster
-from tests.unit.test_handoff import assert_right, deliver_all, go_on, place, run_until_writing
+from tests.unit.test_handoff import (
+    assert_right,
+    deliver_all,
+    go_on,
+    place,
+    prefill_without_grant,
+    run_until_writing,
+)
+
+TIMEOUT_S = 1e6  # of `Cluster.place`
 
 
 def pass_time(cluster: Cluster, seconds: float) -> None:
@@ -192,4 +202,23 @@ def test_with_digests_a_request_survives_the_loss_of_any_message(
     cluster.settle()
     assert cluster.attempts["a", 1].is_complete
     assert_right(cluster)
+    assert_clean(cluster)
+
+
+def test_deadlines_of_the_prefill_node_are_by_the_clock_that_it_was_given() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    prefill_without_grant(cluster)
+    (push,) = cluster.p.requests()
+    assert push.transfer_state in ("STARTED", "PUSHING")
+    cluster.clock.advance(TIMEOUT_S - 1.0)
+    cluster.step("p")
+    ages = {view.request_id: view.age_s for view in cluster.p.requests()}
+    assert ages == {"a": TIMEOUT_S - 1.0}
+    holdings = cluster.p.ledger().holdings
+    assert [h.age_s for h in holdings if h.owner is BlockOwner.PUSH] == [TIMEOUT_S - 1.0]
+    cluster.clock.advance(2.0)
+    cluster.step("p")
+    assert cluster.p.requests() == []
+    cluster.settle()
     assert_clean(cluster)
