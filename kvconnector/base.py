@@ -64,6 +64,7 @@ class TransferEventKind(Enum):
 
     PEER_CONNECTED = "peer connected"
     PEER_FAILED = "peer failed"
+    PEER_DRAINED = "peer drained"  # receiver: of a dead peer nothing more can arrive
     STARTED = "started"  # receiver: the prefill node began to compute and wants a grant
     WATERMARK = "watermark"  # receiver: tokens up to `num_tokens` are complete
     COMMITTED = "committed"  # both: all blocks are complete; terminal
@@ -149,6 +150,9 @@ class KVReceiver(Protocol):
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a prefill node that is gone."""
+
+    def drain(self, engine_id: str) -> None:
+        """Take in what a process that is dead had sent; PEER_DRAINED follows."""
 
     def grant(self, reservation: KVReservation) -> None:
         """Allow a started request's blocks to be written."""

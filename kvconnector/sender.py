@@ -70,7 +70,7 @@ class Sender:
         self._digests = digests
         self._clock = clock
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
-        self._starts = Repeats()  # not granted yet
+        self._repeats = Repeats()  # Start until it is granted, Commit until all is verified
         self._totals = PushTotals()
         self._endpoint = Endpoint(
             transport,
@@ -108,7 +108,7 @@ class Sender:
         self._endpoint.submit(lambda: self._start(transfer, num_tokens))
 
     def push(self, push: BlockPush) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         self._endpoint.submit(lambda: self._push(push, now))
 
     def abort(self, request_id: str, epoch: int, reason: str) -> None:
@@ -166,7 +166,7 @@ class Sender:
         if not self._endpoint.peers.may_start(engine_id) or not self._send(engine_id, message):
             self._fail(transfer, "the decode node cannot be reached")
         key = (transfer.request_id, transfer.epoch)
-        self._starts.add(key, engine_id, message, self._clock())
+        self._repeats.add(key, engine_id, message, self._clock())
 
     def _push(self, push: BlockPush, now: float) -> None:
         transfer = self._transfers.get((push.request_id, push.epoch))
@@ -208,6 +208,8 @@ class Sender:
         layers = message.layers
         if self._digests is not None and 0 <= layers[0] < layers[1] <= self._info.num_layers:
             transfer.send_again(message.indices, layers, message.attempt)
+            key = (message.request_id, message.epoch)
+            self._repeats.put_off(key, message.engine_id, self._clock())
         else:
             transfer.fail("the decode node asked for what there is not")
 
@@ -231,7 +233,7 @@ class Sender:
 
     def _progress(self) -> bool:
         is_testing = self._tests.progress()
-        self._repeat_starts()
+        self._repeat()
         in_flight_bytes: dict[str, int] = {}
         for transfer in list(self._transfers.values()):
             self._settle(transfer)
@@ -246,14 +248,14 @@ class Sender:
         granted = [t for t in self._transfers.values() if t.granted is not None]
         return is_testing or any(transfer.writes or transfer.pieces for transfer in granted)
 
-    def _repeat_starts(self) -> None:
-        """Of a transfer that is over at the receiver's, its end was lost, or its Start was."""
-        for key, start in self._starts.take_due(self._clock()):
+    def _repeat(self) -> None:
+        """Say again what is not answered: it was lost, or its answer was."""
+        for key, repeat in self._repeats.take_due(self._clock()):
             transfer = self._transfers.get(key)
-            if transfer is None or transfer.failure is not None or transfer.granted is not None:
-                self._starts.remove(key, start.engine_id)
-            else:
-                self._send(start.engine_id, start.message)
+            if transfer is None or not transfer.waits_for_answer:
+                self._repeats.remove(key, repeat.engine_id)
+            elif not transfer.commit_is_sent or transfer.is_complete:  # else it speaks soon
+                self._send(repeat.engine_id, repeat.message)
 
     def _send(self, engine_id: str, message: Message) -> bool:
         return self._endpoint.peers.send(engine_id, message)
@@ -273,7 +275,7 @@ class Sender:
             digests = b""
             if self._digests is not None:
                 digests = self._digests.of(piece.block_ids, piece.layers)
-            started = time.perf_counter()
+            started = self._clock()
             try:
                 pending = self._endpoint.transport.write(
                     transfer.engine_id, piece.block_ids, remote, piece.layers
@@ -281,7 +283,7 @@ class Sender:
             except (TransferError, ValueError) as error:
                 self._fail(transfer, str(error))
                 break
-            posting_s = time.perf_counter() - started
+            posting_s = self._clock() - started
             num_bytes = self._num_bytes(len(remote), piece.layers)
             transfer.post(Write(pending, piece, num_bytes, digests), remote, posting_s)
             posted += num_bytes
@@ -345,7 +347,7 @@ class Sender:
             num_bytes=transfer.num_bytes,
             num_blocks=transfer.num_blocks_pushed,
             transport=self._endpoint.peers[transfer.engine_id].path,
-            exposed_transfer_s=time.perf_counter() - transfer.last_at,
+            exposed_transfer_s=self._clock() - transfer.last_at,
             num_descriptors=transfer.num_descriptors,
             posting_s=transfer.posting_s,
         )
@@ -356,6 +358,9 @@ class Sender:
         transfer.commit_is_sent = True
         if self._digests is None:
             self._end(transfer)
+        else:
+            key = (transfer.request_id, transfer.epoch)
+            self._repeats.add(key, transfer.engine_id, commit, self._clock())
 
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.request_id, transfer.epoch]

@@ -159,6 +159,11 @@ class Transfer:
             self.pieces.clear()
 
     @property
+    def waits_for_answer(self) -> bool:
+        """Whether the decode node must speak next, or after what is in flight now."""
+        return self.failure is None and (self.granted is None or self.commit_is_sent)
+
+    @property
     def is_complete(self) -> bool:
         """Whether all there ever will be has arrived."""
         return bool(self.last and self.granted is not None and not self.pieces and not self.writes)

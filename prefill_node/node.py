@@ -135,7 +135,8 @@ class PrefillNode:
     def requests(self) -> list[RequestView]:
         """Open requests; may be read from any thread."""
         local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
-        views = [view_request(job.request, "", job.received_at) for job in local]
+        now = self._clock()
+        views = [view_request(job.request, "", now - job.received_at) for job in local]
         return views + self.push_tracker.views()
 
     def ledger(self) -> Ledger:
@@ -291,7 +292,7 @@ class PrefillNode:
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRY_INTERVAL_S
-        self.push_tracker.expire(now)
+        self.push_tracker.expire()
         for request_id, job in list(self._jobs.items()):
             if now - job.received_at > job.command.timeout_s:
                 self.push_tracker.drop(request_id, "deadline")

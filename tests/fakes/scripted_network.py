@@ -123,10 +123,15 @@ class ScriptedNetwork:
         write.failed = True
 
     def kill(self, engine_id: str) -> None:
-        """A process ends: its posted writes stop, those to it fail, its messages are not read."""
+        """A process ends: its posted writes stop, those to it fail, its messages are not read.
+
+        What it had sent of its writes lies in the sockets of their targets, which read it later.
+        """
         self.ends.pop(engine_id)
         for write in self.writes:
             write.failed |= write.target.engine_id == engine_id
+            if write.source.engine_id == engine_id:
+                write.target.socket.append(write)
         self.writes = [
             write
             for write in self.writes
@@ -149,6 +154,7 @@ class ScriptedTransport:
         self.kv_cache = kv_cache
         self.scratch = Scratch(engine_id, kv_cache, slot_bytes=64)
         self.inbox: deque[bytes] = deque()
+        self.socket: list[ScriptedWrite] = []  # sent by processes that have ended
         self._network = network
         self._peers: set[str] = set()
         self.peer_info = PeerInfo(
@@ -208,6 +214,10 @@ class ScriptedTransport:
         self._network.messages.append(ScriptedMessage(engine_id, payload))
 
     def take_notifications(self) -> list[bytes]:
+        num_read = (len(self.socket) + 1) // 2  # of what is there; the kernel hands over the rest
+        for write in self.socket[:num_read]:
+            write.land()
+        del self.socket[:num_read]
         taken = list(self.inbox)
         self.inbox.clear()
         return taken
