@@ -185,7 +185,7 @@ def test_options_of_a_decode_node_check_themselves(name: str, value: int) -> Non
 
 @pytest.mark.parametrize(
     ("num_blocks", "options"),
-    [(8, DecodeOptions()), (40, DecodeOptions(max_receiving_requests=1))],
+    [(11, DecodeOptions(max_receiving_tokens=100)), (40, DecodeOptions(max_receiving_requests=1))],
     ids=["no memory", "no budget"],
 )
 def test_who_waits_is_looked_up_again_only_when_something_was_freed(
