@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Beats are spread over their interval: a crowd of nodes must not speak all at once.
 _NUM_BEAT_SLICES = 10
+# A router introduces each new node to all of the other role before it can take the next one.
+_MAX_JOINING = 16
 _DEFAULT_OPTIONS = SimOptions()
 _NO_FAULTS = FaultSpec()
 
@@ -118,7 +120,9 @@ class SimCluster:
         self._started = (time.perf_counter(), time.process_time())
         self._jobs = [asyncio.create_task(self._beat())]
         try:
-            await asyncio.gather(*(self.restart(name) for name in self._roles))
+            for first in range(0, len(self.names), _MAX_JOINING):
+                some = self.names[first : first + _MAX_JOINING]
+                await asyncio.gather(*(self.restart(name) for name in some))
         except BaseException:
             await self.stop()
             raise
