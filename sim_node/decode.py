@@ -320,6 +320,8 @@ class SimDecode:
         for job in finished:
             self._cache_output(job)
             self._end(job)
+        if finished:
+            self._log.flush()
         if deltas:
             self._parts.num_tokens_made += len(deltas)
             self._parts.emit(tuple(deltas))
