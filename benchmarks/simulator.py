@@ -39,6 +39,8 @@ MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 PROMPT = list(range(200))
 ENDLESS = SamplingParams(max_tokens=10**6)
 SETTLE_S = 3.0
+# Pairs of nodes, streams, time scale.
+ROWS = ((1, 256, 1.0), (16, 1024, 1.0), (256, 4096, 10.0))
 
 
 class Sink(node_pb2_grpc.NodeLinkServicer):
@@ -141,6 +143,7 @@ async def measure(
             begin.set()
             await asyncio.sleep(SETTLE_S)
             busy = await _over(cluster, seconds)
+            num_running = cluster.stats().num_running
     finally:
         sink.terminate()
         sink.join()
@@ -149,6 +152,8 @@ async def measure(
     return {
         "num_nodes": 2 * num_pairs,
         "num_streams": num_streams,
+        # Fewer: sink or simulator were held up so long that a link was taken for dead.
+        "num_streams_at_end": num_running,
         "time_scale": time_scale,
         "idle_cpu_share": round(idle[1] / idle[2], 3),
         "tokens_per_s": round(num_tokens / elapsed_s),
@@ -169,10 +174,11 @@ async def _over(cluster: SimCluster, seconds: float) -> tuple[int, float, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="per measurement")
+    parser.add_argument("--rows", type=int, nargs="*", default=range(len(ROWS)))
     args = parser.parse_args()
     environment = record_environment()
     rows = []
-    for num_pairs, num_streams, time_scale in ((1, 256, 1.0), (16, 1024, 1.0), (256, 4096, 10.0)):
+    for num_pairs, num_streams, time_scale in (ROWS[index] for index in args.rows):
         row = uvloop.run(measure(num_pairs, num_streams, time_scale, args.seconds))
         rows.append(row)
         print(row)

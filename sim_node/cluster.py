@@ -42,12 +42,14 @@ class SimStats:
 
     Attributes:
         num_tokens: output tokens made, also those that nobody took.
+        num_running: requests that are computed now, on all nodes.
         cpu_s: of the whole process.
         max_lag_s: how late a timer was at most; much more than a step means that this machine is
             too busy for so many nodes, and the timing not what it should be.
     """
 
     num_tokens: int
+    num_running: int
     elapsed_s: float
     cpu_s: float
     max_lag_s: float
@@ -214,6 +216,7 @@ class SimCluster:
         nodes = self._nodes.values()
         return SimStats(
             self._num_tokens_before + sum(node.num_tokens_made for node in nodes),
+            sum(node.num_running for node in nodes),
             time.perf_counter() - wall,
             time.process_time() - cpu,
             max([self._max_lag_before_s, *(node.clock.max_lag_s for node in nodes)]),

@@ -101,6 +101,10 @@ class SimNode:
     def num_tokens_made(self) -> int:
         return self._parts.num_tokens_made
 
+    @property
+    def num_running(self) -> int:
+        return self._engine.beat().num_running
+
     # ------------------------------------------------------------------ its life
 
     def stop(self) -> None:
