@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
 from baton.errors import InvalidRequestError
-from baton.link import CancelCommand, DecodeCommand, NodeBeat, PrefillCommand, RequestDelta
+from baton.link import (
+    AbortAll,
+    CancelCommand,
+    DecodeCommand,
+    NodeBeat,
+    PrefillCommand,
+    RequestDelta,
+)
 from baton.outputs import DecodeReceipt, FinishReason, PushReceipt, RequestOutput
 from sim_node.kv_cache import Holding
 from sim_node.kv_events import KVEventLog
@@ -135,10 +142,9 @@ class SimDecode:
                 self._parts.fail(*job.name, "UNAVAILABLE", "decode: its prefill node is gone")
         self._grant_waiting()
 
-    def abort_all(self) -> None:
-        for job in list(self._jobs.values()):
+    def abort_all(self, abort: AbortAll) -> None:
+        for job in [j for j in self._jobs.values() if abort.concerns(j.command.request_id)]:
             self._end(job)
-        self._early_starts.clear()
 
     def expire(self) -> None:
         now = self._parts.clock.now()

@@ -11,6 +11,7 @@ import random
 import uuid
 
 from baton.block_hash import BlockHasher
+from baton.drain import Drain
 from baton.errors import ConfigError
 from baton.link import (
     AbortAll,
@@ -25,7 +26,7 @@ from baton.link import (
     RouterCommand,
     SendKVSnapshot,
 )
-from baton.router_link import RouterLink
+from baton.router_links import RouterLinks
 from baton.version import __version__
 from sim_node.clock import NodeClock
 from sim_node.decode import SimDecode
@@ -69,11 +70,11 @@ class SimNode:
         self._options = options
         self._refuse = faults.refuse
         self._random = random.Random(f"{faults.seed} {self.engine_id}")
-        self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
+        self._drain = Drain()
         self._going = asyncio.Event()
         self._going.set()
         cache = SimKVCache(options.num_blocks)
-        self._log = KVEventLog(cache, self._events.put_nowait)
+        self._log = KVEventLog(cache, self._emit)
         self._parts = NodeParts(
             engine_id=self.engine_id,
             model=model,
@@ -83,19 +84,20 @@ class SimNode:
             cache=cache,
             hasher=BlockHasher(options.block_size, options.prefix_hash),
             network=network,
-            emit=self._events.put_nowait,
+            emit=self._emit,
         )
         make_engine = SimPrefill if role is NodeRole.PREFILL else SimDecode
         self._engine: SimEngine = make_engine(self._parts, self._log)
-        self._link = RouterLink(
-            router,
+        self._links = RouterLinks(
+            [router],
             self._registration(network.add(self.engine_id, self._take_message)),
-            self._events,
             self._submit,
+            self._drain,
             on_joined=self._note_joined,
+            on_stop=self._drain.begin,  # the others of this process go on
             join_timeout_s=join_timeout_s,
         )
-        self.task = asyncio.create_task(self._link.run())
+        self.task = asyncio.create_task(self._links.run())
 
     @property
     def num_tokens_made(self) -> int:
@@ -133,7 +135,7 @@ class SimNode:
         if self._going.is_set():
             self._engine.expire()
             self._log.flush()
-            self._link.send(self._engine.beat())
+            self._links.beat(self._engine.beat())
 
     # ------------------------------------------------------------------ the link
 
@@ -157,6 +159,7 @@ class SimNode:
             num_blocks=options.num_blocks,
             block_size=options.block_size,
             prefix_hash=options.prefix_hash,
+            kv_bytes_per_token=float(options.timing.kv_bytes_per_token),
         )
 
     async def _note_joined(self, joined: bool) -> None:
@@ -165,6 +168,9 @@ class SimNode:
         else:
             self.joined.clear()
             await self._going.wait()  # who stands still does not dial
+
+    def _emit(self, event: NodeEvent) -> None:
+        self._links.emit(event)
 
     def _submit(self, command: RouterCommand | AbortAll) -> None:
         self.clock.run(lambda: self._take(command))
@@ -186,13 +192,18 @@ class SimNode:
                 self._engine.lose_peer(command.engine_id)
             case PeerUpdate():
                 problem = self._network.problem(command.peer_info)
-                self._events.put_nowait(
-                    PeerReport(command.engine_id, not problem, TRANSPORT, problem)
+                self._emit(
+                    PeerReport(
+                        command.engine_id,
+                        not problem,
+                        TRANSPORT,
+                        problem,
+                        0.0 if problem else self._options.timing.link_bytes_per_s,
+                    )
                 )
             case SendKVSnapshot():
                 self._log.begin()
             case AbortAll():
-                self._log.end()
-                self._engine.abort_all()
+                self._engine.abort_all(command)
             case _:
                 raise ConfigError(f"a simulated node takes no {type(command).__name__}")

@@ -9,6 +9,7 @@ from typing import Protocol
 from baton.block_hash import BlockHash, BlockHasher
 from baton.errors import InvalidRequestError
 from baton.link import (
+    AbortAll,
     CancelCommand,
     DecodeCommand,
     NodeBeat,
@@ -96,8 +97,8 @@ class SimEngine(Protocol):
     def lose_peer(self, engine_id: str) -> None:
         """A peer is gone."""
 
-    def abort_all(self) -> None:
-        """The router is gone."""
+    def abort_all(self, abort: AbortAll) -> None:
+        """A router is gone."""
 
     def expire(self) -> None:
         """End what is over its deadline; called now and then."""

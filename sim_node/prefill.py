@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
 from baton.errors import InvalidRequestError
-from baton.link import CancelCommand, DecodeCommand, NodeBeat, PrefillCommand, RequestDelta
+from baton.link import (
+    AbortAll,
+    CancelCommand,
+    DecodeCommand,
+    NodeBeat,
+    PrefillCommand,
+    RequestDelta,
+)
 from baton.outputs import FinishReason, PrefillReceipt, PushReceipt, RequestOutput
 from sim_node.kv_cache import Holding
 from sim_node.kv_events import KVEventLog
@@ -97,8 +104,8 @@ class SimPrefill:
             self._end(job, tell_peer=False)
             self._parts.fail(*job.name, "UNAVAILABLE", "prefill: its decode node is gone")
 
-    def abort_all(self) -> None:
-        for job in list(self._jobs.values()):
+    def abort_all(self, abort: AbortAll) -> None:
+        for job in [j for j in self._jobs.values() if abort.concerns(j.command.request_id)]:
             self._end(job)
 
     def expire(self) -> None:
@@ -114,6 +121,8 @@ class SimPrefill:
             num_waiting=num_waiting,
             num_running=len(self._queue) - num_waiting,
             num_free_blocks=self._parts.cache.num_free_blocks,
+            num_transfers=len(self._jobs) - len(self._queue),
+            num_uncomputed_tokens=sum(job.num_tokens - job.num_computed for job in self._queue),
         )
 
     def _add(self, command: PrefillCommand) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from baton.block_hash import BlockHasher, shorten
+from baton.link import AbortAll
 from baton.outputs import FinishReason
 from sim_node.sim_model import output_tokens
 from tests.fakes.sim_parts import TIMING, VOCAB_SIZE, SimPair
@@ -231,7 +232,7 @@ def test_a_start_may_come_before_its_command_and_after_the_end() -> None:
     pair = SimPair()
     late = prompt(20)
     pair.send("r", late, max_tokens=5, epoch=1)
-    pair.decode.abort_all()  # the decode node has lost its router
+    pair.decode.abort_all(AbortAll(""))  # the decode node has lost its router
     pair.timers.run(1.0)
     assert pair.tokens("r", "d") == ()
     pair.send("r", late, max_tokens=5, epoch=2)
