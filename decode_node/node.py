@@ -29,6 +29,7 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
+from baton.node_metrics import HandoffMetrics
 from baton.outputs import DecodeReceipt, RequestOutput
 from baton.prompt import check_prompt, check_sampling_params
 from decode_node.reservations import Reservation, Reservations, ReservationState
@@ -124,6 +125,7 @@ class DecodeNode:
             num_running=num_running,
             num_free_blocks=self.engine.num_free_blocks,
             num_quarantined_blocks=self.reservations.num_quarantined_blocks,
+            num_transfers=self.reservations.num_transfers,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
                 for request in requests
@@ -141,6 +143,10 @@ class DecodeNode:
     def ledger(self) -> Ledger:
         """Who holds which blocks; only between steps, on this node's thread."""
         return take_ledger(self.engine, self.reservations.held())
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        """What became of hand-offs; may be read from any thread."""
+        return self.reservations.metrics()
 
     # ------------------------------------------------------------------ commands
 
@@ -160,7 +166,7 @@ class DecodeNode:
                 case PeerUpdate():
                     self._connect(command)
                 case AbortAll():
-                    for request_id in list(self._jobs):
+                    for request_id in filter(command.concerns, list(self._jobs)):
                         self._end(request_id)
                 case _:
                     logger.warning("a decode node takes no %s", type(command).__name__)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from baton.decode_options import DecodeOptions
 from baton.ledger import BlockHolding, BlockOwner
+from baton.node_metrics import HandoffMetrics, TransferOutcome
 from baton.outputs import PushReceipt
 from decode_node.grant_queue import GrantQueue, Key
 from engine.engine import Engine
@@ -102,6 +104,8 @@ class Reservations:
         self._gone_peers: dict[str, PeerInfo] = {}
         self._peers: dict[str, PeerInfo] = {}
         self._tick_at = 0.0
+        self._outcomes: Counter[TransferOutcome] = Counter()
+        self._received_bytes = 0
 
     # ------------------------------------------------------------------ in
 
@@ -160,10 +164,10 @@ class Reservations:
                 if not self._commit(key, reservation, event):
                     # It wrote its last, and what it wrote is not what was asked for.
                     reservation.num_received_tokens = 0
-                    self._end(key, reservation, quiet=True)
+                    self._end(key, reservation, TransferOutcome.FAILED, quiet=True)
                 return reservation
             case TransferEventKind.FAILED:
-                self._end(key, reservation, quiet=True)
+                self._end(key, reservation, event.outcome, quiet=True)
                 return reservation
             case _:
                 pass
@@ -193,7 +197,7 @@ class Reservations:
         key = (request_id, epoch)
         reservation = self._open.get(key)
         if reservation is not None:
-            self._end(key, reservation, quiet=False)
+            self._end(key, reservation, TransferOutcome.CANCELLED, quiet=False)
 
     def lose_peer(self, engine_id: str) -> list[Reservation]:
         """A prefill node is gone: end what it had begun; returns those reservations.
@@ -210,7 +214,8 @@ class Reservations:
         """End what a prefill node had begun, as it cannot be reached; returns those."""
         lost = [r for r in self._open.values() if r.engine_id == engine_id]
         for reservation in lost:
-            self._end((reservation.request.request_id, reservation.epoch), reservation, quiet=False)
+            key = (reservation.request.request_id, reservation.epoch)
+            self._end(key, reservation, TransferOutcome.FAILED, quiet=False)
         return lost
 
     def tick(self) -> None:
@@ -244,9 +249,31 @@ class Reservations:
         return bool(self._open or self._quarantine)
 
     @property
+    def num_transfers(self) -> int:
+        """Reservations that are open, or ended while a peer may still write."""
+        return len(self._open) + len(self._quarantine)
+
+    @property
     def num_quarantined_blocks(self) -> int:
         """Blocks of ended requests that a peer may still write."""
         return sum(len(r.block_ids) for r in list(self._quarantine.values()))
+
+    def metrics(self) -> HandoffMetrics:
+        """From any thread."""
+        open_states = (
+            ReservationState.PARKED,
+            ReservationState.GRANTED,
+            ReservationState.RECEIVING,
+        )
+        states = Counter(dict.fromkeys((state.value for state in open_states), 0))
+        states.update(reservation.state.value for reservation in list(self._open.values()))
+        states[ReservationState.QUARANTINED.value] = len(self._quarantine)
+        return HandoffMetrics(
+            open=states,
+            ended=self._outcomes.copy(),
+            num_quarantined_blocks=self.num_quarantined_blocks,
+            received_bytes=self._received_bytes,
+        )
 
     def held(self) -> list[BlockHolding]:
         """Blocks that prefill nodes may write; for the ledger."""
@@ -290,12 +317,16 @@ class Reservations:
         reservation.state = ReservationState.COMMITTED
         reservation.num_received_tokens = event.num_tokens
         reservation.receipt = event.receipt
+        self._outcomes[TransferOutcome.COMMITTED] += 1
+        self._received_bytes += event.receipt.num_bytes if event.receipt else 0
         reservation.committed_at = self._clock()
         reservation.committed_at_step = self._engine.num_steps
         self._engine.commit(request.request_id, event.token_id)
         return True
 
-    def _end(self, key: Key, reservation: Reservation, *, quiet: bool) -> None:
+    def _end(
+        self, key: Key, reservation: Reservation, outcome: TransferOutcome, *, quiet: bool
+    ) -> None:
         """Take a reservation out of the engine.
 
         What came up to the watermark is kept in the prefix cache: whoever needs it again finds it
@@ -304,6 +335,7 @@ class Reservations:
         del self._open[key]
         self._grants.end(key)
         self._ended[key] = self._clock()
+        self._outcomes[outcome] += 1
         reservation.state = ReservationState.QUARANTINED
         if reservation.block_ids:
             reservation.block_ids = self._engine.keep_received(

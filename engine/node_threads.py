@@ -20,8 +20,11 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
+from baton.node_metrics import ConnectorMetrics, HandoffMetrics
 from engine.crash_dump import dump_crash
 from engine.engine_loop import EngineLoop
+from engine.metrics import EngineMetrics
+from engine.node_collector import NodeCollector
 from engine.node_engine import LoadedEngine
 
 
@@ -38,12 +41,16 @@ class Node(Protocol):
 
     def ledger(self) -> Ledger: ...
 
+    def handoff_metrics(self) -> HandoffMetrics: ...
+
 
 class ConnectorEnd(Protocol):
     """What is needed here of a KV sender or receiver."""
 
     def describe(self) -> bytes:
         """Peer info for the nodes of the other role."""
+
+    def metrics(self) -> ConnectorMetrics: ...
 
     def close(self) -> None: ...
 
@@ -100,6 +107,18 @@ class NodeThreads:
         self._ledger_calls.append(call)
         self._loop.wake()
         return call
+
+    def collector(self) -> NodeCollector:
+        return NodeCollector(self._role, self._name, self)
+
+    def engine_metrics(self) -> EngineMetrics:
+        return self._loaded.engine.metrics()
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        return self._node.handoff_metrics()
+
+    def connector_metrics(self) -> ConnectorMetrics:
+        return self._end.metrics()
 
     def _step(self) -> bool:
         while self._ledger_calls:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from baton.node_metrics import ConnectorMetrics, TransferOutcome
 from baton.outputs import PushReceipt
 from kvconnector.layout import LayerRange
 from kvconnector.peer_info import PeerInfo
@@ -85,6 +86,13 @@ class TransferEvent:
     transport: str = ""
     reason: str = ""
 
+    @property
+    def outcome(self) -> TransferOutcome:
+        """Of a COMMITTED or FAILED."""
+        if self.kind is TransferEventKind.COMMITTED:
+            return TransferOutcome.COMMITTED
+        return TransferOutcome.FAILED if self.reason else TransferOutcome.CANCELLED
+
 
 class KVSender(Protocol):
     """The prefill node's end. No method blocks; all may be called from one thread of the node.
@@ -122,6 +130,9 @@ class KVSender(Protocol):
     def poll(self) -> list[TransferEvent]:
         """What happened since the last call."""
 
+    def metrics(self) -> ConnectorMetrics:
+        """What it has done so far; may be called from any thread."""
+
     def close(self) -> None: ...
 
 
@@ -148,6 +159,9 @@ class KVReceiver(Protocol):
 
     def poll(self) -> list[TransferEvent]:
         """What happened since the last call."""
+
+    def metrics(self) -> ConnectorMetrics:
+        """What it has done so far; may be called from any thread."""
 
     def close(self) -> None: ...
 

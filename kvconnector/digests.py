@@ -9,9 +9,10 @@ Refuses to know: requests' tokens, and what is done with bytes that are wrong fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 import xxhash
 
@@ -43,6 +44,17 @@ class BlockDigests:
             return b"".join(xxhash.xxh3_64_digest(blocks[i, part].data) for i in block_ids)
         copied = self._layers[list(block_ids), part].cpu().numpy()
         return b"".join(xxhash.xxh3_64_digest(block.data) for block in copied)
+
+
+def cut_digests(whole: Digests) -> Iterator[Digests]:
+    """A message as several that are short enough to travel."""
+    for start in range(0, len(whole.indices), MAX_DIGESTS_PER_MESSAGE):
+        end = start + MAX_DIGESTS_PER_MESSAGE
+        yield msgspec.structs.replace(
+            whole,
+            indices=whole.indices[start:end],
+            digests=whole.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
+        )
 
 
 @dataclass(slots=True)

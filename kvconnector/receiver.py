@@ -6,10 +6,12 @@ node (`decode_node/reservations.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
 
+from baton.node_metrics import ConnectorMetrics
 from baton.outputs import PushReceipt
 from kvconnector.base import KVReservation, KVTransport, TransferEvent, TransferEventKind
 from kvconnector.digests import Arrival, BlockDigests, Verifier
@@ -56,6 +58,7 @@ class Receiver:
         self._info = transport.peer_info
         self._clock = clock
         self._grants = Repeats()  # neither committed nor ended yet
+        self._num_wrong_blocks = 0
         self._verifier = None if digests is None else Verifier(digests)  # of the I/O thread
         self._endpoint = Endpoint(
             transport,
@@ -125,6 +128,9 @@ class Receiver:
     def poll(self) -> list[TransferEvent]:
         return self._endpoint.poll()
 
+    def metrics(self) -> ConnectorMetrics:
+        return dataclasses.replace(self._endpoint.metrics(), wrong_blocks=self._num_wrong_blocks)
+
     def close(self) -> None:
         self._endpoint.close()
 
@@ -182,6 +188,7 @@ class Receiver:
     def _check(self, verifier: Verifier, message: Digests) -> None:
         resend = verifier.check(message, self._info.engine_id)
         if resend is not None:
+            self._num_wrong_blocks += len(resend.indices)
             logger.warning(
                 "%d blocks of request %s arrived wrong, attempt %d",
                 len(resend.indices),

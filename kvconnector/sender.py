@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable
 
 from baton.errors import TransferError
+from baton.node_metrics import ConnectorMetrics
 from kvconnector.base import (
     BlockPush,
     KVTransport,
     TransferEvent,
     TransferEventKind,
 )
-from kvconnector.digests import DIGEST_BYTES, MAX_DIGESTS_PER_MESSAGE, BlockDigests
+from kvconnector.digests import BlockDigests, cut_digests
 from kvconnector.endpoint import Endpoint
 from kvconnector.layout import LayerRange, check_block_ids
 from kvconnector.messages import (
@@ -40,7 +41,7 @@ from kvconnector.messages import (
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peers import PeerState
 from kvconnector.repeats import Repeats
-from kvconnector.transfer import Transfer, Write, cut
+from kvconnector.transfer import PushTotals, Transfer, Write, cut
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Sender:
         self._clock = clock
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
         self._starts = Repeats()  # not granted yet
+        self._totals = PushTotals()
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
@@ -104,7 +106,7 @@ class Sender:
     def start(
         self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
     ) -> None:
-        transfer = Transfer(request_id, epoch, engine_id, num_blocks)
+        transfer = Transfer(request_id, epoch, engine_id, num_blocks, self._totals)
         self._endpoint.submit(lambda: self._start(transfer, num_tokens))
 
     def push(self, push: BlockPush) -> None:
@@ -116,6 +118,9 @@ class Sender:
 
     def poll(self) -> list[TransferEvent]:
         return self._endpoint.poll()
+
+    def metrics(self) -> ConnectorMetrics:
+        return self._totals.add_to(self._endpoint.metrics())
 
     def close(self) -> None:
         self._endpoint.close()
@@ -268,9 +273,9 @@ class Sender:
             except (TransferError, ValueError) as error:
                 self._fail(transfer, str(error))
                 break
-            transfer.posting_s += time.perf_counter() - started
+            posting_s = time.perf_counter() - started
             num_bytes = self._num_bytes(len(remote), piece.layers)
-            transfer.post(Write(pending, piece, num_bytes, digests), remote)
+            transfer.post(Write(pending, piece, num_bytes, digests), remote, posting_s)
             posted += num_bytes
             self._settle(transfer)
         return posted
@@ -352,18 +357,16 @@ class Sender:
         """Say what a complete write must have brought; in messages that stay short."""
         if not write.digests or transfer.failure is not None:
             return
-        piece = write.piece
-        for start in range(0, len(piece.indices), MAX_DIGESTS_PER_MESSAGE):
-            end = start + MAX_DIGESTS_PER_MESSAGE
-            message = Digests(
-                engine_id=self._info.engine_id,
-                request_id=transfer.request_id,
-                epoch=transfer.epoch,
-                indices=list(piece.indices[start:end]),
-                digests=write.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
-                layers=piece.layers,
-                attempt=piece.attempt,
-            )
+        whole = Digests(
+            engine_id=self._info.engine_id,
+            request_id=transfer.request_id,
+            epoch=transfer.epoch,
+            indices=list(write.piece.indices),
+            digests=write.digests,
+            layers=write.piece.layers,
+            attempt=write.piece.attempt,
+        )
+        for message in cut_digests(whole):
             self._send(transfer.engine_id, message)
 
     def _fail(self, transfer: Transfer | None, reason: str) -> None:

@@ -45,6 +45,13 @@ def router(
         float,
         typer.Option(help="A node that says nothing for so long is lost, seconds."),
     ] = 1.0,
+    node_token: Annotated[
+        str,
+        typer.Option(
+            help="Only nodes that bring this token may join; anybody if empty.",
+            envvar="BATON_NODE_TOKEN",
+        ),
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -59,6 +66,7 @@ def router(
                 max_attempts=max_attempts,
                 pair_timeout_s=pair_timeout_s,
                 node_timeout_s=node_timeout_s,
+                node_token=node_token,
             )
         )
 

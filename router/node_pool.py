@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.link import (
+    DrainSeen,
     NodeBeat,
     NodeEvent,
     NodeRegistration,
@@ -23,6 +25,7 @@ from baton.link import (
     RequestError,
     RouterBeat,
     RouterCommand,
+    ServingState,
 )
 from baton.outputs import RequestOutput
 from router.fleet import Fleet
@@ -92,6 +95,11 @@ class Node:
         return self.registration.engine_id
 
     @property
+    def is_draining(self) -> bool:
+        """Whether nothing new may be placed here."""
+        return self.beat.serving_state is not ServingState.SERVING
+
+    @property
     def beat(self) -> NodeBeat:
         return self.load.beat
 
@@ -158,6 +166,9 @@ class NodePool:
         eligibility: a node for which one of these says no gets no new requests. Whoever makes one
             change its mind calls `note_eligibility_change`.
         may_self_prefill: whether decode nodes may be given prompts to compute.
+
+    Attributes:
+        router_id: tells this process's requests from those of other routers.
     """
 
     def __init__(
@@ -169,6 +180,7 @@ class NodePool:
         eligibility: Sequence[Callable[[Node], bool]] = (),
         may_self_prefill: bool = False,
     ) -> None:
+        self.router_id = secrets.token_hex(4)
         self._model_digest = model_digest
         self._model_max_len = max_model_len
         self._max_missed_beats = max_missed_beats
@@ -299,13 +311,22 @@ class NodePool:
             if node.registration.role is NodeRole.DECODE:
                 node.load.note_step()
         elif isinstance(event, NodeBeat):
-            node.load.note_beat(event)
-        else:
+            self._take_beat(node, event)
+        elif isinstance(event, PeerReport):
             node.reports[event.engine_id] = event
             self._note_reach(node, event.engine_id)
             self._note_change()
             if event.problem:
                 logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
+
+    def _take_beat(self, node: Node, beat: NodeBeat) -> None:
+        was_draining = node.is_draining
+        node.load.note_beat(beat)
+        if node.is_draining:
+            node.send(DrainSeen())  # every time: it may have served in between
+        if node.is_draining is not was_draining:
+            logger.info("%s is %s", node.name, beat.serving_state.value)
+            self._note_change()
 
     # ------------------------------------------------------------------ pairs
 
@@ -325,7 +346,7 @@ class NodePool:
 
     def is_eligible(self, node: Node) -> bool:
         """Whether a node may get new requests."""
-        return all(allows(node) for allows in self._eligibility)
+        return not node.is_draining and all(allows(node) for allows in self._eligibility)
 
     def note_eligibility_change(self) -> None:
         """Ask again which nodes are eligible."""
@@ -337,6 +358,8 @@ class NodePool:
         for role, nodes in ((NodeRole.PREFILL, prefills), (NodeRole.DECODE, decodes)):
             if not nodes:
                 return f"no {role.value} node has joined the router"
+            if not any(self.is_eligible(node) for node in nodes):
+                return f"no {role.value} node takes requests now: they drain or fail"
         for prefill in prefills:
             for decode in decodes:
                 report = prefill.reports.get(decode.engine_id)

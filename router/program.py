@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.client import DEFAULT_ADDRESS
 from baton.errors import ConfigError
@@ -48,6 +48,7 @@ class RouterConfig:
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
     node_timeout_s: float = 1.0
+    node_token: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if not self.node_timeout_s >= 2 * BEAT_INTERVAL_S:
@@ -80,7 +81,7 @@ async def serve(config: RouterConfig) -> None:
             node_pb2.DESCRIPTOR.services_by_name["NodeLink"],
             admin_pb2.DESCRIPTOR.services_by_name["Admin"],
         ],
-        lambda grpc_server: _register(grpc_server, intake, pool, config.model),
+        lambda grpc_server: _register(grpc_server, intake, pool, config),
     )
     stopping = stop_event(asyncio.get_running_loop())
     address = await server.start(config.listen)
@@ -109,7 +110,7 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
         task.cancel()
 
 
-def _register(server: object, intake: Intake, pool: NodePool, model: str) -> None:
+def _register(server: object, intake: Intake, pool: NodePool, config: RouterConfig) -> None:
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(intake), server)  # type: ignore[no-untyped-call]  # generated
-    node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), server)  # type: ignore[no-untyped-call]  # generated
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(pool, model), server)  # type: ignore[no-untyped-call]  # generated
+    node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool, config.node_token), server)  # type: ignore[no-untyped-call]  # generated
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(pool, config.model), server)  # type: ignore[no-untyped-call]  # generated

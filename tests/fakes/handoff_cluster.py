@@ -99,8 +99,13 @@ class RecordingSender(Sender):
 class CheckedEngine(Engine):
     """Compares a committed prompt's KV with the right one before the request runs on it."""
 
-    expected_kv: Callable[[list[int]], torch.Tensor]
     num_commits = 0
+
+    def __init__(
+        self, folder: Path, config: EngineConfig, expected_kv: Callable[[list[int]], torch.Tensor]
+    ) -> None:
+        super().__init__(folder, config)
+        self.expected_kv = expected_kv
 
     def commit(self, request_id: str, token_id: int) -> None:
         request = self.requests[request_id]
@@ -190,36 +195,34 @@ class Cluster:
         )
         self._start_prefill_node("p")
         d_config = dataclasses.replace(config, preemption=preemption)
-        self.d_engine = CheckedEngine(folder, d_config)
-        self.d_engine.expected_kv = expected_kv
-        with mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint):
-            receiver = Receiver(
-                ScriptedTransport("d", self.d_engine.kv_cache, self.network),
-                lambda: None,
-                _never,
-                self.clock,
-                BlockDigests(self.d_engine.kv_cache) if kv_digests else None,
-            )
-        self.d = DecodeNode(self.d_engine, receiver, self._take, options, self.clock)
-        self.d_endpoint = endpoint_of(receiver._endpoint)
+        self.d_engine = CheckedEngine(folder, d_config, expected_kv)
+        self.d = make_decode_node(
+            "d",
+            self.d_engine,
+            self.network,
+            self._take,
+            self.clock,
+            options,
+            kv_digests=kv_digests,
+        )
+        self.d_endpoint = endpoint_of(self.d)
         self.rejoin()
         self.settle()
         assert [report.connected for report in self.reports] == [True, True]
 
     def _start_prefill_node(self, engine_id: str) -> None:
         self.p_id = engine_id
-        engine = Engine(self._folder, self._config)
-        with mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint):
-            self.sender = RecordingSender(
-                ScriptedTransport(engine_id, engine.kv_cache, self.network),
-                lambda: None,
-                _never,
-                self.clock,
-                BlockDigests(engine.kv_cache) if self._kv_digests else None,
-            )
-        self.sender.started = []
-        self.p = PrefillNode(engine, self.sender, self._take, self._push_mode)
-        self.p_endpoint = endpoint_of(self.sender._endpoint)
+        self.p = make_prefill_node(
+            engine_id,
+            Engine(self._folder, self._config),
+            self.network,
+            self._take,
+            self.clock,
+            self._push_mode,
+            kv_digests=self._kv_digests,
+        )
+        self.sender = sender_of(self.p)
+        self.p_endpoint = endpoint_of(self.p)
 
     # ------------------------------------------------------------------ the router's part
 
@@ -375,6 +378,51 @@ def _never(error: Exception) -> None:
     raise AssertionError("no thread runs that could die") from error
 
 
-def endpoint_of(endpoint: Endpoint) -> ThreadlessEndpoint:
-    assert isinstance(endpoint, ThreadlessEndpoint)
-    return endpoint
+def endpoint_of(node: PrefillNode | DecodeNode) -> ThreadlessEndpoint:
+    """What plays a node's KV I/O thread."""
+    end = node.sender if isinstance(node, PrefillNode) else node.receiver
+    assert isinstance(end, Sender | Receiver)
+    assert isinstance(end._endpoint, ThreadlessEndpoint)
+    return end._endpoint
+
+
+def sender_of(node: PrefillNode) -> RecordingSender:
+    assert isinstance(node.sender, RecordingSender)
+    return node.sender
+
+
+def make_prefill_node(
+    engine_id: str,
+    engine: Engine,
+    network: ScriptedNetwork,
+    emit: Callable[[NodeEvent], None],
+    clock: VirtualClock,
+    push_mode: PushMode,
+    *,
+    kv_digests: bool,
+) -> PrefillNode:
+    """A node without threads; see `Cluster` for the arguments."""
+    transport = ScriptedTransport(engine_id, engine.kv_cache, network)
+    digests = BlockDigests(engine.kv_cache) if kv_digests else None
+    with mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint):
+        sender = RecordingSender(transport, lambda: None, _never, clock, digests)
+    sender.started = []
+    return PrefillNode(engine, sender, emit, push_mode, clock=clock)
+
+
+def make_decode_node(
+    engine_id: str,
+    engine: Engine,
+    network: ScriptedNetwork,
+    emit: Callable[[NodeEvent], None],
+    clock: VirtualClock,
+    options: DecodeOptions,
+    *,
+    kv_digests: bool,
+) -> DecodeNode:
+    """A node without threads; see `Cluster` for the arguments."""
+    transport = ScriptedTransport(engine_id, engine.kv_cache, network)
+    digests = BlockDigests(engine.kv_cache) if kv_digests else None
+    with mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint):
+        receiver = Receiver(transport, lambda: None, _never, clock, digests)
+    return DecodeNode(engine, receiver, emit, options, clock)
