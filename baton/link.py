@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+
+import msgspec
 
 from baton.block_hash import ShortHash
 from baton.outputs import DecodeReceipt, PrefillReceipt, RequestOutput
@@ -61,8 +64,7 @@ class RequestError:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class RequestDelta:
+class RequestDelta(msgspec.Struct, frozen=True, gc=False):
     """What one engine step did for one request. An ``error`` ends the request on this node."""
 
     output: RequestOutput
@@ -78,6 +80,23 @@ class ServingState(Enum):
     SERVING = "serving"
     DRAINING = "draining"
     DRAINED = "drained"
+
+
+class StepDeltas(msgspec.Struct, frozen=True):
+    """What one engine step did, as a router hears it.
+
+    Most of it are rows of three columns: one more token of a request and nothing else. (A node
+    says the same as plain deltas; that most of them travel as rows is the wire's business.)
+
+    Attributes:
+        epochs: which attempt a row belongs to, and so which request: a router's never repeat.
+        deltas: all that is no row; it comes behind the rows.
+    """
+
+    epochs: Sequence[int]
+    output_indexes: Sequence[int]
+    token_ids: Sequence[int]
+    deltas: tuple[RequestDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +188,7 @@ class KVCacheEvents:
     removed: tuple[ShortHash, ...] = field(default=(), repr=False)
 
 
-NodeEvent = tuple[RequestDelta, ...] | NodeBeat | PeerReport | KVCacheEvents
+NodeEvent = tuple[RequestDelta, ...] | StepDeltas | NodeBeat | PeerReport | KVCacheEvents
 
 # ------------------------------------------------------------------ router -> node
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from baton.outputs import Receipt, RequestOutput
 from baton.sampling_params import SamplingParams
 
@@ -25,8 +27,7 @@ class Call:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CallOutput:
+class CallOutput(msgspec.Struct, frozen=True, gc=False):
     """New tokens, strictly in order; the last one carries the receipt."""
 
     output: RequestOutput

@@ -24,6 +24,7 @@ from baton.outputs import DecodeReceipt, Receipt, RequestOutput
 from router.attempt import Attempt
 from router.call import Call, CallOutput
 from router.node_pool import LegDelta, NodePool
+from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from router.retry_budget import RetryBudget, RetryOptions
@@ -104,42 +105,40 @@ class _OpenCall:
         self._dispatcher = dispatcher
         self._options = dispatcher.options
         self._call = call
-        self._output_token_ids: list[int] = []
+        self._buffer = OutputBuffer(call.request_id)
+        self._output_token_ids = self._buffer.token_ids
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._num_failures = 0
         self._num_preemptions = 0
         self._choice = PairChoice()
         self._ttft_s = 0.0
-        self._inbox: asyncio.Queue[LegDelta] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._expires_at = loop.time() + call.timeout_s
         self._deadline = loop.call_at(self._expires_at, self._time_out)
 
     async def outputs(self) -> AsyncGenerator[CallOutput, None]:
-        """What the legs of all attempts say, strictly by output index."""
+        """What the legs of all attempts say, strictly by output index.
+
+        All that came while the reader was busy is one output.
+        """
+        buffer = self._buffer
         attempt = await self._begin("")
         while True:
-            item = await self._inbox.get()
-            if item.delta.epoch != attempt.epoch:
-                continue  # of an attempt that has ended
-            if item.delta.error is not None:
-                if not attempt.survives(item):
-                    attempt.close()
-                    self._check_retry(attempt, item)
-                    attempt = await self._begin(item.delta.error.message)
-                continue
-            attempt.note_arrival(item)
-            for ready in attempt.order.push(item):
-                attempt.note_forwarded(ready)
-                output = ready.delta.output
-                if not self._output_token_ids:
+            await buffer.wait()
+            output = buffer.take()
+            if output is not None:
+                if output.output_index == 0:
                     self._ttft_s = time.perf_counter() - self._call.received_at
-                self._output_token_ids += output.token_ids
                 if output.finish_reason is not None:
-                    yield CallOutput(output, self.receipt(ready.delta.decode))
+                    yield CallOutput(output, self.receipt(buffer.decode_receipt))
                     return
                 yield CallOutput(output)
+            elif buffer.failure is not None:
+                failure, buffer.failure = buffer.failure, None
+                assert failure.delta.error is not None
+                self._check_retry(attempt, failure)
+                attempt = await self._begin(failure.delta.error.message)
 
     def receipt(self, decode: DecodeReceipt | None) -> Receipt:
         """What the call cost up to now; ``decode``: the decode node's part, with its last token."""
@@ -215,12 +214,11 @@ class _OpenCall:
         self._num_attempts += 1
         self._attempt = Attempt(
             call,
-            self._output_token_ids,
             prefill,
             None if ends_with_next else decode,
             epoch=next(dispatcher.epochs) % 2**32,
             timeout_s=self._remaining_s(),
-            inbox=self._inbox,
+            buffer=self._buffer,
         )
         return self._attempt
 
@@ -271,7 +269,7 @@ class _OpenCall:
         if self._attempt is not None:
             output = RequestOutput(self._call.request_id, 0, ())
             delta = RequestDelta(output, self._attempt.epoch, error=_DEADLINE)
-            self._inbox.put_nowait(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
+            self._attempt.fail(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
 
 
 def _error(error: RequestError) -> BatonError:

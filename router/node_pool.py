@@ -11,6 +11,9 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
 
 from baton.link import (
     DrainSeen,
@@ -26,18 +29,19 @@ from baton.link import (
     RouterBeat,
     RouterCommand,
     ServingState,
+    StepDeltas,
 )
 from baton.outputs import RequestOutput
 from router.fleet import Fleet
 from router.node_load import NodeLoad, SharedRates
+from router.pairing import Reach, incompatibility
 
 logger = logging.getLogger(__name__)
 
 LOST_NODES_SHOWN_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class LegDelta:
+class LegDelta(msgspec.Struct, frozen=True, gc=False):
     """A delta and which leg of the request it came from.
 
     Attributes:
@@ -49,11 +53,22 @@ class LegDelta:
     node_lost: bool = False
 
 
+class LegReader(Protocol):
+    """Takes what nodes say of an attempt, at once: a node's link waits for nobody."""
+
+    def take(self, item: LegDelta) -> None:
+        """Any delta."""
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        """One more token, with nothing else to it: nearly all that is ever said."""
+
+
 @dataclass(slots=True)
 class _Leg:
-    """An open request on a node; see `NodeLoad.note_opened`."""
+    """An open attempt on a node; see `NodeLoad.note_opened`."""
 
-    inbox: asyncio.Queue[LegDelta]
+    request_id: str
+    reader: LegReader
     num_tokens: int
     num_uncomputed: int
     num_arriving: int
@@ -69,12 +84,13 @@ class Node:
         hang_up: ends the link; a node that still lives dials again.
         reports: what the node said about peers, by engine id.
         load: what policies see; written here and in the pool only.
+        legs: by epoch.
     """
 
     registration: NodeRegistration
     send: Callable[[RouterCommand], None]
     reports: dict[str, PeerReport] = field(default_factory=dict)
-    legs: dict[tuple[str, int], _Leg] = field(default_factory=dict)
+    legs: dict[int, _Leg] = field(default_factory=dict)
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
     load: NodeLoad = field(init=False)
@@ -108,25 +124,25 @@ class Node:
         request_id: str,
         epoch: int,
         num_tokens: int,
-        inbox: asyncio.Queue[LegDelta],
+        reader: LegReader,
         *,
         num_uncomputed: int = 0,
         num_arriving: int = 0,
     ) -> None:
-        """Have this node's deltas of a request put into ``inbox``; see `NodeLoad.note_opened`."""
-        self.legs[request_id, epoch] = _Leg(inbox, num_tokens, num_uncomputed, num_arriving)
+        """Have this node's deltas of an attempt given to ``reader``; see `NodeLoad.note_opened`."""
+        self.legs[epoch] = _Leg(request_id, reader, num_tokens, num_uncomputed, num_arriving)
         self.load.note_opened(num_tokens, num_uncomputed=num_uncomputed, num_arriving=num_arriving)
 
-    def relieve_leg(self, request_id: str, epoch: int) -> None:
+    def relieve_leg(self, epoch: int) -> None:
         """Count a leg's tokens as done, while it may still have something to say."""
-        leg = self.legs.get((request_id, epoch))
+        leg = self.legs.get(epoch)
         if leg is not None:
             self.load.note_computed(leg.num_tokens, leg.num_uncomputed)
             leg.num_tokens = leg.num_uncomputed = 0
 
-    def close_leg(self, request_id: str, epoch: int) -> None:
-        """Drop what the node still says of a request; harmless when closed already."""
-        leg = self.legs.pop((request_id, epoch), None)
+    def close_leg(self, epoch: int) -> None:
+        """Drop what the node still says of an attempt; harmless when closed already."""
+        leg = self.legs.pop(epoch, None)
         if leg is not None:
             self.load.note_closed(
                 leg.num_tokens,
@@ -136,11 +152,27 @@ class Node:
             )
 
     def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
-        """Hand a delta to its request; deltas of requests that ended are dropped."""
-        leg = self.legs.get((delta.output.request_id, delta.epoch))
-        if leg is not None:
+        """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
+        leg = self.legs.get(delta.epoch)
+        if leg is not None and leg.request_id == delta.output.request_id:
             self._learn(leg, delta)
-            leg.inbox.put_nowait(LegDelta(self.registration.role, delta, node_lost))
+            leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
+
+    def deliver_step(self, step: StepDeltas) -> None:
+        """Hand the rows and deltas of an engine step to their attempts."""
+        legs, role = self.legs, self.registration.role
+        is_decode = role is NodeRole.DECODE
+        rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)  # from a peer
+        for epoch, output_index, token_id in rows:
+            leg = legs.get(epoch)
+            if leg is not None:
+                if leg.begun_at is None and is_decode:
+                    self._begin(leg)
+                leg.reader.take_token(role, output_index, token_id)
+        for delta in step.deltas:
+            self.deliver(delta)
+        if is_decode:
+            self.load.note_step()
 
     def _learn(self, leg: _Leg, delta: RequestDelta) -> None:
         """What a delta says of how busy and how fast the node is."""
@@ -148,12 +180,16 @@ class Node:
             self.load.note_prefilled(delta.prefill)
         if self.registration.role is NodeRole.PREFILL or delta.error is not None:
             return
-        if leg.begun_at is None:
-            leg.begun_at = time.monotonic()
-            self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
-            leg.num_arriving = leg.num_uncomputed = 0
+        begun_at = self._begin(leg) if leg.begun_at is None else leg.begun_at
         if delta.decode is not None:
-            self.load.note_decoded(delta.decode, time.monotonic() - leg.begun_at)
+            self.load.note_decoded(delta.decode, time.monotonic() - begun_at)
+
+    def _begin(self, leg: _Leg) -> float:
+        """An attempt's first token on a decode node came."""
+        leg.begun_at = time.monotonic()
+        self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
+        leg.num_arriving = leg.num_uncomputed = 0
+        return leg.begun_at
 
 
 class NodePool:
@@ -189,8 +225,7 @@ class NodePool:
         self._lost: dict[str, tuple[float, NodeRegistration]] = {}
         self._roles_seen: set[NodeRole] = set()
         self._eligibility = eligibility
-        # prefill node -> decode node -> bytes per second, by engine id
-        self._reach: dict[str, dict[str, float]] = {}
+        self._reach = Reach()
         self._rates = SharedRates()
         self._may_self_prefill = may_self_prefill
         self._fleet: Fleet | None = None  # None: to be made anew
@@ -275,16 +310,15 @@ class NodePool:
             return  # it was removed or replaced before
         del self._nodes[node.engine_id]
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
-        self._reach.pop(node.engine_id, None)
+        self._reach.forget(node.engine_id)
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
-            self._reach.get(other.engine_id, {}).pop(node.engine_id, None)
             other.send(PeerUpdate(node.engine_id, removed=True))
         error = RequestError(
             "UNAVAILABLE", f"{node.registration.role.value} node {node.name} {why}"
         )
-        for request_id, epoch in list(node.legs):
-            delta = RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error)
+        for epoch, leg in list(node.legs.items()):
+            delta = RequestDelta(RequestOutput(leg.request_id, 0, ()), epoch, error=error)
             node.deliver(delta, node_lost=True)
         self._note_change()
 
@@ -305,7 +339,9 @@ class NodePool:
     def take(self, node: Node, event: NodeEvent) -> None:
         """Take what a node said."""
         node.num_missed_beats = 0
-        if isinstance(event, tuple):
+        if isinstance(event, StepDeltas):
+            node.deliver_step(event)
+        elif isinstance(event, tuple):
             for delta in event:
                 node.deliver(delta)
             if node.registration.role is NodeRole.DECODE:
@@ -339,7 +375,7 @@ class NodePool:
             self._fleet = Fleet(
                 [node.load for node in ready if node.registration.role is NodeRole.PREFILL],
                 decodes,
-                self._reach,
+                self._reach.bandwidths,
                 self_prefilling=decodes if self._may_self_prefill else (),
             )
         return self._fleet
@@ -374,13 +410,8 @@ class NodePool:
             return
         is_prefill = node.registration.role is NodeRole.PREFILL
         prefill, decode = (node, peer) if is_prefill else (peer, node)
-        reached = self._reach.setdefault(prefill.engine_id, {})
-        if _connected(prefill, decode):
-            reports = (prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id))
-            measured = [report.bandwidth_bytes_per_s for report in reports if report]
-            reached[decode.engine_id] = max(measured)
-        else:
-            reached.pop(decode.engine_id, None)
+        there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
+        self._reach.note(prefill.engine_id, decode.engine_id, there, back)
 
     def _note_change(self) -> None:
         self._fleet = None
@@ -396,18 +427,3 @@ class NodePool:
             for other in self._nodes.values()
             if other.registration.role is not node.registration.role
         ]
-
-
-def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
-    """Why two nodes must not be paired, naming the first thing that differs; empty if nothing."""
-    for key in sorted(one.compatibility.keys() | other.compatibility.keys()):
-        mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
-        if mine != theirs:
-            return f"{key} differs: {one.node_name} has {mine}, {other.node_name} has {theirs}"
-    return ""
-
-
-def _connected(prefill: Node, decode: Node) -> bool:
-    """Whether the prefill node says yes and the decode node does not say no."""
-    there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
-    return there is not None and there.connected and (back is None or not back.problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from baton import wire
 from baton.link import (
     NodeRegistration,
     NodeRole,
@@ -90,8 +91,10 @@ class HandNode:
         self.pool.take(self.node, PeerReport(other.engine_id, connected, "t", problem))
 
     def say(self, *deltas: RequestDelta) -> None:
-        """Send the deltas of one step."""
-        self.pool.take(self.node, deltas)
+        """Send the deltas of one step, as they come out of a link."""
+        event = wire.node_event_from_proto(wire.node_event_to_proto(deltas))
+        assert event is not None
+        self.pool.take(self.node, event)
 
     def leave(self) -> None:
         self.pool.remove(self.node)

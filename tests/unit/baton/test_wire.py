@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import msgspec
 import pytest
 from google.protobuf.message import Message
 from hypothesis import given
@@ -36,6 +37,7 @@ def over_the_wire(message: AnyMessage) -> AnyMessage:
 texts = st.text(max_size=12)
 uint32 = st.integers(0, 2**32 - 1)
 token_ids = st.lists(uint32, max_size=5)
+output_indexes = st.integers(0, 2**31)
 seconds = st.floats(0, 1e6)
 finish_reasons = st.sampled_from([None, *FinishReason])
 known_ids = st.integers(0, MAX_TOKEN_ID)
@@ -119,7 +121,7 @@ deltas = st.builds(
     st.builds(
         RequestOutput,
         texts,
-        uint32,
+        output_indexes,
         token_ids.map(tuple),
         finish_reasons,
         some_logprobs,
@@ -132,6 +134,11 @@ deltas = st.builds(
 )
 uint64 = st.integers(0, 2**64 - 1)
 short_hashes = st.lists(uint64, max_size=3).map(tuple)
+plain_deltas = st.builds(
+    link.RequestDelta,
+    st.builds(RequestOutput, texts, output_indexes, token_ids.map(tuple)),
+    uint32,
+)
 events: st.SearchStrategy[link.NodeEvent] = st.one_of(
     st.lists(deltas, max_size=3).map(tuple),
     st.builds(
@@ -226,7 +233,26 @@ def test_registrations_survive_the_wire(value: link.NodeRegistration) -> None:
 
 @given(events)
 def test_events_of_nodes_survive_the_wire(value: link.NodeEvent) -> None:
-    assert wire.node_event_from_proto(over_the_wire(wire.node_event_to_proto(value))) == value
+    found = wire.node_event_from_proto(over_the_wire(wire.node_event_to_proto(value)))
+    assert found == (wire.split_step(value) if isinstance(value, tuple) else value)
+
+
+@given(st.lists(deltas | plain_deltas, max_size=8).map(tuple))
+def test_rows_of_a_step_and_its_other_deltas_are_all_of_it(
+    step: tuple[link.RequestDelta, ...],
+) -> None:
+    split = wire.split_step(step)
+    plain = [delta for delta in step if delta not in split.deltas]
+    assert len(plain) + len(split.deltas) == len(step)
+    assert list(zip(split.epochs, split.output_indexes, split.token_ids, strict=True)) == [
+        (delta.epoch, index, token_id)
+        for delta in plain
+        for index, token_id in enumerate(delta.output.token_ids, delta.output.output_index)
+    ]
+    for delta in plain:
+        fields = msgspec.structs.asdict(delta.output) | msgspec.structs.asdict(delta)
+        rest = fields.keys() - {"request_id", "output_index", "token_ids", "epoch", "output"}
+        assert not any(fields[name] for name in rest)
 
 
 @given(commands)

@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
-from baton.link import NodeBeat, NodeRole, PeerUpdate, Refusal
-from router.node_pool import LegDelta, Node, NodePool, incompatibility
+from baton.link import NodeBeat, NodeRole, PeerUpdate, Refusal, RequestError
+from baton.outputs import FinishReason
+from router.node_pool import LegDelta, Node, NodePool
+from router.pairing import incompatibility
 from tests.fakes.nodes import (
     HandNode,
     failure,
@@ -162,42 +164,62 @@ def test_a_beat_replaces_the_one_before() -> None:
 # ---------------------------------------------------------------- legs
 
 
-def open_leg(node: Node, request_id: str, epoch: int = 1) -> asyncio.Queue[LegDelta]:
-    inbox: asyncio.Queue[LegDelta] = asyncio.Queue()
-    node.open_leg(request_id, epoch, 10, inbox)
-    return inbox
+class Reader:
+    """Remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.taken: list[LegDelta | tuple[NodeRole, int, int]] = []
+
+    def take(self, item: LegDelta) -> None:
+        self.taken.append(item)
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        self.taken.append((role, output_index, token_id))
+
+    @property
+    def failure(self) -> tuple[LegDelta, RequestError]:
+        """The one thing that was taken."""
+        [item] = self.taken
+        assert isinstance(item, LegDelta)
+        assert item.delta.error is not None
+        return item, item.delta.error
+
+
+def open_leg(node: Node, request_id: str, epoch: int = 1) -> Reader:
+    reader = Reader()
+    node.open_leg(request_id, epoch, 10, reader)
+    return reader
 
 
 def test_a_delta_goes_to_the_leg_of_its_request_and_epoch_and_to_no_other() -> None:
     _, decode = join_pair(make_pool())
     old, new = open_leg(decode.node, "a", 1), open_leg(decode.node, "a", 2)
-    other = open_leg(decode.node, "b", 1)
-    delta = token("a", 1, 5, epoch=2)
-    decode.say(delta)
-    assert new.get_nowait() == LegDelta(D, delta)
-    assert old.empty()
-    assert other.empty()
+    other = open_leg(decode.node, "b", 3)
+    last = token("a", 2, 6, epoch=2, finish=FinishReason.STOP)
+    decode.say(token("a", 1, 5, epoch=2), last, failure("a", "UNAVAILABLE", "x", epoch=3))
+    assert new.taken == [(D, 1, 5), LegDelta(D, last)]
+    assert old.taken == other.taken == []
 
 
 def test_deltas_of_closed_and_of_unknown_legs_are_dropped() -> None:
     _, decode = join_pair(make_pool())
-    inbox = open_leg(decode.node, "a")
-    decode.node.close_leg("a", 1)
-    decode.node.close_leg("a", 1)
+    reader = open_leg(decode.node, "a")
+    decode.node.close_leg(1)
+    decode.node.close_leg(1)
     decode.say(token("a", 1, 5, epoch=1), token("nobody", 1, 5, epoch=1))
     decode.say(failure("a", "UNAVAILABLE", "late", epoch=1))
-    assert inbox.empty()
+    assert reader.taken == []
 
 
 def test_open_legs_are_counted_with_their_tokens_and_closed_ones_are_not() -> None:
     pool = make_pool()
     _, decode = join_pair(pool)
     open_leg(decode.node, "a")
-    open_leg(decode.node, "b")
+    open_leg(decode.node, "b", 2)
     state = pool.fleet.decodes[0]
     assert (state.num_open_requests, state.num_open_tokens) == (2, 20)
-    decode.node.close_leg("a", 1)
-    decode.node.close_leg("a", 1)
+    decode.node.close_leg(1)
+    decode.node.close_leg(1)
     state = pool.fleet.decodes[0]
     assert (state.num_open_requests, state.num_open_tokens) == (1, 10)
 
@@ -208,15 +230,10 @@ def test_when_a_node_leaves_its_legs_fail_its_peers_hear_it_and_others_go_on() -
     lost, kept = open_leg(decode.node, "a"), open_leg(prefill.node, "a")
     decode.leave()
     decode.leave()  # link and reader both say so
-    item = lost.get_nowait()
+    item, error = lost.failure
     assert item.role is D
-    assert item.delta.error is not None
-    assert (item.delta.error.code, item.delta.error.message) == (
-        "UNAVAILABLE",
-        "decode node d0 went away",
-    )
-    assert lost.empty()
-    assert kept.empty()
+    assert (error.code, error.message) == ("UNAVAILABLE", "decode node d0 went away")
+    assert kept.taken == []
     assert prefill.of(PeerUpdate)[-1] == PeerUpdate("d0-0", removed=True)
     assert prefill.node.reports == {}
 
@@ -229,7 +246,7 @@ def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:
     prefill, decode = join_pair(pool)
     hung_up: list[str] = []
     decode.node.hang_up = lambda: hung_up.append("d0")
-    inbox = open_leg(decode.node, "a")
+    reader = open_leg(decode.node, "a")
     for _ in range(5):
         assert pairs_of(pool) == [("p0", "d0")]
         pool.take(prefill.node, NodeBeat())
@@ -239,10 +256,9 @@ def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:
     assert hung_up == ["d0"]
     assert [node.name for node in pool.nodes] == ["p0"]
     assert [registration.node_name for registration in pool.lost] == ["d0"]
-    item = inbox.get_nowait()
+    item, error = reader.failure
     assert item.node_lost
-    assert item.delta.error is not None
-    assert item.delta.error.message == "decode node d0 is silent (missed 4 beats)"
+    assert error.message == "decode node d0 is silent (missed 4 beats)"
     assert prefill.of(PeerUpdate)[-1] == PeerUpdate("d0-0", removed=True)
     assert decode.of(Refusal) == []  # it may come back
     again = HandNode(pool, decode.node.registration)
