@@ -8,7 +8,7 @@ from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, R
 from baton.outputs import PrefillReceipt, RequestOutput
 from router.call import Call
 from router.delta_order import DeltaOrder
-from router.node_pool import LegDelta, Node
+from router.node import LegDelta, Node
 from router.output_buffer import OutputBuffer
 
 # A node gives up on a request this long after the router would have: a last safety net.

@@ -23,7 +23,8 @@ from baton.link import NodeRole, RequestDelta, RequestError
 from baton.outputs import DecodeReceipt, Receipt, RequestOutput
 from router.attempt import Attempt
 from router.call import Call, CallOutput
-from router.node_pool import LegDelta, NodePool
+from router.node import LegDelta
+from router.node_pool import NodePool
 from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
 from router.policies.base import Placement, RouteQuery, RoutingPolicy

@@ -9,7 +9,8 @@ from baton import wire
 from baton.link import RouterCommand
 from baton.rpc import Context, has_token
 from baton.v1 import node_pb2, node_pb2_grpc
-from router.node_pool import Node, NodePool
+from router.node import Node
+from router.node_pool import NodePool
 
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.link import NodeRole
 from router.fleet import Fleet, Pair
-from router.node_pool import LegDelta
+from router.node import LegDelta
 from router.policies.base import NodeView, Placement
 
 

@@ -21,7 +21,8 @@ from baton.outputs import (
     PushReceipt,
     RequestOutput,
 )
-from router.node_pool import Node, NodePool
+from router.node import Node
+from router.node_pool import NodePool
 
 MODEL = "digest"
 Command = TypeVar("Command")

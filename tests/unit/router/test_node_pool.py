@@ -8,7 +8,8 @@ import pytest
 
 from baton.link import NodeBeat, NodeRole, PeerUpdate, Refusal, RequestError
 from baton.outputs import FinishReason
-from router.node_pool import LegDelta, Node, NodePool
+from router.node import LegDelta, Node
+from router.node_pool import NodePool
 from router.pairing import incompatibility
 from tests.fakes.nodes import (
     HandNode,

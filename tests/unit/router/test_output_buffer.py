@@ -9,7 +9,7 @@ import msgspec
 
 from baton.link import NodeRole
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
-from router.node_pool import LegDelta
+from router.node import LegDelta
 from router.output_buffer import OutputBuffer
 from tests.fakes.nodes import DECODE_RECEIPT, failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
