@@ -148,23 +148,20 @@ class RequestView:
     age_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
+class BlocksStored(msgspec.Struct, frozen=True, gc=False):
     """The prefix cache now holds these contents, one after the other, behind ``parent``."""
 
     hashes: tuple[bytes, ...]
     parent: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
+class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
     """The prefix cache no longer holds these contents."""
 
     hashes: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksCleared:
+class BlocksCleared(msgspec.Struct, frozen=True, gc=False):
     """The prefix cache holds nothing."""
 
 
@@ -225,6 +222,8 @@ class DecodeCommand:
     """Park a request until its KV arrives, then decode it from token 2 on.
 
     Attributes:
+        prefill_engine_id: whose KV will come; empty: nobody's. Then the prompt is computed here,
+            and the first token is sampled here, too.
         output_token_ids: sampled in earlier attempts; their KV arrives with the prompt's.
     """
 

@@ -11,8 +11,10 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
+from baton.block_hash import HASH_ALGORITHMS
 from baton.link import (
     DrainSeen,
+    KVCacheEvents,
     NodeBeat,
     NodeEvent,
     NodeRegistration,
@@ -23,6 +25,7 @@ from baton.link import (
     RequestDelta,
     RequestError,
     RouterBeat,
+    SendKVSnapshot,
     StepDeltas,
 )
 from baton.outputs import RequestOutput
@@ -30,6 +33,8 @@ from router.fleet import Fleet
 from router.node import Node
 from router.node_load import SharedRates
 from router.pairing import Reach, incompatibility
+from router.prefix_index import PrefixIndex
+from router.prompt_hashes import HashKind
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +54,7 @@ class NodePool:
 
     Attributes:
         router_id: tells this process's requests from those of other routers.
+        prefix_index: which of them has which prompts' KV in its prefix cache.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class NodePool:
         self._may_self_prefill = may_self_prefill
         self._fleet: Fleet | None = None  # None: to be made anew
         self._changed = asyncio.Event()
+        self.prefix_index = PrefixIndex()
 
     @property
     def nodes(self) -> list[Node]:
@@ -143,6 +150,11 @@ class NodePool:
             other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
         node.meet(self._rates)
         self._nodes[node.engine_id] = node
+        registration = node.registration
+        if registration.prefix_hash in HASH_ALGORITHMS:
+            kind = HashKind(registration.block_size, registration.prefix_hash)
+            self.prefix_index.add(node.engine_id, kind)
+            node.send(SendKVSnapshot())
         self._lost.pop(node.name, None)
         self._roles_seen.add(node.registration.role)
         self._note_change()
@@ -153,6 +165,7 @@ class NodePool:
         if self._nodes.get(node.engine_id) is not node:
             return  # it was removed or replaced before
         del self._nodes[node.engine_id]
+        self.prefix_index.remove(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
         self._reach.forget(node.engine_id)
         for other in self._peers_of(node):
@@ -192,7 +205,11 @@ class NodePool:
                 node.load.note_step()
         elif isinstance(event, NodeBeat):
             self._take_beat(node, event)
-        elif isinstance(event, PeerReport):
+        elif isinstance(event, KVCacheEvents):
+            if self.prefix_index.take(node.engine_id, event):
+                logger.warning("%s: KV cache events were lost; asking for all again", node.name)
+                node.send(SendKVSnapshot())
+        else:
             node.reports[event.engine_id] = event
             self._note_reach(node, event.engine_id)
             self._note_change()

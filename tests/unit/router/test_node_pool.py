@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
-from baton.link import NodeBeat, NodeRole, PeerUpdate, Refusal, RequestError
+from baton.link import (
+    KVCacheEvents,
+    NodeBeat,
+    NodeRegistration,
+    NodeRole,
+    PeerUpdate,
+    Refusal,
+    RequestError,
+    SendKVSnapshot,
+)
 from baton.outputs import FinishReason
 from router.node import LegDelta, Node
 from router.node_pool import NodePool
@@ -346,3 +356,46 @@ def test_a_node_that_is_not_eligible_gets_nothing_until_it_is() -> None:
     pool.note_eligibility_change()
     assert ("p0", "d0") in pairs_of(pool)
     assert pool.node(p0.engine_id) is p0.node
+
+
+# ---------------------------------------------------------------- prefix caches
+
+
+def caching(name: str, prefix_hash: str = "xxh3_128", incarnation: int = 0) -> NodeRegistration:
+    registration = make_registration(name, P, incarnation=incarnation)
+    return dataclasses.replace(registration, prefix_hash=prefix_hash)
+
+
+def test_a_node_is_asked_for_its_prefix_cache_when_it_joins_and_after_a_gap() -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p"))
+    assert len(node.of(SendKVSnapshot)) == 1
+    pool.take(node.node, KVCacheEvents(1, True, (1, 2)))
+    pool.take(node.node, KVCacheEvents(2, False, (3,)))
+    assert pool.prefix_index.match([1, 2, 3]) == {"p-0": 3}
+    assert len(node.of(SendKVSnapshot)) == 1
+    pool.take(node.node, KVCacheEvents(4, False, (), (1,)))
+    assert len(node.of(SendKVSnapshot)) == 2
+    assert pool.prefix_index.match([1, 2, 3]) == {}
+
+
+@pytest.mark.parametrize("prefix_hash", ["", "of a later version"])
+def test_a_node_whose_names_nobody_here_could_compute_is_not_asked(prefix_hash: str) -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p", prefix_hash))
+    assert node.of(SendKVSnapshot) == []
+    pool.take(node.node, KVCacheEvents(1, True, (1,)))
+    assert pool.prefix_index.match([1]) == {}
+
+
+def test_with_a_node_goes_what_it_had_and_its_next_start_is_asked_anew() -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p"))
+    pool.take(node.node, KVCacheEvents(1, True, (1,)))
+    again = HandNode(pool, caching("p", incarnation=1))
+    assert pool.prefix_index.match([1]) == {}
+    pool.take(node.node, KVCacheEvents(2, False, (2,)))  # was on its way
+    pool.take(again.node, KVCacheEvents(1, True, (1,)))
+    assert pool.prefix_index.match([1]) == {"p-1": 1}
+    again.leave()
+    assert pool.prefix_index.match([1]) == {}
