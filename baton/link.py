@@ -35,6 +35,8 @@ class NodeRegistration:
 
     Attributes:
         prefix_hash: algorithm that names blocks (`baton/block_hash.py`); empty: no prefix cache.
+        kv_bytes_per_token: of all layers; 0: unknown.
+        computes_prompts: a decode node that takes requests without a prefill node.
     """
 
     node_name: str
@@ -49,6 +51,7 @@ class NodeRegistration:
     block_size: int
     prefix_hash: str = ""
     kv_bytes_per_token: float = 0.0
+    computes_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

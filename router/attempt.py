@@ -1,4 +1,4 @@
-"""Attempt: one try of a call on a pair of nodes, or on a decode node alone. Knows its two legs and no other tries."""
+"""Attempt: one try of a call on two nodes, or on a decode node alone. Knows no other tries."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from router.policies.base import Candidate, Placement, RouteQuery
 
+_Noted = tuple[float, int, int, Placement]  # placed at, prompt tokens, max_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -39,11 +41,13 @@ class DecisionLog:
 
     def __init__(self, max_requests: int = 1000) -> None:
         self._max_requests = max_requests
-        self._noted: OrderedDict[str, list[tuple[float, RouteQuery, Placement]]] = OrderedDict()
+        self._noted: OrderedDict[str, list[_Noted]] = OrderedDict()
 
     def note(self, request_id: str, query: RouteQuery, placement: Placement) -> None:
         """A request was placed; an earlier one of the same id is another attempt at it."""
-        self._noted.setdefault(request_id, []).append((time.time(), query, placement))
+        # (Not the query: it has the prompt.)
+        noted = (time.time(), query.num_prompt_tokens, query.max_tokens, placement)
+        self._noted.setdefault(request_id, []).append(noted)
         self._noted.move_to_end(request_id)
         if len(self._noted) > self._max_requests:
             self._noted.popitem(last=False)
@@ -54,13 +58,13 @@ class DecisionLog:
 
 
 def _decision(
-    request_id: str, placed_at: float, query: RouteQuery, placement: Placement
+    request_id: str, placed_at: float, num_prompt_tokens: int, max_tokens: int, placement: Placement
 ) -> Decision:
     return Decision(
         request_id=request_id,
         placed_at=placed_at,
-        num_prompt_tokens=query.num_prompt_tokens,
-        max_tokens=query.max_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
         num_cached_tokens=placement.num_cached_tokens,
         prefill_node=placement.prefill.node_name if placement.prefill else "",
         decode_node=placement.decode.node_name,

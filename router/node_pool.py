@@ -232,12 +232,15 @@ class NodePool:
         """Nodes that may get requests now, and which pairs of them can reach each other."""
         if self._fleet is None:
             ready = [node for node in self._nodes.values() if self.is_eligible(node)]
-            decodes = [node.load for node in ready if node.registration.role is NodeRole.DECODE]
+            prefills, decodes = (
+                [node for node in ready if node.registration.role is role] for role in NodeRole
+            )
+            alone = [node for node in decodes if node.registration.computes_prompts]
             self._fleet = Fleet(
-                [node.load for node in ready if node.registration.role is NodeRole.PREFILL],
-                decodes,
+                [node.load for node in prefills],
+                [node.load for node in decodes],
                 self._reach.bandwidths,
-                self_prefilling=decodes if self._may_self_prefill else (),
+                self_prefilling=[node.load for node in alone] if self._may_self_prefill else (),
             )
         return self._fleet
 
