@@ -79,6 +79,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             block_size=registration.block_size,
             prefix_hash=registration.prefix_hash,
             kv_bytes_per_token=registration.kv_bytes_per_token,
+            computes_prompts=registration.computes_prompts,
         )
     )
 
@@ -101,6 +102,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         block_size=message.block_size,
         prefix_hash=message.prefix_hash,
         kv_bytes_per_token=message.kv_bytes_per_token,
+        computes_prompts=message.computes_prompts,
     )
 
 

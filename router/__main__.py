@@ -23,7 +23,14 @@ def router(
     listen: Annotated[str, typer.Option(help="host:port to serve on.")] = DEFAULT_ADDRESS,
     policy: Annotated[
         str, typer.Option(help=f"Routing policy: {', '.join(POLICIES.names())}.")
-    ] = "least_tokens",
+    ] = "cost",
+    local_prefill: Annotated[
+        bool,
+        typer.Option(
+            help="With the cost policy: let a decode node compute a prompt itself when that is "
+            "clearly faster, or when there is no prefill node."
+        ),
+    ] = True,
     request_timeout_s: Annotated[
         float, typer.Option(help="Deadline of calls that come without one, seconds.")
     ] = 600.0,
@@ -62,6 +69,7 @@ def router(
                 model=model,
                 listen=listen,
                 policy=policy,
+                local_prefill=local_prefill,
                 request_timeout_s=request_timeout_s,
                 max_attempts=max_attempts,
                 pair_timeout_s=pair_timeout_s,

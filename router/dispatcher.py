@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -23,11 +24,13 @@ from baton.link import NodeRole, RequestDelta, RequestError
 from baton.outputs import DecodeReceipt, Receipt, RequestOutput
 from router.attempt import Attempt
 from router.call import Call, CallOutput
+from router.decisions import DecisionLog
 from router.node import LegDelta
 from router.node_pool import NodePool
 from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
+from router.prompt_hashes import PromptHashes
 from router.retry_budget import RetryBudget, RetryOptions
 
 logger = logging.getLogger(__name__)
@@ -51,6 +54,9 @@ class Dispatcher:
         policy: picks the pair.
         options: limits of one call.
         budget: of all calls together.
+
+    Attributes:
+        decisions: where the last calls went, and why.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Dispatcher:
         self.policy = policy
         self.options = options or RetryOptions()
         self.budget = budget or RetryBudget()
+        self.decisions = DecisionLog()
         self._open: dict[str, _OpenCall] = {}
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
@@ -150,7 +157,7 @@ class _OpenCall:
             num_output_tokens=len(self._output_token_ids),
             ttft_s=self._ttft_s,
             total_s=time.perf_counter() - self._call.received_at,
-            prefill_node=attempt.prefill.name,
+            prefill_node=attempt.prefill.name if attempt.prefill else "",
             decode_node=attempt.decode.name if attempt.decode and attempt.decoded else "",
             prefill=attempt.prefill_receipt,
             decode=decode,
@@ -170,7 +177,8 @@ class _OpenCall:
         error, options = item.delta.error, self._options
         assert error is not None
         decode = attempt.decode.engine_id if attempt.decode else ""
-        self._choice.note_failure(attempt.prefill.engine_id, decode, item)
+        prefill = attempt.prefill.engine_id if attempt.prefill else ""
+        self._choice.note_failure(prefill, decode, item)
         if error.code == "PREEMPTED":
             self._num_preemptions += 1
             if self._num_preemptions > options.max_preemptions:
@@ -201,11 +209,10 @@ class _OpenCall:
         if self._choice.has_failed(placement):  # nothing better is left: give it some time
             await self._pause()
             placement = await self._wait_for_placement(failure)
-        assert placement.prefill is not None
-        prefill = dispatcher.pool.node(placement.prefill.engine_id)
+        prefill = dispatcher.pool.node(placement.prefill.engine_id) if placement.prefill else None
         decode = dispatcher.pool.node(placement.decode.engine_id)
-        assert prefill is not None
         assert decode is not None
+        assert prefill is not None or placement.prefill is None
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
         num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
         ends_with_next = (
@@ -216,7 +223,8 @@ class _OpenCall:
         self._attempt = Attempt(
             call,
             prefill,
-            None if ends_with_next else decode,
+            None if ends_with_next and prefill is not None else decode,
+            num_cached_tokens=placement.num_cached_tokens,
             epoch=next(dispatcher.epochs) % 2**32,
             timeout_s=self._remaining_s(),
             buffer=self._buffer,
@@ -240,15 +248,25 @@ class _OpenCall:
         return placement
 
     def _place(self) -> Placement | None:
-        num_output_tokens = len(self._output_token_ids)
+        call, dispatcher = self._call, self._dispatcher
+        pool = dispatcher.pool
+        token_ids = [*call.prompt_token_ids, *self._output_token_ids]
+        hashes = PromptHashes(token_ids)
         query = RouteQuery(
-            num_prompt_tokens=len(self._call.prompt_token_ids) + num_output_tokens,
-            max_tokens=self._call.sampling_params.max_tokens - num_output_tokens,
+            num_prompt_tokens=len(token_ids),
+            max_tokens=call.sampling_params.max_tokens - len(self._output_token_ids),
+            session_id=call.session_id,
             timeout_s=self._expires_at - asyncio.get_running_loop().time(),
             now=time.monotonic(),
+            find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
         )
-        fleet = self._dispatcher.pool.fleet.with_room_for(query.num_prompt_tokens + 1)
-        return self._dispatcher.policy.pick(query, self._choice.narrow(fleet))
+        fleet = pool.fleet.with_room_for(query.num_prompt_tokens + 1)
+        placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
+        if placement is not None:
+            dispatcher.decisions.note(call.request_id, query, placement)
+            for node in filter(None, (placement.prefill, placement.decode)):
+                pool.prefix_index.note_placement(node.engine_id, hashes)
+        return placement
 
     async def _pause(self) -> None:
         """Back off, the longer the more often this call failed; not past the deadline."""

@@ -43,7 +43,8 @@ class RouterConfig:
 
     model: str
     listen: str = DEFAULT_ADDRESS
-    policy: str = "least_tokens"
+    policy: str = "cost"
+    local_prefill: bool = True
     request_timeout_s: float = 600.0
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
@@ -66,6 +67,8 @@ async def serve(config: RouterConfig) -> None:
         model_digest=config_digest(folder),
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
+        # (Other policies know pairs only.)
+        may_self_prefill=config.local_prefill and config.policy == "cost",
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options)
