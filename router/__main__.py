@@ -45,6 +45,19 @@ def router(
         float,
         typer.Option(help="A node that says nothing for so long is lost, seconds."),
     ] = 1.0,
+    node_listen: Annotated[
+        str,
+        typer.Option(
+            help="host:port for nodes and `baton nodes`, when it is not to be that of the public."
+        ),
+    ] = "",
+    reuse_port: Annotated[
+        bool,
+        typer.Option(
+            help="Share the public port with other routers, each with its own --node-listen; "
+            "the system gives each a part of the connections."
+        ),
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -59,6 +72,8 @@ def router(
                 max_attempts=max_attempts,
                 pair_timeout_s=pair_timeout_s,
                 node_timeout_s=node_timeout_s,
+                node_listen=node_listen,
+                reuse_port=reuse_port,
             )
         )
 

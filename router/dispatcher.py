@@ -28,6 +28,7 @@ from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
 from router.policies.base import NodePair, RouteQuery, RoutingPolicy
 from router.retry_budget import RetryBudget, RetryOptions
+from router.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Dispatcher:
         self.policy = policy
         self.options = options or RetryOptions()
         self.budget = budget or RetryBudget()
+        self.wake_ups = WakeUps()
         self._open: dict[str, _OpenCall] = {}
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
@@ -105,7 +107,7 @@ class _OpenCall:
         self._dispatcher = dispatcher
         self._options = dispatcher.options
         self._call = call
-        self._buffer = OutputBuffer(call.request_id)
+        self._buffer = OutputBuffer(call.request_id, dispatcher.wake_ups)
         self._output_token_ids = self._buffer.token_ids
         self._attempt: Attempt | None = None
         self._num_attempts = 0
