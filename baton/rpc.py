@@ -17,6 +17,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import STATUS_OF_ERROR, BatonError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,11 @@ async def _abort(context: Context, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, BatonError):
-        await context.abort(status_of(error), str(error))
+        status, message = status_of(error), str(error)
+        trailers = [details_trailer(status.value[0], message, error)]
+        if error.receipt is not None:
+            trailers.append(receipt_trailer(error.receipt))
+        await context.abort(status, message, tuple(trailers))
     logger.error("unexpected error in a call", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 

@@ -30,7 +30,7 @@ import grpc.aio
 import psutil
 import uvloop
 
-from baton.client import make_request
+from baton.client_messages import make_request
 from baton.rpc import open_channel, open_sync_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2

@@ -100,7 +100,8 @@ class TalkingNode:
         if isinstance(command, PeerUpdate):
             self._said.append(PeerReport(command.engine_id, True, "none"))
         elif isinstance(command, PrefillCommand):
-            output = RequestOutput(command.request_id, 0, (next(self._token_ids),))
+            finish = None if command.decode_engine_id else FinishReason.LENGTH
+            output = RequestOutput(command.request_id, 0, (next(self._token_ids),), finish)
             self._said.append((RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT),))
         elif isinstance(command, DecodeCommand):
             max_tokens = command.sampling_params.max_tokens

@@ -58,6 +58,10 @@ def router(
             "the system gives each a part of the connections."
         ),
     ] = False,
+    resume_grace_s: Annotated[
+        float,
+        typer.Option(help="A resumable request that nobody reads is kept for so long, seconds."),
+    ] = 10.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -74,6 +78,7 @@ def router(
                 node_timeout_s=node_timeout_s,
                 node_listen=node_listen,
                 reuse_port=reuse_port,
+                resume_grace_s=resume_grace_s,
             )
         )
 

@@ -91,6 +91,9 @@ class Dispatcher:
             async with contextlib.aclosing(opened.outputs()) as outputs:
                 async for output in outputs:
                     yield output
+        except BatonError as error:
+            error.receipt = opened.receipt(None)
+            raise
         finally:
             opened.close()
             del self._open[call.request_id]
@@ -115,6 +118,7 @@ class _OpenCall:
         self._num_preemptions = 0
         self._choice = PairChoice()
         self._ttft_s = 0.0
+        self._router_queue_s = 0.0
         loop = asyncio.get_running_loop()
         self._expires_at = loop.time() + call.timeout_s
         self._deadline = loop.call_at(self._expires_at, self._time_out)
@@ -145,17 +149,19 @@ class _OpenCall:
     def receipt(self, decode: DecodeReceipt | None) -> Receipt:
         """What the call cost up to now; ``decode``: the decode node's part, with its last token."""
         attempt = self._attempt
-        assert attempt is not None
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
             num_output_tokens=len(self._output_token_ids),
             ttft_s=self._ttft_s,
             total_s=time.perf_counter() - self._call.received_at,
-            prefill_node=attempt.prefill.name,
-            decode_node=attempt.decode.name if attempt.decode and attempt.decoded else "",
-            prefill=attempt.prefill_receipt,
+            prefill_node=attempt.prefill.name if attempt else "",
+            decode_node=attempt.decode.name
+            if attempt and attempt.decode and attempt.decoded
+            else "",
+            prefill=attempt.prefill_receipt if attempt else None,
             decode=decode,
             num_attempts=self._num_attempts,
+            router_queue_s=self._router_queue_s,
         )
 
     def close(self) -> None:
@@ -213,6 +219,8 @@ class _OpenCall:
             or num_tokens + 1 >= dispatcher.pool.max_model_len
         )
         self._num_attempts += 1
+        if not self._output_token_ids:
+            self._router_queue_s = time.perf_counter() - call.received_at
         self._attempt = Attempt(
             call,
             prefill,

@@ -26,6 +26,7 @@ from baton.v1 import (
 from router.admin_service import AdminService
 from router.dispatcher import Dispatcher
 from router.intake import Intake
+from router.journal import Journal, JournalOptions
 from router.link_service import NodeLinkService
 from router.node_pool import NodePool
 from router.policies import POLICIES
@@ -50,6 +51,7 @@ class RouterConfig:
     node_timeout_s: float = 1.0
     node_listen: str = ""
     reuse_port: bool = False
+    resume_grace_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.reuse_port and not self.node_listen:
@@ -115,13 +117,16 @@ def _make_servers(config: RouterConfig, intake: Intake, pool: NodePool) -> dict[
     link = node_pb2.DESCRIPTOR.services_by_name["NodeLink"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
+    journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
+    service = InferenceService(intake, model=config.model, journal=journal)
+
     def add_public(server: object) -> None:
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(intake), server)  # type: ignore[no-untyped-call]  # generated
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_private(server: object) -> None:
         node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), server)  # type: ignore[no-untyped-call]  # generated
-        service = AdminService(pool, config.model)
-        admin_pb2_grpc.add_AdminServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
+        admin_service = AdminService(pool, config.model)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_all(server: object) -> None:
         add_public(server)
