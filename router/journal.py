@@ -52,7 +52,9 @@ class Journal:
         """About what is kept."""
         return sum(stream.num_bytes for stream in self._streams.values())
 
-    def __len__(self) -> int:
+    @property
+    def num_streams(self) -> int:
+        """That are kept, running or at their end."""
         return len(self._streams)
 
     def holds(self, request_id: str, content: bytes) -> bool:
@@ -135,13 +137,13 @@ class Journal:
         """Forget streams that have ended and that nobody reads, oldest first, if there must be."""
         options = self._options
         for request_id, stream in list(self._streams.items()):
-            if len(self) < options.max_streams and self.num_bytes < options.max_bytes:
+            if self.num_streams < options.max_streams and self.num_bytes < options.max_bytes:
                 return
             if stream.is_done and stream.num_readers == 0:
                 self._forget(request_id, stream)
-        if len(self) >= options.max_streams or self.num_bytes >= options.max_bytes:
+        if self.num_streams >= options.max_streams or self.num_bytes >= options.max_bytes:
             raise OverloadedError(
-                f"resumable: {len(self)} requests with {self.num_bytes} bytes are kept, no more fit"
+                f"resumable: no more fit: {self.num_streams} requests, {self.num_bytes} bytes"
             )
 
 
