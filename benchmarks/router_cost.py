@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,6 @@ from router_cost_parts import RELAY_METHOD
 REPOSITORY = Path(__file__).resolve().parents[1]
 GENERATE = "/baton.v1.Inference/Generate"
 RATES = (2_000, 20_000, 60_000, 0)  # tokens/s of all streams; 0: all that the nodes can
-PORT = 52_600
 ENDLESS = 2**20
 WARM_UP_S = 1.0
 
@@ -150,8 +150,7 @@ def running(commands: Sequence[tuple[int, Sequence[str]]]) -> Iterator[list[psut
 @contextlib.contextmanager
 def router_site(model: Path, interval_s: float, num_processes: int = 1) -> Iterator[Site]:
     """Routers on one public port, each with a prefill and a decode node of its own."""
-    listen = f"127.0.0.1:{PORT}"
-    links = [f"127.0.0.1:{PORT + 1 + number}" for number in range(num_processes)]
+    listen, *links = free_addresses(1 + num_processes)
     commands: list[tuple[int, Sequence[str]]] = []
     for link in links:
         options = ["--listen", listen, "--node-listen", link, "--log-level", "warning"]
@@ -173,7 +172,7 @@ def router_site(model: Path, interval_s: float, num_processes: int = 1) -> Itera
 
 @contextlib.contextmanager
 def relay_site(interval_s: float) -> Iterator[Site]:
-    listen, backend = f"127.0.0.1:{PORT}", f"127.0.0.1:{PORT + 1}"
+    listen, backend = free_addresses(2)
     parts = "benchmarks/router_cost_parts.py"
     serve = [parts, "backend", "--listen", backend, "--interval-s", str(interval_s)]
     with running([(1, serve), (0, [parts, "relay", "--listen", listen, "--backend", backend])]) as (
@@ -183,6 +182,14 @@ def relay_site(interval_s: float) -> Iterator[Site]:
         wait_for_port(listen)
         wait_for_port(backend)
         yield Site([listen], [relay])
+
+
+def free_addresses(number: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
 def wait_for_port(address: str) -> None:
