@@ -23,6 +23,7 @@ from baton.sampling_params import MAX_TOKEN_ID, SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages such as ``[{"role": "user", "content": "Hello"}]``."""

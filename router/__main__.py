@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.client import DEFAULT_ADDRESS
+from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
@@ -45,6 +45,16 @@ def router(
         float,
         typer.Option(help="A node that says nothing for so long is lost, seconds."),
     ] = 1.0,
+    http_listen: Annotated[
+        str, typer.Option(help='host:port of the OpenAI-compatible HTTP API; "": none.')
+    ] = DEFAULT_HTTP_ADDRESS,
+    http_cors_origin: Annotated[
+        str,
+        typer.Option(help='Web pages of this origin may call the HTTP API; "*": of all.'),
+    ] = "",
+    served_model_name: Annotated[
+        str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -59,6 +69,9 @@ def router(
                 max_attempts=max_attempts,
                 pair_timeout_s=pair_timeout_s,
                 node_timeout_s=node_timeout_s,
+                http_listen=http_listen,
+                http_cors_origin=http_cors_origin,
+                served_model_name=served_model_name,
             )
         )
 

@@ -27,6 +27,7 @@ from router.admin_service import AdminService
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.link_service import NodeLinkService
+from router.metrics import RouterMetrics
 from router.node_pool import NodePool
 from router.policies import POLICIES
 from router.retry_budget import RetryOptions
@@ -39,7 +40,12 @@ STOP_GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Options of the router; see `baton router --help`."""
+    """Options of the router; see `baton router --help`.
+
+    Attributes:
+        http_listen: empty for no HTTP.
+        served_model_name: what HTTP clients call the model; empty: as ``model``.
+    """
 
     model: str
     listen: str = DEFAULT_ADDRESS
@@ -48,6 +54,9 @@ class RouterConfig:
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
     node_timeout_s: float = 1.0
+    http_listen: str = ""
+    http_cors_origin: str = ""
+    served_model_name: str = ""
 
     def __post_init__(self) -> None:
         if not self.node_timeout_s >= 2 * BEAT_INTERVAL_S:
@@ -68,11 +77,13 @@ async def serve(config: RouterConfig) -> None:
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options)
+    metrics = RouterMetrics(pool)
     intake = Intake(
         dispatcher,
         Tokenizer(folder) if Tokenizer.exists_in(folder) else None,
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
+        metrics=metrics,
     )
     server = RpcServer(
         [
@@ -87,10 +98,37 @@ async def serve(config: RouterConfig) -> None:
     await server.set_serving(True)
     warn_if_public(address)
     logger.info("router of %s listens on %s", config.model, address)
-    async with _watching(pool):
+    async with _watching(pool), _serving_http(config, intake, pool, metrics):
         await stopping.wait()
-    logger.info("stopping")
-    await server.stop(STOP_GRACE_S)
+        logger.info("stopping")
+        await server.stop(STOP_GRACE_S)
+
+
+@contextlib.asynccontextmanager
+async def _serving_http(
+    config: RouterConfig, intake: Intake, pool: NodePool, metrics: RouterMetrics
+) -> AsyncIterator[None]:
+    if not config.http_listen:
+        yield
+        return
+    # Imported here: who serves no HTTP does not wait for it.
+    from router.http.server import HttpServer
+
+    server = HttpServer(
+        intake,
+        pool,
+        metrics,
+        model_name=config.served_model_name or config.model,
+        cors_origin=config.http_cors_origin,
+        grace_s=STOP_GRACE_S,
+    )
+    address = await server.start(config.http_listen)
+    warn_if_public(address)
+    logger.info("HTTP API on http://%s", address)
+    try:
+        yield
+    finally:
+        await server.stop()
 
 
 @contextlib.asynccontextmanager
