@@ -95,12 +95,14 @@ async def serve(config: RouterConfig) -> None:
     )
     stopping = stop_event(asyncio.get_running_loop())
     address = await server.start(config.listen)
-    await server.set_serving(True)
-    warn_if_public(address)
-    logger.info("router of %s listens on %s", config.model, address)
-    async with _watching(pool), _serving_http(config, intake, pool, metrics):
-        await stopping.wait()
-        logger.info("stopping")
+    try:
+        async with _watching(pool), _serving_http(config, intake, pool, metrics):
+            await server.set_serving(True)
+            warn_if_public(address)
+            logger.info("router of %s listens on %s", config.model, address)
+            await stopping.wait()
+            logger.info("stopping")
+    finally:
         await server.stop(STOP_GRACE_S)
 
 

@@ -17,6 +17,7 @@ from router.call import Call
 from router.http.choices import join_deltas, merge, receipt_of
 from router.http.errors import ApiError, known_error
 from router.http.responses import Receipts, Response, usage_of
+from router.http.sampling import as_client_wrote
 from router.http.schema import SamplingRequest, decode
 from router.http.sse import EventStream
 from router.intake import Intake
@@ -75,9 +76,10 @@ class Exchange:
             async with asyncio.timeout(max(c.timeout_s for c in self.calls) + READ_GRACE_S):
                 return await self._respond_in_events()
         deltas: list[list[TextDelta]] = [[] for _ in self.calls]
-        async with contextlib.aclosing(self._merged()) as merged:
-            async for index, delta in merged:
-                deltas[index].append(delta)
+        with as_client_wrote(self.body):
+            async with contextlib.aclosing(self._merged()) as merged:
+                async for index, delta in merged:
+                    deltas[index].append(delta)
         outputs = [join_deltas(parts) for parts in deltas]
         receipts = [receipt_of(output) for output in outputs]
         response = self._response(
@@ -91,7 +93,8 @@ class Exchange:
     async def _respond_in_events(self) -> web.StreamResponse:
         events = EventStream(self.request)
         try:
-            await self._send_events(events)
+            with as_client_wrote(self.body):
+                await self._send_events(events)
         except Exception as error:  # the interceptor, of what has begun to be sent
             if not events.begun or isinstance(error, ConnectionError):
                 raise

@@ -145,13 +145,12 @@ async def test_all_outputs_of_a_request_are_seeded_and_named_one_by_one(scene: H
 
 @on_http()
 async def test_a_chat_gets_as_many_tokens_as_fit_and_a_completion_sixteen(scene: HttpScene) -> None:
-    for number, (path, fields, expected) in enumerate(
-        [
-            (CHAT, {"messages": MESSAGES}, None),
-            (CHAT, {"messages": MESSAGES, "max_completion_tokens": 9, "max_tokens": 8}, 9),
-            ("/v1/completions", {}, 16),
-        ]
-    ):
+    requests: list[tuple[str, dict[str, Any], int | None]] = [
+        (CHAT, {"messages": MESSAGES}, None),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 9, "max_tokens": 8}, 9),
+        ("/v1/completions", {}, 16),
+    ]
+    for number, (path, fields, expected) in enumerate(requests):
         reply = scene.post(path, **fields)
         command = await scene.command(number + 1)
         room = scene.pool.max_model_len - len(command.prompt_token_ids)
