@@ -75,7 +75,7 @@ def up(
         with LocalDeployment(config) as deployment:
             wait_ready(deployment, console, ready_timeout_s)
             console.print(f'[green]ready[/]  baton generate --router {listen} "def add(a, b):"')
-            if http_listen:
+            if http_listen and not http_listen.endswith(":0"):  # else the router's log says it
                 console.print(f"       OpenAI API: http://{http_listen}/v1")
             console.print("[dim]Ctrl-C stops everything[/]")
             while not stopping.wait(0.5):

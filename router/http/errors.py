@@ -105,8 +105,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> Any:
         return await handler(request)
     except web.HTTPException as error:
         return error_response(_of_http(request, error))
-    except ConnectionError:
-        raise  # the client went away: there is nobody to answer
+    except ConnectionError:  # the client went away: nobody reads this
+        return web.Response(status=HTTP_STATUS_OF["CANCELLED"])
     except Exception as error:  # the interceptor of this API
         return error_response(known_error(error))
 

@@ -72,9 +72,7 @@ class Exchange:
     async def respond(self) -> web.StreamResponse:
         """Run the calls; ends them when the client goes away."""
         if self.body.stream:
-            # A client that reads nothing holds up the calls' own deadlines.
-            async with asyncio.timeout(max(c.timeout_s for c in self.calls) + READ_GRACE_S):
-                return await self._respond_in_events()
+            return await self._respond_in_events()
         deltas: list[list[TextDelta]] = [[] for _ in self.calls]
         with as_client_wrote(self.body):
             async with contextlib.aclosing(self._merged()) as merged:
@@ -92,9 +90,15 @@ class Exchange:
 
     async def _respond_in_events(self) -> web.StreamResponse:
         events = EventStream(self.request)
+        deadline_s = max(call.timeout_s for call in self.calls)
         try:
-            with as_client_wrote(self.body):
-                await self._send_events(events)
+            # A client that reads nothing holds up the calls' own deadlines.
+            async with asyncio.timeout(deadline_s + READ_GRACE_S):
+                with as_client_wrote(self.body):
+                    await self._send_events(events)
+        except TimeoutError:
+            if self.request.transport is not None:
+                self.request.transport.abort()
         except Exception as error:  # the interceptor, of what has begun to be sent
             if not events.begun or isinstance(error, ConnectionError):
                 raise

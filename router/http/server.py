@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -83,9 +84,9 @@ class HttpServer:
             await web.TCPSite(self._runner, host.strip("[]"), port).start()
         except OSError as error:
             await self._runner.cleanup()
+            why = os.strerror(error.errno).lower() if error.errno else str(error)
             raise ConfigError(
-                f"http_listen: cannot listen on {listen} ({error.strerror or error}); choose "
-                'another address, or "" for no HTTP'
+                f'http_listen: cannot listen on {listen} ({why}); choose another, or "" for no HTTP'
             ) from error
         return f"{host}:{self._runner.addresses[0][1]}"
 

@@ -72,16 +72,25 @@ class HttpScene:
         return self.prefill.of(PrefillCommand)[number - 1]
 
     def say(
-        self, command: PrefillCommand, index: int, text: str, *, last: FinishReason | None = None
+        self,
+        command: PrefillCommand,
+        index: int,
+        text: str,
+        *,
+        last: FinishReason | None = None,
+        top: tuple[tuple[int, float], ...] = (),
     ) -> int:
         """Have the nodes say the tokens of a text from an output index on; gives the next index."""
         token_ids = TOKENIZER.encode(text)
         end = index + len(token_ids)
         for token_id in token_ids:
             is_last = last is not None and index == end - 1
-            entry = (TokenLogprobs(-0.5),) if command.sampling_params.logprobs is not None else ()
             output = RequestOutput(
-                command.request_id, index, (token_id,), last if is_last else None, entry
+                command.request_id,
+                index,
+                (token_id,),
+                last if is_last else None,
+                () if command.sampling_params.logprobs is None else (TokenLogprobs(-0.5, top),),
             )
             if index == 0:
                 delta = RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT)

@@ -131,7 +131,7 @@ def test_a_chat_streamed_or_not_says_what_one_process_says(client: openai.OpenAI
     *chunks, last = list(
         client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True})
     )
-    assert len(chunks) > 5
+    assert len(chunks) > 1
     assert joined(chunks) == expected.text
     assert last.choices == []
     assert last.usage is not None

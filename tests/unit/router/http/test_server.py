@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import re
+import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -12,14 +16,21 @@ import pytest
 from baton.errors import ConfigError
 from baton.link import CancelCommand, PrefillCommand
 from baton.outputs import FinishReason
+from router.http import exchange
 from router.http.server import HttpServer
 from router.intake import Intake
 from router.metrics import RouterMetrics
-from tests.fakes.http_scene import MODEL, HttpScene, events_of, on_http, until
+from tests.fakes.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
 from tests.fakes.nodes import make_pool
 
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT = "/v1/chat/completions"
+STREAM_BODY = b'{"model": "demo", "prompt": "x", "stream": true, "logprobs": 20}'
+STREAM_REQUEST = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n" % len(STREAM_BODY)
+) + STREAM_BODY
+NUM_CHARS = 10_000
 
 
 async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -46,7 +57,7 @@ async def test_a_stream_sends_each_piece_when_it_comes_and_ends_with_done(scene:
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
     assert all(chunk["id"] == event["id"] for chunk in (*chunks, usage))
     assert usage["choices"] == []
-    num_tokens = len(chunks) + index
+    num_tokens = index + len(TOKENIZER.encode(" read_config(path)"))
     assert usage["usage"]["completion_tokens"] == num_tokens
     assert usage["usage"]["total_tokens"] == num_tokens + 1
     assert done == "[DONE]"
@@ -328,3 +339,63 @@ def test_an_address_that_is_taken_or_none_is_one_line() -> None:
                     await server.start(listen)
 
     asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def stream_with_small_buffers(scene: HttpScene) -> AsyncIterator[asyncio.StreamReader]:
+    """A stream that was asked for and is not read; the nodes say more than all buffers take."""
+    host, _, port = scene.url.removeprefix("http://").partition(":")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=connection)
+        writer.write(STREAM_REQUEST)
+        top = tuple((token_id, -0.123456789) for token_id in range(256, 276))
+        command = await scene.command()
+        scene.say(command, 0, "x" * NUM_CHARS, last=FinishReason.LENGTH, top=top)
+        yield reader
+        writer.close()
+
+
+@on_http()
+async def test_a_reader_that_stands_still_is_not_written_to(scene: HttpScene) -> None:
+    async with stream_with_small_buffers(scene) as reader:
+        for _ in range(1000):
+            await asyncio.sleep(0.001)
+        assert scene.dispatcher.num_open == 1  # all has been said, and not been read
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):  # HTTP's own end
+            data += await reader.read(2**20)
+        assert b"data: [DONE]" in data
+        assert b"".join(re.findall(rb'"text":"(x*)"', data)) == b"x" * NUM_CHARS
+
+
+@on_http(timeout_s=0.1)
+async def test_a_reader_that_stands_still_for_too_long_is_cut_off(scene: HttpScene) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "READ_GRACE_S", 0.5)
+        async with stream_with_small_buffers(scene) as reader:
+            await until(lambda: scene.dispatcher.num_open == 0)
+            data = b""
+            with contextlib.suppress(ConnectionResetError):
+                while more := await reader.read(2**20):
+                    data += more
+            assert data.startswith(b"HTTP/1.1 200")
+            assert b"DONE" not in data
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_is_no_error(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    @on_http()
+    async def run(scene: HttpScene) -> None:
+        for number in range(3):
+            reply = asyncio.ensure_future(scene.post(stream=stream))
+            command = await scene.command(number + 1)
+            reply.cancel()
+            scene.say(command, 0, "one", last=FinishReason.STOP)
+            await until(lambda: scene.dispatcher.num_open == 0)
+
+    run()
+    assert caplog.records == []
