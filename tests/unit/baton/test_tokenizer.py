@@ -197,7 +197,7 @@ def test_tools_and_options_reach_the_template(tmp_path: Path) -> None:
 
     assert rendered() == "hi"
     options = {"thinking": "yes ", "messages": []}
-    assert rendered(tools=[{"name": "f"}], template_options=options) == "fyes hi"
+    assert rendered(tools=[{"name": "f"}], template_options=options) == "f yes hi"
 
 
 def test_a_template_that_does_not_look_at_tools_takes_none(tmp_path: Path) -> None:
