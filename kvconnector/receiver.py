@@ -24,6 +24,7 @@ from kvconnector.messages import (
     HelloAck,
     Message,
     Quiet,
+    Resend,
     Start,
     Verified,
     Watermark,
@@ -169,15 +170,32 @@ class Receiver:
                 pass
 
     def _note(self, verifier: Verifier, message: Watermark | Commit) -> None:
-        """Keep it until all that it speaks of is verified; of what is over it says nothing."""
+        """Keep it until all that it speaks of is verified."""
         arrival = verifier.find((message.request_id, message.epoch), message.engine_id)
         if arrival is None:
+            if isinstance(message, Commit):  # it is over here, and the sender does not know
+                self.cancel(message.request_id, message.epoch, message.engine_id)
             return
         if isinstance(message, Watermark):
             arrival.watermark = message
         else:
+            if arrival.commit is not None:  # it asks again: what we wanted again may be lost
+                self._ask_again(message, arrival)
             arrival.commit = message
         self._tell_verified(verifier, arrival)
+
+    def _ask_again(self, commit: Commit, arrival: Arrival) -> None:
+        """Say once more what arrived wrong and has not come again."""
+        for index, layers in arrival.missing:
+            resend = Resend(
+                engine_id=self._info.engine_id,
+                request_id=commit.request_id,
+                epoch=commit.epoch,
+                indices=[index],
+                layers=layers,
+                attempt=arrival.attempts[index, layers],
+            )
+            self._endpoint.peers.send(commit.engine_id, resend)
 
     def _check(self, verifier: Verifier, message: Digests) -> None:
         resend = verifier.check(message, self._info.engine_id)

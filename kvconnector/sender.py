@@ -20,14 +20,13 @@ from kvconnector.base import (
     TransferEvent,
     TransferEventKind,
 )
-from kvconnector.digests import DIGEST_BYTES, MAX_DIGESTS_PER_MESSAGE, BlockDigests
+from kvconnector.digests import BlockDigests
 from kvconnector.endpoint import Endpoint
 from kvconnector.layout import LayerRange, check_block_ids
 from kvconnector.messages import (
     Beat,
     Cancel,
     Commit,
-    Digests,
     Grant,
     HelloAck,
     Message,
@@ -73,6 +72,7 @@ class Sender:
         self._clock = clock
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
         self._starts = Repeats()  # not granted yet
+        self._commits = Repeats()  # not verified yet
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
@@ -220,6 +220,7 @@ class Sender:
 
     def _progress(self) -> bool:
         self._repeat_starts()
+        self._repeat_commits()
         in_flight_bytes: dict[str, int] = {}
         for transfer in list(self._transfers.values()):
             self._settle(transfer)
@@ -241,6 +242,16 @@ class Sender:
                 self._starts.remove(key, start.engine_id)
             else:
                 self._send(start.engine_id, start.message)
+
+    def _repeat_commits(self) -> None:
+        """One of the digests, the commit or the answer was lost."""
+        for key, commit in self._commits.take_due(self._clock()):
+            transfer = self._transfers.get(key)
+            if transfer is None:
+                self._commits.remove(key, commit.engine_id)
+                continue
+            for message in (*transfer.digests, commit.message):
+                self._send(commit.engine_id, message)
 
     def _send(self, engine_id: str, message: Message) -> bool:
         return self._endpoint.peers.send(engine_id, message)
@@ -343,28 +354,19 @@ class Sender:
         transfer.commit_is_sent = True
         if self._digests is None:
             self._end(transfer)
+        else:
+            key = (transfer.request_id, transfer.epoch)
+            self._commits.add(key, transfer.engine_id, commit, self._clock())
 
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.request_id, transfer.epoch]
         self._emit(TransferEventKind.COMMITTED, transfer)
 
     def _send_digests(self, transfer: Transfer, write: Write) -> None:
-        """Say what a complete write must have brought; in messages that stay short."""
-        if not write.digests or transfer.failure is not None:
-            return
-        piece = write.piece
-        for start in range(0, len(piece.indices), MAX_DIGESTS_PER_MESSAGE):
-            end = start + MAX_DIGESTS_PER_MESSAGE
-            message = Digests(
-                engine_id=self._info.engine_id,
-                request_id=transfer.request_id,
-                epoch=transfer.epoch,
-                indices=list(piece.indices[start:end]),
-                digests=write.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
-                layers=piece.layers,
-                attempt=piece.attempt,
-            )
-            self._send(transfer.engine_id, message)
+        """Say what a complete write must have brought."""
+        if write.digests and transfer.failure is None:
+            for message in transfer.note_digests(self._info.engine_id, write):
+                self._send(transfer.engine_id, message)
 
     def _fail(self, transfer: Transfer | None, reason: str) -> None:
         """Post nothing more; `_finish_if_quiet` ends it when nothing is in flight."""

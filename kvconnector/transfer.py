@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvconnector.base import BlockPush, PendingWrite
+from kvconnector.digests import DIGEST_BYTES, MAX_DIGESTS_PER_MESSAGE
 from kvconnector.layout import LayerRange, count_runs
-from kvconnector.messages import Grant
+from kvconnector.messages import Digests, Grant
 
 MAX_ATTEMPTS = 3  # at writing again what arrived wrong
 
@@ -67,6 +68,7 @@ class Transfer:
         failure: why it ends; nothing is posted any more.
         block_ids: this node's, by their places among those that travel; of what was posted.
         attempts: how often places were asked for again, by place and layers.
+        digests: that were sent, should they have to be sent again.
         commit_is_sent: only with digests does it go on then, until all is verified.
     """
 
@@ -86,6 +88,7 @@ class Transfer:
     failure: str | None = None
     block_ids: dict[int, int] = field(default_factory=dict)
     attempts: dict[tuple[int, LayerRange], int] = field(default_factory=dict)
+    digests: list[Digests] = field(default_factory=list)
     commit_is_sent: bool = False
 
     @property
@@ -122,6 +125,24 @@ class Transfer:
         self.attempts.update(dict.fromkeys(((index, layers) for index in wanted), attempt))
         block_ids = tuple(self.block_ids[index] for index in wanted)
         self.pieces.append(Piece(tuple(wanted), block_ids, layers, attempt=attempt))
+
+    def note_digests(self, own_engine_id: str, write: Write) -> list[Digests]:
+        """What to say of a complete write; in messages that stay short."""
+        piece, messages = write.piece, []
+        for start in range(0, len(piece.indices), MAX_DIGESTS_PER_MESSAGE):
+            end = start + MAX_DIGESTS_PER_MESSAGE
+            message = Digests(
+                engine_id=own_engine_id,
+                request_id=self.request_id,
+                epoch=self.epoch,
+                indices=list(piece.indices[start:end]),
+                digests=write.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
+                layers=piece.layers,
+                attempt=piece.attempt,
+            )
+            messages.append(message)
+        self.digests += messages
+        return messages
 
     def fail(self, reason: str) -> None:
         """Post nothing more."""

@@ -13,13 +13,28 @@ from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEv
 from kvconnector.digests import BlockDigests
 from kvconnector.in_memory import InMemoryTransport, _Done
 from kvconnector.layout import LayerRange
-from kvconnector.messages import Digests, Verified, Watermark, decode, encode
+from kvconnector.messages import (
+    Commit,
+    Digests,
+    Message,
+    Resend,
+    Verified,
+    Watermark,
+    decode,
+    encode,
+)
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from kvconnector.transfer import MAX_ATTEMPTS
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.waiting import wait_until
-from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
+from tests.property.test_handoff import (
+    assert_clean,
+    make_cluster,
+    num_references,
+    prompt_of,
+    reference_tokens,
+)
 
 NUM_BLOCKS = 8
 BLOCK_SHAPE = (4, 2, 2, 4, 8)  # layers, k and v, heads, tokens, head_dim
@@ -183,22 +198,45 @@ def test_a_watermark_waits_for_the_digests_that_it_overtook() -> None:
 def test_the_prefill_node_holds_its_blocks_until_all_is_verified() -> None:
     cluster = make_cluster(20, kv_digests=True)
     cluster.place("a", 1, prompt_of(0, 14), GREEDY)
+    run_and_lose(cluster, Verified)
+    assert cluster.attempts["a", 1].is_complete
+    assert cluster.p.requests() != []
+    cluster.settle()  # it asks again, and hears that it is over
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize("kind", [Digests, Commit, Resend, Verified])
+def test_a_message_that_is_lost_is_said_again(kind: type[Message]) -> None:
+    cluster = make_cluster(20, kv_digests=True)
+    cluster.place("a", 1, prompt_of(0, 14), GREEDY)
+    if kind is Resend:
+        while not cluster.network.writes:
+            go_on(cluster)
+            while cluster.network.messages:
+                cluster.network.deliver(0)
+        cluster.network.land_damaged(0, 0, 0, 0)
+    run_and_lose(cluster, kind)
+    assert num_references(cluster.p.engine) > 0
+    cluster.settle()
+    assert cluster.attempts["a", 1].is_complete
+    assert_clean(cluster)
+
+
+def run_and_lose(cluster: Cluster, kind: type[Message]) -> None:
+    """All goes on until everything waits for the first message of a kind, which was lost."""
+    num_lost = 0
     for _ in range(60):
         go_on(cluster)
         while cluster.network.writes:
             cluster.network.land(0)
         for index, message in enumerate(cluster.network.messages):
-            if isinstance(decode(message.payload), Verified):
-                assert cluster.p.requests() != []
-                cluster.network.drop(index)  # it is lost: until the deadline, then
+            if not num_lost and isinstance(decode(message.payload), kind):
+                cluster.network.drop(index)
+                num_lost += 1
                 break
         while cluster.network.messages:
             cluster.network.deliver(0)
-    assert cluster.attempts["a", 1].is_complete
-    assert cluster.p.requests() != []
-    cluster.p.push_tracker.expire(float("inf"))
-    cluster.settle()
-    assert_clean(cluster)
+    assert num_lost == 1
 
 
 @pytest.mark.parametrize(
