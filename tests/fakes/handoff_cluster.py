@@ -31,6 +31,8 @@ from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine.engine import Engine
+from engine.outputs import SchedulerOutput
+from engine.request import RequestStatus
 from kvconnector.base import KVTransport, TransferEvent
 from kvconnector.digests import BlockDigests
 from kvconnector.endpoint import Endpoint
@@ -97,7 +99,8 @@ class RecordingSender(Sender):
 
 
 class CheckedEngine(Engine):
-    """Compares a committed prompt's KV with the right one before the request runs on it."""
+    """Compares a committed prompt's KV with the right one before the request runs on it; and no
+    parked request runs."""
 
     num_commits = 0
 
@@ -106,6 +109,11 @@ class CheckedEngine(Engine):
     ) -> None:
         super().__init__(folder, config)
         self.expected_kv = expected_kv
+
+    def schedule(self) -> SchedulerOutput:
+        scheduled = super().schedule()
+        assert all(i.request.status is RequestStatus.RUNNING for i in scheduled.scheduled)
+        return scheduled
 
     def commit(self, request_id: str, token_id: int) -> None:
         request = self.requests[request_id]

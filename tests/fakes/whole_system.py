@@ -358,9 +358,12 @@ class System:
                 for b in write.remote_block_ids
                 if (write.target.engine_id, b) not in writable
             }
-            source = self.by_id[write.source.engine_id]
+            source, target = (self.by_id[end.engine_id] for end in (write.source, write.target))
             held = source.node.engine.block_ref_counts()
             assert source.dead or held.keys() >= set(write.local_block_ids)
+            blocks = target.node.engine._block_pool._blocks
+            named = [b for b in write.remote_block_ids if blocks[b].block_hash is not None]
+            assert target.dead or not named, "a peer may write what the prefix cache gives out"
         counts = {
             engine_id: process.node.engine.block_ref_counts()
             for engine_id, process in self.by_id.items()
