@@ -281,15 +281,20 @@ class Cluster:
         self.d.submit(PeerUpdate(self.p_id, self.sender.describe()))
         self.p.submit(PeerUpdate("d", self.d.receiver.describe()))
 
-    def kill(self, engine_id: str) -> None:
-        """One node's process ends, and the router tells the other; ``p`` is the present one."""
+    def kill(self, engine_id: str, *, told: bool = True) -> None:
+        """One node's process ends; ``p`` is the present one.
+
+        Args:
+            told: the router tells the other node.
+        """
         if engine_id == "p":
             engine_id = self.p_id
         self.dead.add(engine_id)
         self.network.kill(engine_id)
         let_die((self.d if engine_id == "d" else self.p).engine)
         survivor = self.p if engine_id == "d" else self.d
-        survivor.submit(PeerUpdate(engine_id, removed=True))
+        if told:
+            survivor.submit(PeerUpdate(engine_id, removed=True))
 
     @property
     def is_down(self) -> bool:
