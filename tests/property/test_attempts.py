@@ -19,6 +19,7 @@ from baton.sampling_params import SamplingParams
 from router.retry_budget import RetryOptions
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, HandNode, failure, token
 from tests.fakes.router_scene import Scene
+from tests.property.num_examples import num_examples
 
 OPTIONS = RetryOptions(
     max_attempts=4, max_preemptions=3, pair_timeout_s=0.01, first_pause_s=0, longest_pause_s=0
@@ -103,7 +104,7 @@ class World:
         self.scene.connect()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_prefill=st.integers(1, 3),
