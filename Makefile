@@ -31,7 +31,7 @@ test: setup ## run the tests
 	$(BIN)/python -m pytest
 
 # Each of the two draws examples of its own: without CI, Hypothesis is random.
-property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, in two processes (about an hour)
+property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, in two processes (takes long)
 	@for half in 1 2; do \
 		CI= BATON_EXAMPLES=$$(( $(EXAMPLES) / 2 )) OMP_NUM_THREADS=1 \
 			$(BIN)/python -m pytest --timeout 0 --durations 5 $(STATE_MACHINES) & \
