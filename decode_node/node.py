@@ -135,8 +135,9 @@ class DecodeNode:
 
     def requests(self) -> list[RequestView]:
         """Open requests; may be read from any thread."""
+        now = self._clock()
         return [
-            view_request(job.request, job.reservation.state.value, job.reservation.parked_at)
+            view_request(job.request, job.reservation.state.value, now - job.reservation.parked_at)
             for job in list(self._jobs.values())
         ]
 
@@ -230,11 +231,14 @@ class DecodeNode:
 
     def _settle(self, event: TransferEvent) -> None:
         if event.kind is TransferEventKind.PEER_CONNECTED:
-            self._emit(PeerReport(event.engine_id, True, transport=event.transport))
+            rate = event.bandwidth_bytes_per_s
+            self._emit(PeerReport(event.engine_id, True, event.transport, "", rate))
         elif event.kind is TransferEventKind.PEER_FAILED:
             self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             for lost in self.reservations.end_all_of(event.engine_id):
                 self._fail(lost, "UNAVAILABLE", "its prefill node cannot be reached")
+        elif event.kind is TransferEventKind.PEER_DRAINED:
+            self.reservations.end_drained(event.engine_id)
         else:
             reservation = self.reservations.settle(event)
             if reservation is None or reservation.state is not ReservationState.QUARANTINED:

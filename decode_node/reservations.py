@@ -4,7 +4,8 @@
         `--------`-----------`------> QUARANTINED -> free
 
 Takes a parked Request, gives grants; takes transfer events, gives arrivals and failures. A block
-that a peer may still write has a holder here until the peer says it is quiet or is known dead.
+that a peer may still write has a holder here until the peer says it is quiet, or is known to be
+dead and what it had sent is taken in.
 Knows no RPC and no tensor.
 """
 
@@ -16,17 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 from baton.decode_options import DecodeOptions
 from baton.ledger import BlockHolding, BlockOwner
 from baton.node_metrics import HandoffMetrics, TransferOutcome
 from baton.outputs import PushReceipt
+from decode_node.gone_peers import GonePeers
 from decode_node.grant_queue import GrantQueue, Key
 from engine.engine import Engine
 from engine.request import Request
 from kvconnector.base import KVReceiver, KVReservation, TransferEvent, TransferEventKind
-from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.peer_info import PeerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Reservations:
         )
         self._early_starts: dict[Key, tuple[float, str]] = {}  # (came at, engine_id)
         self._ended: dict[Key, float] = {}  # tombstones
-        self._gone_peers: dict[str, PeerInfo] = {}
+        self._gone_peers = GonePeers(receiver)
         self._peers: dict[str, PeerInfo] = {}
         self._tick_at = 0.0
         self._outcomes: Counter[TransferOutcome] = Counter()
@@ -111,7 +112,7 @@ class Reservations:
 
     def add_peer(self, peer: PeerInfo) -> None:
         self._peers[peer.engine_id] = peer
-        self._gone_peers.pop(peer.engine_id, None)
+        self._gone_peers.remove(peer.engine_id)
         self._receiver.connect(peer)
 
     def park(self, request: Request, epoch: int, engine_id: str, received_at: float) -> Reservation:
@@ -207,7 +208,7 @@ class Reservations:
         """
         peer = self._peers.pop(engine_id, None)
         if peer is not None:
-            self._gone_peers[engine_id] = peer
+            self._gone_peers.add(peer)
         return self.end_all_of(engine_id)
 
     def end_all_of(self, engine_id: str) -> list[Reservation]:
@@ -218,20 +219,19 @@ class Reservations:
             self._end(key, reservation, TransferOutcome.FAILED, quiet=False)
         return lost
 
+    def end_drained(self, engine_id: str) -> None:
+        """Nothing of a dead prefill node can arrive any more: free what it held."""
+        if self._gone_peers.is_drained(engine_id):
+            for key in [k for k, r in self._quarantine.items() if r.engine_id == engine_id]:
+                self._free_quarantined(key)
+
     def tick(self) -> None:
-        """Free what dead peers held, ask others again, forget what is old; call now and then."""
+        """Have dead peers drained, ask others again, forget what is old; call now and then."""
         now = self._clock()
         if now < self._tick_at:
             return
         self._tick_at = now + TICK_S
-        for engine_id, peer in list(self._gone_peers.items()):
-            held = [key for key, r in self._quarantine.items() if r.engine_id == engine_id]
-            if held and not _is_dead(peer):
-                continue
-            for key in held:
-                self._free_quarantined(key)
-            del self._gone_peers[engine_id]
-            self._receiver.disconnect(engine_id)
+        self._gone_peers.tick({r.engine_id for r in self._quarantine.values()})
         for key, reservation in self._quarantine.items():
             if now - reservation.cancelled_at >= RECANCEL_S:
                 self._cancel_remote(key, reservation)
@@ -385,17 +385,3 @@ def _holding(
         peer=reservation.engine_id,
         age_s=now - reservation.parked_at,
     )
-
-
-def _is_dead(peer: PeerInfo) -> bool:
-    """Whether a peer's process has certainly ended. Of another machine we cannot say."""
-    if not peer.host or peer.host != host_identity() or peer.pid == 0:
-        return False
-    try:
-        status = Path(f"/proc/{peer.pid}/stat").read_text(encoding="ascii", errors="replace")
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    # "pid (name) state ...": a zombie writes nothing any more, it only waits to be noticed.
-    return status.rpartition(")")[2].split()[0] in ("Z", "X")

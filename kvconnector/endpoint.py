@@ -72,6 +72,7 @@ class Endpoint:
         self._expecting = False
         self._num_read_failures = 0
         self._num_peer_failures = 0
+        self.num_reads = 0  # that went well
         self._warm_until = 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-io", daemon=True)
@@ -160,6 +161,7 @@ class Endpoint:
             logger.warning("cannot read messages: %s", error)
             return []
         self._num_read_failures = 0
+        self.num_reads += 1
         return payloads
 
     def _round(self) -> bool:

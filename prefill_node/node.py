@@ -135,7 +135,8 @@ class PrefillNode:
     def requests(self) -> list[RequestView]:
         """Open requests; may be read from any thread."""
         local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
-        views = [view_request(job.request, "", job.received_at) for job in local]
+        now = self._clock()
+        views = [view_request(job.request, "", now - job.received_at) for job in local]
         return views + self.push_tracker.views()
 
     def ledger(self) -> Ledger:
@@ -258,7 +259,8 @@ class PrefillNode:
     def _settle(self, event: TransferEvent) -> None:
         match event.kind:
             case TransferEventKind.PEER_CONNECTED:
-                self._emit(PeerReport(event.engine_id, True, transport=event.transport))
+                rate = event.bandwidth_bytes_per_s
+                self._emit(PeerReport(event.engine_id, True, event.transport, "", rate))
             case TransferEventKind.PEER_FAILED:
                 self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             case _:
@@ -290,7 +292,7 @@ class PrefillNode:
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRY_INTERVAL_S
-        self.push_tracker.expire(now)
+        self.push_tracker.expire()
         for request_id, job in list(self._jobs.items()):
             if now - job.received_at > job.command.timeout_s:
                 self.push_tracker.drop(request_id, "deadline")

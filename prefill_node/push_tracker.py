@@ -41,8 +41,8 @@ class _Handoff:
     indices: list[int]
     epoch: int
     engine_id: str
-    expires_at: float
     added_at: float
+    expires_at: float
     started: bool = False
     block_ids: list[int] = field(default_factory=list)
     held_block_ids: list[int] = field(default_factory=list)
@@ -122,8 +122,8 @@ class PushTracker:
             self._engine.handoff_indices(request.num_initial_tokens),
             epoch,
             engine_id,
-            expires_at=now + timeout_s,
             added_at=now,
+            expires_at=now + timeout_s,
         )
 
     def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
@@ -201,8 +201,9 @@ class PushTracker:
         self._draining[request_id, handoff.epoch] = handoff
         self._sender.abort(request_id, handoff.epoch, reason)
 
-    def expire(self, now: float) -> None:
+    def expire(self) -> None:
         """End the handoffs whose time is up: their grant or their writes never came."""
+        now = self._clock()
         for request_id, handoff in list(self._handoffs.items()):
             if now > handoff.expires_at:
                 self.drop(request_id, "deadline passed")
@@ -233,8 +234,9 @@ class PushTracker:
 
     def views(self) -> list[RequestView]:
         """Open handoffs, also of requests that are computed already; from any thread."""
+        now = self._clock()
         return [
-            view_request(handoff.request, handoff.state, handoff.added_at)
+            view_request(handoff.request, handoff.state, now - handoff.added_at)
             for handoff in list(self._handoffs.values())
         ]
 

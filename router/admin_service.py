@@ -41,6 +41,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                         connected=report.connected,
                         transport=report.transport,
                         problem=report.problem,
+                        bandwidth_bytes_per_s=report.bandwidth_bytes_per_s,
                     )
                 )
         return admin_pb2.NodeDescription(

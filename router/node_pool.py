@@ -209,7 +209,7 @@ class NodePool:
             if self.prefix_index.take(node.engine_id, event):
                 logger.warning("%s: KV cache events were lost; asking for all again", node.name)
                 node.send(SendKVSnapshot())
-        else:
+        elif isinstance(event, PeerReport):
             node.reports[event.engine_id] = event
             self._note_reach(node, event.engine_id)
             self._note_change()

@@ -34,7 +34,15 @@ from engine.engine import Engine
 from kvconnector.base import KVTransport, TransferEvent
 from kvconnector.digests import BlockDigests
 from kvconnector.endpoint import Endpoint
-from kvconnector.messages import Beat, Hello, HelloAck, Message, decode
+from kvconnector.messages import (
+    Beat,
+    Hello,
+    HelloAck,
+    Message,
+    SelfTest,
+    SelfTestResult,
+    decode,
+)
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
@@ -379,16 +387,21 @@ class Cluster:
 
 def is_beat(message: ScriptedMessage) -> bool:
     """Whether a message is about its sender's being there, and about no request."""
-    return isinstance(decode(message.payload), Beat | Hello | HelloAck)
+    about_peers = Beat | Hello | HelloAck | SelfTest | SelfTestResult
+    return isinstance(decode(message.payload), about_peers)
 
 
 def _never(error: Exception) -> None:
     raise AssertionError("no thread runs that could die") from error
 
 
-def endpoint_of(node: PrefillNode | DecodeNode) -> ThreadlessEndpoint:
-    """What plays a node's KV I/O thread."""
-    end = node.sender if isinstance(node, PrefillNode) else node.receiver
+def endpoint_of(owner: PrefillNode | DecodeNode | Sender | Receiver) -> ThreadlessEndpoint:
+    """What plays the KV I/O thread of a node, or of its end of the connector."""
+    end: object = owner
+    if isinstance(owner, PrefillNode):
+        end = owner.sender
+    elif isinstance(owner, DecodeNode):
+        end = owner.receiver
     assert isinstance(end, Sender | Receiver)
     assert isinstance(end._endpoint, ThreadlessEndpoint)
     return end._endpoint

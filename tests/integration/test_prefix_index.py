@@ -55,13 +55,12 @@ def _has_new_beat(node: Node, before: NodeBeat) -> bool:
 
 
 class Inbox(asyncio.Queue[LegDelta]):
-    """Takes what both nodes say; of plain tokens nothing is asked."""
+    """What nodes say of a request, but for tokens alone."""
 
     def take(self, item: LegDelta) -> None:
         self.put_nowait(item)
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        pass
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None: ...
 
 
 class Site:
@@ -100,12 +99,13 @@ class Site:
     async def run(self, prompt: Sequence[int]) -> tuple[int, int]:
         """One request; the tokens of its prompt that the prefill and the decode node had."""
         prefill, decode = self.node(NodeRole.PREFILL), self.node(NodeRole.DECODE)
-        request_id, inbox = f"r{next(self._numbers)}", Inbox()
+        number, inbox = next(self._numbers), Inbox()
+        request_id = f"r{number}"
         for node in (prefill, decode):
-            node.open_leg(request_id, 1, 0, inbox)
+            node.open_leg(request_id, number, 0, inbox)
         shared = {
             "request_id": request_id,
-            "epoch": 1,
+            "epoch": number,
             "prompt_token_ids": list(prompt),
             "sampling_params": PARAMS,
             "timeout_s": 60.0,
@@ -120,7 +120,7 @@ class Site:
             if receipt is not None:
                 cached[item.role] = receipt.num_cached_tokens
         for node in (prefill, decode):
-            node.close_leg(1)
+            node.close_leg(number)
         return cached[NodeRole.PREFILL], cached[NodeRole.DECODE]
 
 

@@ -151,7 +151,9 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         num_transfers=uint32,
         serving_state=st.sampled_from(link.ServingState),
     ),
-    st.builds(link.PeerReport, texts, st.booleans(), texts, texts),
+    st.builds(
+        link.PeerReport, texts, st.booleans(), texts, texts, st.floats(0, allow_infinity=False)
+    ),
     st.builds(link.KVCacheEvents, uint64, st.booleans(), short_hashes, short_hashes),
 )
 registrations = st.builds(
