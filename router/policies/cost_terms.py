@@ -78,6 +78,7 @@ class PrefillTerms:
     wait_s: float
     compute_s: float
     total_s: float
+    is_measured: bool
 
 
 @dataclass(slots=True)
@@ -97,6 +98,7 @@ class DecodeTerms:
     stall_s: float
     steps_s: float
     damage_s: float
+    is_measured: bool
 
 
 @dataclass(slots=True)
@@ -112,7 +114,10 @@ class Place:
         """For operators, in milliseconds."""
         terms = {name: 1e3 * seconds for name, seconds in self.terms_s.items()}
         prefill = self.prefill.node.node_name if self.prefill else ""
-        return Candidate(prefill, self.decode.node.node_name, 1e3 * self.cost_s, terms)
+        decode = self.decode.node.node_name
+        assumed = [prefill] if self.prefill and not self.prefill.is_measured else []
+        assumed += [] if self.decode.is_measured else [decode]
+        return Candidate(prefill, decode, 1e3 * self.cost_s, terms, tuple(assumed))
 
 
 # ---------------------------------------------------------------- all nodes, as fast as can be
@@ -185,7 +190,8 @@ def prefill_terms(terms: CostTerms, node: NodeView) -> PrefillTerms:
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
-    return PrefillTerms(node, num_missing, total_s - compute_s, compute_s, total_s)
+    is_measured = node.prefill.num_measured > 0
+    return PrefillTerms(node, num_missing, total_s - compute_s, compute_s, total_s, is_measured)
 
 
 def decode_terms(terms: CostTerms, node: NodeView) -> DecodeTerms:
@@ -199,6 +205,7 @@ def decode_terms(terms: CostTerms, node: NodeView) -> DecodeTerms:
         stall_s=node.prefill_queue_s,
         steps_s=num_steps * (node.step_base_s + more_s),
         damage_s=num_steps * (node.step_s_per_unit * units - more_s),
+        is_measured=node.step.num_measured > 0,
     )
 
 

@@ -150,6 +150,14 @@ def test_an_explanation_has_the_chosen_place_first_and_adds_up() -> None:
         assert min(candidate.terms.values()) >= 0
 
 
+def test_an_explanation_says_whose_speed_is_only_assumed() -> None:
+    book = FleetBook(1, 2)
+    book["p0"].prefill.measure(100, 0.1)
+    book["d1"].step.measure(100, 0.1)
+    assumed = {c.decode: c.assumed for c in Cost().explain(query_of(), book.fleet())}
+    assert assumed == {"d0": ("d0",), "d1": ()}
+
+
 def test_the_example_in_the_docs_is_right() -> None:
     book = FleetBook(2, 2)
     book.reach = {p: dict.fromkeys(reached, 20e9) for p, reached in book.reach.items()}
