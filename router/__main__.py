@@ -59,6 +59,23 @@ def router(
             envvar="BATON_NODE_TOKEN",
         ),
     ] = "",
+    node_listen: Annotated[
+        str,
+        typer.Option(
+            help="host:port for nodes and `baton nodes`, when it is not to be that of the public."
+        ),
+    ] = "",
+    reuse_port: Annotated[
+        bool,
+        typer.Option(
+            help="Share the public port with other routers, each with its own --node-listen; "
+            "the system gives each a part of the connections."
+        ),
+    ] = False,
+    resume_grace_s: Annotated[
+        float,
+        typer.Option(help="A resumable request that nobody reads is kept for so long, seconds."),
+    ] = 10.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -75,6 +92,9 @@ def router(
                 pair_timeout_s=pair_timeout_s,
                 node_timeout_s=node_timeout_s,
                 node_token=node_token,
+                node_listen=node_listen,
+                reuse_port=reuse_port,
+                resume_grace_s=resume_grace_s,
             )
         )
 

@@ -80,6 +80,11 @@ class Intake:
         self._default_timeout_s = default_timeout_s
         self._grammar_threads = GrammarThreads(1)
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens, prompt and output, of a request."""
+        return self._dispatcher.pool.max_model_len
+
     async def accept(self, request: GenerationRequest) -> Call:
         """Check everything a client can get wrong; raises InvalidRequestError."""
         if len(request.request_id) > MAX_REQUEST_ID_CHARS:
