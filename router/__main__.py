@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.client import DEFAULT_ADDRESS
+from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
@@ -76,6 +76,16 @@ def router(
         float,
         typer.Option(help="A resumable request that nobody reads is kept for so long, seconds."),
     ] = 10.0,
+    http_listen: Annotated[
+        str, typer.Option(help='host:port of the OpenAI-compatible HTTP API; "": none.')
+    ] = DEFAULT_HTTP_ADDRESS,
+    http_cors_origin: Annotated[
+        str,
+        typer.Option(help='Web pages of this origin may call the HTTP API; "*": of all.'),
+    ] = "",
+    served_model_name: Annotated[
+        str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -95,6 +105,9 @@ def router(
                 node_listen=node_listen,
                 reuse_port=reuse_port,
                 resume_grace_s=resume_grace_s,
+                http_listen=http_listen,
+                http_cors_origin=http_cors_origin,
+                served_model_name=served_model_name,
             )
         )
 
