@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from baton.errors import InvalidRequestError
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import MAX_SEED, SamplingParams
 
 
 def check_prompt(
@@ -50,3 +50,16 @@ def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> N
 def draw_seed() -> int:
     """A seed for a request that came without one."""
     return secrets.randbits(63)
+
+
+def choice_seed(seed: int, choice_index: int) -> int:
+    """The seed of one of a prompt's ``n`` outputs: output i is what a request with seed + i gives.
+
+    Behind the greatest seed comes the least one; samplers count modulo 2**64, too.
+    """
+    return (seed + choice_index + MAX_SEED + 1) % 2**64 - MAX_SEED - 1
+
+
+def choice_request_id(request_id: str, choice_index: int) -> str:
+    """The id of one of a prompt's ``n`` outputs: the first has the request's own."""
+    return f"{request_id}-{choice_index}" if choice_index else request_id

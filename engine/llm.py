@@ -18,7 +18,13 @@ from baton.engine_config import EngineConfig
 from baton.errors import EngineDeadError, InvalidRequestError
 from baton.model_folder import find_model_folder
 from baton.outputs import Completion, FinishReason, RequestOutput, TextDelta
-from baton.prompt import check_prompt, check_sampling_params, draw_seed
+from baton.prompt import (
+    check_prompt,
+    check_sampling_params,
+    choice_request_id,
+    choice_seed,
+    draw_seed,
+)
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from engine.answer import Answer
@@ -250,10 +256,10 @@ class LLM:
         seed = draw_seed() if params.seed is None else params.seed
         return [
             Request.create(
-                f"offline-{self._num_requests}" + (f"-{index}" if index else ""),
+                choice_request_id(f"offline-{self._num_requests}", index),
                 token_ids,
                 params,
-                seed=seed + index,
+                seed=choice_seed(seed, index),
                 eos_token_ids=engine.eos_token_ids,
                 max_model_len=engine.max_model_len,
                 grammar=engine.compile_grammar(params),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from baton.outputs import Receipt, RequestOutput
 from baton.sampling_params import SamplingParams
 
@@ -16,6 +18,7 @@ class Call:
         sampling_params: with a seed.
         received_at: when it reached the router, by `time.perf_counter`.
         timeout_s: from now.
+        session_id: calls with the same one go to the same nodes, if the policy looks at it.
     """
 
     request_id: str
@@ -23,10 +26,10 @@ class Call:
     sampling_params: SamplingParams
     received_at: float
     timeout_s: float
+    session_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CallOutput:
+class CallOutput(msgspec.Struct, frozen=True, gc=False):
     """New tokens, strictly in order; the last one carries the receipt."""
 
     output: RequestOutput

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import msgspec
 
-from router.node_pool import LegDelta
+from router.node import LegDelta
 
 
 class DeltaOrder:
@@ -20,6 +19,13 @@ class DeltaOrder:
     def __init__(self, next_index: int) -> None:
         self.next_index = next_index
         self._early: dict[int, LegDelta] = {}  # by output index; legs overtake each other
+
+    def push_next(self, output_index: int) -> bool:
+        """Take a single token, if it is the next one and nothing waits for it; else do nothing."""
+        if output_index != self.next_index or self._early:
+            return False
+        self.next_index += 1
+        return True
 
     def push(self, item: LegDelta) -> Iterator[LegDelta]:
         """Take a delta without an error; yields those that are next now."""
@@ -42,10 +48,11 @@ class DeltaOrder:
             return item
         if num_told >= len(output.token_ids):
             return None
-        output = msgspec.structs.replace(
+        replace = msgspec.structs.replace
+        output = replace(
             output,
             output_index=self.next_index,
             token_ids=output.token_ids[num_told:],
             logprobs=output.logprobs[num_told:],
         )
-        return dataclasses.replace(item, delta=dataclasses.replace(item.delta, output=output))
+        return replace(item, delta=replace(item.delta, output=output))

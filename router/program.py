@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.client import DEFAULT_ADDRESS
 from baton.errors import ConfigError
@@ -49,7 +49,8 @@ class RouterConfig:
 
     model: str
     listen: str = DEFAULT_ADDRESS
-    policy: str = "least_tokens"
+    policy: str = "cost"
+    local_prefill: bool = True
     request_timeout_s: float = 600.0
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
@@ -57,6 +58,7 @@ class RouterConfig:
     http_listen: str = ""
     http_cors_origin: str = ""
     served_model_name: str = ""
+    node_token: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if not self.node_timeout_s >= 2 * BEAT_INTERVAL_S:
@@ -74,6 +76,8 @@ async def serve(config: RouterConfig) -> None:
         model_digest=config_digest(folder),
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
+        # (Other policies know pairs only.)
+        may_self_prefill=config.local_prefill and config.policy == "cost",
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options)
@@ -91,7 +95,7 @@ async def serve(config: RouterConfig) -> None:
             node_pb2.DESCRIPTOR.services_by_name["NodeLink"],
             admin_pb2.DESCRIPTOR.services_by_name["Admin"],
         ],
-        lambda grpc_server: _register(grpc_server, intake, pool, config.model),
+        lambda grpc_server: _register(grpc_server, intake, pool, config),
     )
     stopping = stop_event(asyncio.get_running_loop())
     address = await server.start(config.listen)
@@ -149,7 +153,7 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
         task.cancel()
 
 
-def _register(server: object, intake: Intake, pool: NodePool, model: str) -> None:
+def _register(server: object, intake: Intake, pool: NodePool, config: RouterConfig) -> None:
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(intake), server)  # type: ignore[no-untyped-call]  # generated
-    node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), server)  # type: ignore[no-untyped-call]  # generated
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(pool, model), server)  # type: ignore[no-untyped-call]  # generated
+    node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool, config.node_token), server)  # type: ignore[no-untyped-call]  # generated
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(pool, config.model), server)  # type: ignore[no-untyped-call]  # generated

@@ -32,7 +32,7 @@ def up(
     served_model_name: Annotated[
         str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
     ] = "",
-    policy: Annotated[str, typer.Option(help="Routing policy.")] = "least_tokens",
+    policy: Annotated[str, typer.Option(help="Routing policy.")] = "cost",
     dtype: Annotated[str, typer.Option(help="Weights and KV cache.")] = "auto",
     kv_cache_memory: Annotated[
         str, typer.Option(help="KV memory of each node, such as 2G; auto: measured at start.")

@@ -146,7 +146,7 @@ class HttpServer:
 
     async def _ready(self, request: web.Request) -> web.Response:
         """A request could be served now."""
-        if not self._pool.pairs():
+        if not self._pool.fleet:
             raise ApiError(503, self._pool.why_no_pair())
         return web.Response(text="ready\n")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from baton import wire
 from baton.link import (
     NodeRegistration,
     NodeRole,
@@ -20,7 +21,8 @@ from baton.outputs import (
     PushReceipt,
     RequestOutput,
 )
-from router.node_pool import Node, NodePool
+from router.node import Node
+from router.node_pool import NodePool
 
 MODEL = "digest"
 Command = TypeVar("Command")
@@ -39,8 +41,18 @@ DECODE_RECEIPT = DecodeReceipt(
 )
 
 
-def make_pool(max_model_len: int = 1000) -> NodePool:
-    return NodePool(model_digest=MODEL, max_model_len=max_model_len)
+def make_pool(
+    max_model_len: int = 1000,
+    eligibility: Sequence[Callable[[Node], bool]] = (),
+    *,
+    may_self_prefill: bool = False,
+) -> NodePool:
+    return NodePool(
+        model_digest=MODEL,
+        max_model_len=max_model_len,
+        eligibility=eligibility,
+        may_self_prefill=may_self_prefill,
+    )
 
 
 def make_registration(
@@ -88,8 +100,10 @@ class HandNode:
         self.pool.take(self.node, PeerReport(other.engine_id, connected, "t", problem))
 
     def say(self, *deltas: RequestDelta) -> None:
-        """Send the deltas of one step."""
-        self.pool.take(self.node, deltas)
+        """Send the deltas of one step, as they come out of a link."""
+        event = wire.node_event_from_proto(wire.node_event_to_proto(deltas))
+        assert event is not None
+        self.pool.take(self.node, event)
 
     def leave(self) -> None:
         self.pool.remove(self.node)

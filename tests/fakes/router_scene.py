@@ -23,7 +23,8 @@ NO_RETRIES = RetryOptions(max_attempts=1, pair_timeout_s=0)
 class Scene:
     """A router with hand-driven nodes, and one call in progress on them.
 
-    ``prefill`` and ``decode`` are the first pair.
+    ``prefill`` and ``decode`` are the first pair; ``reads`` is cleared to have the client read
+    nothing.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class Scene:
         self.connect()
         self.dispatcher = Dispatcher(self.pool, LeastTokens(), options, budget)
         self.outputs: list[CallOutput] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
         self.task: asyncio.Task[None] | None = None
 
     def join(self, letter: str, number: int, *, incarnation: int = 0) -> HandNode:
@@ -67,6 +70,7 @@ class Scene:
             ))) as outputs:  # fmt: skip
                 async for output in outputs:
                     self.outputs.append(output)
+                    await self.reads.wait()
 
         self.task = asyncio.create_task(collect())
         await self.pause()
@@ -103,7 +107,7 @@ class Scene:
     def assert_no_leg_is_left(self) -> None:
         for hand in (*self.prefills, *self.decodes):
             assert hand.node.legs == {}
-            assert hand.node.num_open_tokens == 0
+            assert hand.node.load.num_open_tokens == 0
         assert self.dispatcher.num_open == 0
 
 

@@ -1,7 +1,7 @@
 """The client's stream over attempts that fail at will: no gap, no repeat, one end, nothing left.
 
-Nodes here say the right tokens, in any order, twice, late, and with errors between; the value of
-each token is its index, so that a wrong place shows.
+Nodes here say the right tokens, in any order, twice, late, and with errors between, to a client
+that reads now and then; the value of each token is its index, so that a wrong place shows.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ class World:
     def step(self) -> None:
         """Something happens."""
         self.plan()
+        if self.chance.random() < 0.2:  # the client stops reading, or goes on
+            reads = self.scene.reads
+            reads.clear() if reads.is_set() else reads.set()
         draw = self.chance.random()
         if draw < 0.1 and self.said:  # doubles, also of attempts long over
             self._say(*self.chance.choice(self.said))
@@ -128,7 +131,9 @@ def test_whatever_fails_the_stream_has_no_gap_and_no_repeat_and_ends_once(
         # The value of each token is its index.
         assert scene.token_ids == list(range(len(scene.token_ids)))
         starts = [item.output.output_index for item in scene.outputs]
-        assert starts == scene.token_ids  # one token each
+        sizes = [len(item.output.token_ids) for item in scene.outputs]
+        assert starts == [sum(sizes[:number]) for number in range(len(sizes))]
+        assert 0 not in sizes
         finished = [item for item in scene.outputs if item.output.finish_reason is not None]
         receipts = [item for item in scene.outputs if item.receipt is not None]
         assert finished == receipts == ([] if error else scene.outputs[-1:])
@@ -145,7 +150,7 @@ def assert_nothing_is_left(scene: Scene, nodes: list[HandNode]) -> None:
     epochs: set[int] = set()
     for hand in nodes:
         assert hand.node.legs == {}
-        assert hand.node.num_open_tokens == 0
+        assert hand.node.load.num_open_tokens == 0
         epochs.update(command.epoch for command in commands_of(hand))
     last = scene.outputs[-1] if scene.outputs else None
     finished_epoch = max(epochs) if last is not None and last.receipt is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import msgspec
 import pytest
 from google.protobuf.message import Message
 from hypothesis import given
@@ -36,6 +37,7 @@ def over_the_wire(message: AnyMessage) -> AnyMessage:
 texts = st.text(max_size=12)
 uint32 = st.integers(0, 2**32 - 1)
 token_ids = st.lists(uint32, max_size=5)
+output_indexes = st.integers(0, 2**31)
 seconds = st.floats(0, 1e6)
 finish_reasons = st.sampled_from([None, *FinishReason])
 known_ids = st.integers(0, MAX_TOKEN_ID)
@@ -119,7 +121,7 @@ deltas = st.builds(
     st.builds(
         RequestOutput,
         texts,
-        uint32,
+        output_indexes,
         token_ids.map(tuple),
         finish_reasons,
         some_logprobs,
@@ -130,6 +132,13 @@ deltas = st.builds(
     decode=st.none() | decode_receipts,
     error=st.none() | st.builds(link.RequestError, texts, texts),
 )
+uint64 = st.integers(0, 2**64 - 1)
+short_hashes = st.lists(uint64, max_size=3).map(tuple)
+plain_deltas = st.builds(
+    link.RequestDelta,
+    st.builds(RequestOutput, texts, output_indexes, token_ids.map(tuple)),
+    uint32,
+)
 events: st.SearchStrategy[link.NodeEvent] = st.one_of(
     st.lists(deltas, max_size=3).map(tuple),
     st.builds(
@@ -139,8 +148,13 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         num_running=uint32,
         num_free_blocks=uint32,
         num_quarantined_blocks=uint32,
+        num_transfers=uint32,
+        serving_state=st.sampled_from(link.ServingState),
     ),
-    st.builds(link.PeerReport, texts, st.booleans(), texts, texts),
+    st.builds(
+        link.PeerReport, texts, st.booleans(), texts, texts, st.floats(0, allow_infinity=False)
+    ),
+    st.builds(link.KVCacheEvents, uint64, st.booleans(), short_hashes, short_hashes),
 )
 registrations = st.builds(
     link.NodeRegistration,
@@ -154,10 +168,13 @@ registrations = st.builds(
     max_model_len=uint32,
     num_blocks=uint32,
     block_size=uint32,
+    prefix_hash=texts,
 )
 commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     st.builds(link.Refusal, st.text(min_size=1, max_size=12)),
     st.builds(link.PeerUpdate, texts, st.binary(max_size=20), st.booleans()),
+    st.builds(link.DrainCommand, resume=st.booleans(), stop=st.booleans()),
+    st.just(link.DrainSeen()),
     st.builds(
         link.PrefillCommand,
         request_id=texts,
@@ -178,6 +195,7 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     ),
     st.builds(link.CancelCommand, texts, uint32),
     st.builds(link.RouterBeat),
+    st.builds(link.SendKVSnapshot),
 )
 text_deltas = st.builds(
     TextDelta,
@@ -217,7 +235,26 @@ def test_registrations_survive_the_wire(value: link.NodeRegistration) -> None:
 
 @given(events)
 def test_events_of_nodes_survive_the_wire(value: link.NodeEvent) -> None:
-    assert wire.node_event_from_proto(over_the_wire(wire.node_event_to_proto(value))) == value
+    found = wire.node_event_from_proto(over_the_wire(wire.node_event_to_proto(value)))
+    assert found == (wire.split_step(value) if isinstance(value, tuple) else value)
+
+
+@given(st.lists(deltas | plain_deltas, max_size=8).map(tuple))
+def test_rows_of_a_step_and_its_other_deltas_are_all_of_it(
+    step: tuple[link.RequestDelta, ...],
+) -> None:
+    split = wire.split_step(step)
+    plain = [delta for delta in step if delta not in split.deltas]
+    assert len(plain) + len(split.deltas) == len(step)
+    assert list(zip(split.epochs, split.output_indexes, split.token_ids, strict=True)) == [
+        (delta.epoch, index, token_id)
+        for delta in plain
+        for index, token_id in enumerate(delta.output.token_ids, delta.output.output_index)
+    ]
+    for delta in plain:
+        fields = msgspec.structs.asdict(delta.output) | msgspec.structs.asdict(delta)
+        rest = fields.keys() - {"request_id", "output_index", "token_ids", "epoch", "output"}
+        assert not any(fields[name] for name in rest)
 
 
 @given(commands)
@@ -266,6 +303,8 @@ def test_the_dataclasses_and_the_messages_have_the_same_fields() -> None:
         (link.DecodeCommand, node_pb2.DecodeCommand),
         (link.CancelCommand, node_pb2.CancelCommand),
         (link.RouterBeat, node_pb2.RouterBeat),
+        (link.DrainCommand, node_pb2.DrainCommand),
+        (link.DrainSeen, node_pb2.DrainSeen),
         (link.RequestError, node_pb2.RequestError),
     ]
     for ours, theirs in pairs:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
-from baton.link import NodeBeat, NodeRole, PeerUpdate, Refusal
-from router.node_pool import LegDelta, Node, incompatibility
+from baton.link import (
+    KVCacheEvents,
+    NodeBeat,
+    NodeRegistration,
+    NodeRole,
+    PeerUpdate,
+    Refusal,
+    RequestError,
+    SendKVSnapshot,
+)
+from baton.outputs import FinishReason
+from router.node import LegDelta, Node
+from router.node_pool import NodePool
+from router.pairing import incompatibility
 from tests.fakes.nodes import (
     HandNode,
     failure,
@@ -18,6 +31,17 @@ from tests.fakes.nodes import (
 )
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
+
+
+def pairs_of(pool: NodePool) -> list[tuple[str, str]]:
+    """Names of all pairs that may be used."""
+    return [
+        (prefill.node_name, decode.node_name)
+        for prefill in pool.fleet.prefills
+        for decode in pool.fleet.reached_by(prefill)
+        if pool.fleet.reaches(prefill, decode)
+    ]
+
 
 # ---------------------------------------------------------------- who may join
 
@@ -52,7 +76,7 @@ def test_a_node_whose_broken_link_we_have_not_noticed_yet_may_join_again() -> No
     prefill.leave()  # the old link ends at last: the new one must not go with it
     assert pool.node("p0-0") is again.node
     again.reach(decode)
-    assert len(pool.pairs()) == 1
+    assert pairs_of(pool) == [("p0", "d0")]
 
 
 # ---------------------------------------------------------------- introductions
@@ -73,7 +97,7 @@ def test_incompatible_nodes_are_not_introduced_and_what_differs_is_named(key: st
     prefill = HandNode(pool, make_registration("p", P))
     decode = HandNode(pool, make_registration("d", D, differs={key: "odd"}))
     assert prefill.commands == decode.commands == []
-    assert pool.pairs() == []
+    assert pairs_of(pool) == []
     expected = f"{key} differs: d has odd, p has "
     assert expected in pool.why_no_pair()
     assert expected in prefill.node.reports["d-0"].problem
@@ -99,7 +123,7 @@ def test_a_node_of_the_same_name_replaces_the_old_one_and_its_peers_learn_of_bot
         PeerUpdate("d0-1", b"info of d0-1"),
     ]
     assert again.of(PeerUpdate) == [PeerUpdate("p0-0", b"info of p0-0")]
-    assert pool.pairs() == []  # the new one is not connected yet
+    assert pairs_of(pool) == []  # the new one is not connected yet
 
 
 # ---------------------------------------------------------------- pairs
@@ -111,17 +135,16 @@ def test_there_is_no_pair_before_the_prefill_node_says_that_it_is_connected() ->
     prefill = HandNode(pool, make_registration("p", P))
     assert pool.why_no_pair() == "no decode node has joined the router"
     decode = HandNode(pool, make_registration("d", D))
-    assert pool.pairs() == []
+    assert pairs_of(pool) == []
     assert "not connected" in pool.why_no_pair() or "no prefill node is connected" in (
         pool.why_no_pair()
     )
     decode.reach(prefill)
-    assert pool.pairs() == []  # hearing is not yet being able to write
+    assert pairs_of(pool) == []  # hearing is not yet being able to write
     prefill.reach(decode)
-    [pair] = pool.pairs()
-    assert (pair.prefill.node_name, pair.decode.node_name) == ("p", "d")
+    assert pairs_of(pool) == [("p", "d")]
     prefill.reach(decode, connected=False, problem="no route")
-    assert pool.pairs() == []
+    assert pairs_of(pool) == []
     assert pool.why_no_pair() == "p and d are not paired: no route"
 
 
@@ -129,7 +152,7 @@ def test_a_pair_is_gone_as_soon_as_either_node_left() -> None:
     for index in (0, 1):
         pool = make_pool()
         join_pair(pool)[index].leave()
-        assert pool.pairs() == []
+        assert pairs_of(pool) == []
 
 
 def test_the_longest_request_is_what_every_node_can_take() -> None:
@@ -152,43 +175,63 @@ def test_a_beat_replaces_the_one_before() -> None:
 # ---------------------------------------------------------------- legs
 
 
-def open_leg(node: Node, request_id: str, epoch: int = 1) -> asyncio.Queue[LegDelta]:
-    inbox: asyncio.Queue[LegDelta] = asyncio.Queue()
-    node.open_leg(request_id, epoch, 10, inbox)
-    return inbox
+class Reader:
+    """Remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.taken: list[LegDelta | tuple[NodeRole, int, int]] = []
+
+    def take(self, item: LegDelta) -> None:
+        self.taken.append(item)
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        self.taken.append((role, output_index, token_id))
+
+    @property
+    def failure(self) -> tuple[LegDelta, RequestError]:
+        """The one thing that was taken."""
+        [item] = self.taken
+        assert isinstance(item, LegDelta)
+        assert item.delta.error is not None
+        return item, item.delta.error
+
+
+def open_leg(node: Node, request_id: str, epoch: int = 1) -> Reader:
+    reader = Reader()
+    node.open_leg(request_id, epoch, 10, reader)
+    return reader
 
 
 def test_a_delta_goes_to_the_leg_of_its_request_and_epoch_and_to_no_other() -> None:
     _, decode = join_pair(make_pool())
     old, new = open_leg(decode.node, "a", 1), open_leg(decode.node, "a", 2)
-    other = open_leg(decode.node, "b", 1)
-    delta = token("a", 1, 5, epoch=2)
-    decode.say(delta)
-    assert new.get_nowait() == LegDelta(D, delta)
-    assert old.empty()
-    assert other.empty()
+    other = open_leg(decode.node, "b", 3)
+    last = token("a", 2, 6, epoch=2, finish=FinishReason.STOP)
+    decode.say(token("a", 1, 5, epoch=2), last, failure("a", "UNAVAILABLE", "x", epoch=3))
+    assert new.taken == [(D, 1, 5), LegDelta(D, last)]
+    assert old.taken == other.taken == []
 
 
 def test_deltas_of_closed_and_of_unknown_legs_are_dropped() -> None:
     _, decode = join_pair(make_pool())
-    inbox = open_leg(decode.node, "a")
-    decode.node.close_leg("a", 1)
-    decode.node.close_leg("a", 1)
+    reader = open_leg(decode.node, "a")
+    decode.node.close_leg(1)
+    decode.node.close_leg(1)
     decode.say(token("a", 1, 5, epoch=1), token("nobody", 1, 5, epoch=1))
     decode.say(failure("a", "UNAVAILABLE", "late", epoch=1))
-    assert inbox.empty()
+    assert reader.taken == []
 
 
 def test_open_legs_are_counted_with_their_tokens_and_closed_ones_are_not() -> None:
     pool = make_pool()
     _, decode = join_pair(pool)
     open_leg(decode.node, "a")
-    open_leg(decode.node, "b")
-    state = pool.pairs()[0].decode
+    open_leg(decode.node, "b", 2)
+    state = pool.fleet.decodes[0]
     assert (state.num_open_requests, state.num_open_tokens) == (2, 20)
-    decode.node.close_leg("a", 1)
-    decode.node.close_leg("a", 1)
-    state = pool.pairs()[0].decode
+    decode.node.close_leg(1)
+    decode.node.close_leg(1)
+    state = pool.fleet.decodes[0]
     assert (state.num_open_requests, state.num_open_tokens) == (1, 10)
 
 
@@ -198,15 +241,10 @@ def test_when_a_node_leaves_its_legs_fail_its_peers_hear_it_and_others_go_on() -
     lost, kept = open_leg(decode.node, "a"), open_leg(prefill.node, "a")
     decode.leave()
     decode.leave()  # link and reader both say so
-    item = lost.get_nowait()
+    item, error = lost.failure
     assert item.role is D
-    assert item.delta.error is not None
-    assert (item.delta.error.code, item.delta.error.message) == (
-        "UNAVAILABLE",
-        "decode node d0 went away",
-    )
-    assert lost.empty()
-    assert kept.empty()
+    assert (error.code, error.message) == ("UNAVAILABLE", "decode node d0 went away")
+    assert kept.taken == []
     assert prefill.of(PeerUpdate)[-1] == PeerUpdate("d0-0", removed=True)
     assert prefill.node.reports == {}
 
@@ -219,9 +257,9 @@ def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:
     prefill, decode = join_pair(pool)
     hung_up: list[str] = []
     decode.node.hang_up = lambda: hung_up.append("d0")
-    inbox = open_leg(decode.node, "a")
+    reader = open_leg(decode.node, "a")
     for _ in range(5):
-        assert len(pool.pairs()) == 1
+        assert pairs_of(pool) == [("p0", "d0")]
         pool.take(prefill.node, NodeBeat())
         pool.count_missed_beats()
     pool.take(prefill.node, NodeBeat())
@@ -229,10 +267,9 @@ def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:
     assert hung_up == ["d0"]
     assert [node.name for node in pool.nodes] == ["p0"]
     assert [registration.node_name for registration in pool.lost] == ["d0"]
-    item = inbox.get_nowait()
+    item, error = reader.failure
     assert item.node_lost
-    assert item.delta.error is not None
-    assert item.delta.error.message == "decode node d0 is silent (missed 4 beats)"
+    assert error.message == "decode node d0 is silent (missed 4 beats)"
     assert prefill.of(PeerUpdate)[-1] == PeerUpdate("d0-0", removed=True)
     assert decode.of(Refusal) == []  # it may come back
     again = HandNode(pool, decode.node.registration)
@@ -277,3 +314,88 @@ def test_who_waits_for_a_change_hears_of_each_kind() -> None:
             await asyncio.wait_for(waiting, 5)
 
     asyncio.run(run())
+
+
+# ---------------------------------------------------------------- the fleet
+
+
+def test_a_fleet_stays_the_same_until_nodes_or_their_peers_change() -> None:
+    pool = make_pool()
+    prefill, decode = join_pair(pool)
+    fleet = pool.fleet
+    pool.take(decode.node, NodeBeat(num_running=1))
+    open_leg(decode.node, "a")
+    assert pool.fleet is fleet
+    prefill.reach(decode, connected=False)
+    assert pool.fleet is not fleet
+    assert not pool.fleet
+
+
+def test_reach_is_kept_as_nodes_come_and_go() -> None:
+    pool = make_pool()
+    (p0, d0), (p1, d1) = join_pair(pool, 0), join_pair(pool, 1)
+    p0.reach(d1)
+    d1.reach(p1, problem="cannot hear it")
+    assert pairs_of(pool) == [("p0", "d0"), ("p0", "d1")]
+    d0.leave()
+    assert pairs_of(pool) == [("p0", "d1")]
+    d1.reach(p1)
+    assert pairs_of(pool) == [("p0", "d1"), ("p1", "d1")]
+    p1.reach(p0)  # nonsense from the network
+    p1.reach(d0)
+    assert pairs_of(pool) == [("p0", "d1"), ("p1", "d1")]
+
+
+def test_a_node_that_is_not_eligible_gets_nothing_until_it_is() -> None:
+    refused = {"p0"}
+    pool = make_pool(eligibility=[lambda node: node.name not in refused])
+    (p0, d0), (p1, _) = join_pair(pool, 0), join_pair(pool, 1)
+    p1.reach(d0)
+    assert pairs_of(pool) == [("p1", "d0"), ("p1", "d1")]
+    refused.clear()
+    pool.note_eligibility_change()
+    assert ("p0", "d0") in pairs_of(pool)
+    assert pool.node(p0.engine_id) is p0.node
+
+
+# ---------------------------------------------------------------- prefix caches
+
+
+def caching(name: str, prefix_hash: str = "xxh3_128", incarnation: int = 0) -> NodeRegistration:
+    registration = make_registration(name, P, incarnation=incarnation)
+    return dataclasses.replace(registration, prefix_hash=prefix_hash)
+
+
+def test_a_node_is_asked_for_its_prefix_cache_when_it_joins_and_after_a_gap() -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p"))
+    assert len(node.of(SendKVSnapshot)) == 1
+    pool.take(node.node, KVCacheEvents(1, True, (1, 2)))
+    pool.take(node.node, KVCacheEvents(2, False, (3,)))
+    assert pool.prefix_index.match([1, 2, 3]) == {"p-0": 3}
+    assert len(node.of(SendKVSnapshot)) == 1
+    pool.take(node.node, KVCacheEvents(4, False, (), (1,)))
+    assert len(node.of(SendKVSnapshot)) == 2
+    assert pool.prefix_index.match([1, 2, 3]) == {}
+
+
+@pytest.mark.parametrize("prefix_hash", ["", "of a later version"])
+def test_a_node_whose_names_nobody_here_could_compute_is_not_asked(prefix_hash: str) -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p", prefix_hash))
+    assert node.of(SendKVSnapshot) == []
+    pool.take(node.node, KVCacheEvents(1, True, (1,)))
+    assert pool.prefix_index.match([1]) == {}
+
+
+def test_with_a_node_goes_what_it_had_and_its_next_start_is_asked_anew() -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p"))
+    pool.take(node.node, KVCacheEvents(1, True, (1,)))
+    again = HandNode(pool, caching("p", incarnation=1))
+    assert pool.prefix_index.match([1]) == {}
+    pool.take(node.node, KVCacheEvents(2, False, (2,)))  # was on its way
+    pool.take(again.node, KVCacheEvents(1, True, (1,)))
+    assert pool.prefix_index.match([1]) == {"p-1": 1}
+    again.leave()
+    assert pool.prefix_index.match([1]) == {}
