@@ -16,9 +16,24 @@ Status codes are named by string so that this file needs no gRPC.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from baton.outputs import Receipt
+
 
 class BatonError(Exception):
-    """Base of every error that Baton raises on purpose."""
+    """Base of every error that Baton raises on purpose.
+
+    Attributes:
+        retryable: whether the same request may succeed later.
+        retry_delay_s: how long to wait before; None when it is not retryable.
+        receipt: what the request had cost when it failed, as far as it is known.
+    """
+
+    retryable: ClassVar[bool] = False
+    retry_delay_s: float | None = None
+    receipt: Receipt | None = None
 
 
 class InvalidRequestError(BatonError, ValueError):
@@ -46,9 +61,15 @@ class ModelLoadError(ConfigError):
 class OverloadedError(BatonError):
     """There is no room for the request now; the same request may succeed later."""
 
+    retryable = True
+    retry_delay_s = 1.0
+
 
 class NodeUnavailableError(BatonError):
     """A node (or the router) that the request needs is not there."""
+
+    retryable = True
+    retry_delay_s = 0.5
 
 
 class DeadlineExceededError(BatonError):
@@ -61,6 +82,9 @@ class RequestCancelledError(BatonError):
 
 class TransferError(BatonError):
     """KV blocks did not arrive at the decode node."""
+
+    retryable = True
+    retry_delay_s = 0.5
 
 
 class EngineDeadError(BatonError):

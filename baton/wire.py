@@ -45,6 +45,8 @@ def text_delta_to_proto(delta: TextDelta) -> inference_pb2.GenerateResponse:
         receipt=receipt_to_proto(delta.receipt) if delta.receipt else None,
         logprobs=map(logprobs_to_proto, delta.logprobs),
         prompt_logprobs=prompt_logprobs_to_proto(delta.prompt_logprobs),
+        prompt_index=delta.prompt_index,
+        choice_index=delta.choice_index,
     )
 
 
@@ -58,6 +60,8 @@ def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
         receipt=receipt_from_proto(message.receipt) if message.HasField("receipt") else None,
         logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
         prompt_logprobs=prompt_logprobs_from_proto(message.prompt_logprobs),
+        prompt_index=message.prompt_index,
+        choice_index=message.choice_index,
     )
 
 

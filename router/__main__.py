@@ -52,6 +52,30 @@ def router(
         float,
         typer.Option(help="A node that says nothing for so long is lost, seconds."),
     ] = 1.0,
+    node_token: Annotated[
+        str,
+        typer.Option(
+            help="Only nodes that bring this token may join; anybody if empty.",
+            envvar="BATON_NODE_TOKEN",
+        ),
+    ] = "",
+    node_listen: Annotated[
+        str,
+        typer.Option(
+            help="host:port for nodes and `baton nodes`, when it is not to be that of the public."
+        ),
+    ] = "",
+    reuse_port: Annotated[
+        bool,
+        typer.Option(
+            help="Share the public port with other routers, each with its own --node-listen; "
+            "the system gives each a part of the connections."
+        ),
+    ] = False,
+    resume_grace_s: Annotated[
+        float,
+        typer.Option(help="A resumable request that nobody reads is kept for so long, seconds."),
+    ] = 10.0,
     http_listen: Annotated[
         str, typer.Option(help='host:port of the OpenAI-compatible HTTP API; "": none.')
     ] = DEFAULT_HTTP_ADDRESS,
@@ -61,13 +85,6 @@ def router(
     ] = "",
     served_model_name: Annotated[
         str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
-    ] = "",
-    node_token: Annotated[
-        str,
-        typer.Option(
-            help="Only nodes that bring this token may join; anybody if empty.",
-            envvar="BATON_NODE_TOKEN",
-        ),
     ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -84,10 +101,13 @@ def router(
                 max_attempts=max_attempts,
                 pair_timeout_s=pair_timeout_s,
                 node_timeout_s=node_timeout_s,
+                node_token=node_token,
+                node_listen=node_listen,
+                reuse_port=reuse_port,
+                resume_grace_s=resume_grace_s,
                 http_listen=http_listen,
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
-                node_token=node_token,
             )
         )
 

@@ -32,6 +32,7 @@ from router.pair_choice import PairChoice
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from router.prompt_hashes import PromptHashes
 from router.retry_budget import RetryBudget, RetryOptions
+from router.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Dispatcher:
         self.options = options or RetryOptions()
         self.budget = budget or RetryBudget()
         self.decisions = DecisionLog()
+        self.wake_ups = WakeUps()
         self._open: dict[str, _OpenCall] = {}
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
@@ -97,6 +99,9 @@ class Dispatcher:
             async with contextlib.aclosing(opened.outputs()) as outputs:
                 async for output in outputs:
                     yield output
+        except BatonError as error:
+            error.receipt = opened.receipt(None)
+            raise
         finally:
             opened.close()
             del self._open[call.request_id]
@@ -113,7 +118,7 @@ class _OpenCall:
         self._dispatcher = dispatcher
         self._options = dispatcher.options
         self._call = call
-        self._buffer = OutputBuffer(call.request_id)
+        self._buffer = OutputBuffer(call.request_id, dispatcher.wake_ups)
         self._output_token_ids = self._buffer.token_ids
         self._attempt: Attempt | None = None
         self._num_attempts = 0
@@ -121,6 +126,7 @@ class _OpenCall:
         self._num_preemptions = 0
         self._choice = PairChoice()
         self._ttft_s = 0.0
+        self._router_queue_s = 0.0
         loop = asyncio.get_running_loop()
         self._expires_at = loop.time() + call.timeout_s
         self._deadline = loop.call_at(self._expires_at, self._time_out)
@@ -151,17 +157,19 @@ class _OpenCall:
     def receipt(self, decode: DecodeReceipt | None) -> Receipt:
         """What the call cost up to now; ``decode``: the decode node's part, with its last token."""
         attempt = self._attempt
-        assert attempt is not None
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
             num_output_tokens=len(self._output_token_ids),
             ttft_s=self._ttft_s,
             total_s=time.perf_counter() - self._call.received_at,
-            prefill_node=attempt.prefill.name if attempt.prefill else "",
-            decode_node=attempt.decode.name if attempt.decode and attempt.decoded else "",
-            prefill=attempt.prefill_receipt,
+            prefill_node=attempt.prefill.name if attempt and attempt.prefill else "",
+            decode_node=attempt.decode.name
+            if attempt and attempt.decode and attempt.decoded
+            else "",
+            prefill=attempt.prefill_receipt if attempt else None,
             decode=decode,
             num_attempts=self._num_attempts,
+            router_queue_s=self._router_queue_s,
         )
 
     def close(self) -> None:
@@ -220,6 +228,8 @@ class _OpenCall:
             or num_tokens + 1 >= dispatcher.pool.max_model_len
         )
         self._num_attempts += 1
+        if not self._output_token_ids:
+            self._router_queue_s = time.perf_counter() - call.received_at
         self._attempt = Attempt(
             call,
             prefill,

@@ -26,6 +26,7 @@ from baton.v1 import (
 from router.admin_service import AdminService
 from router.dispatcher import Dispatcher
 from router.intake import Intake
+from router.journal import Journal, JournalOptions
 from router.link_service import NodeLinkService
 from router.metrics import RouterMetrics
 from router.node_pool import NodePool
@@ -55,12 +56,19 @@ class RouterConfig:
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
     node_timeout_s: float = 1.0
+    node_token: str = field(default="", repr=False)
+    node_listen: str = ""
+    reuse_port: bool = False
+    resume_grace_s: float = 10.0
     http_listen: str = ""
     http_cors_origin: str = ""
     served_model_name: str = ""
-    node_token: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
+        if self.reuse_port and not self.node_listen:
+            raise ConfigError(
+                "reuse_port: needs node_listen, or nodes would join any one of the processes"
+            )
         if not self.node_timeout_s >= 2 * BEAT_INTERVAL_S:
             raise ConfigError(
                 f"node_timeout_s: must be {2 * BEAT_INTERVAL_S:g} or more (two beats), "
@@ -89,25 +97,19 @@ async def serve(config: RouterConfig) -> None:
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
     )
-    server = RpcServer(
-        [
-            inference_pb2.DESCRIPTOR.services_by_name["Inference"],
-            node_pb2.DESCRIPTOR.services_by_name["NodeLink"],
-            admin_pb2.DESCRIPTOR.services_by_name["Admin"],
-        ],
-        lambda grpc_server: _register(grpc_server, intake, pool, config),
-    )
+    servers = _make_servers(config, intake, pool)
     stopping = stop_event(asyncio.get_running_loop())
-    address = await server.start(config.listen)
     try:
-        async with _watching(pool), _serving_http(config, intake, pool, metrics):
+        for listen, server in servers.items():
+            address = await server.start(listen)
             await server.set_serving(True)
             warn_if_public(address)
             logger.info("router of %s listens on %s", config.model, address)
+        async with _watching(pool), _serving_http(config, intake, pool, metrics):
             await stopping.wait()
             logger.info("stopping")
     finally:
-        await server.stop(STOP_GRACE_S)
+        await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers.values()))
 
 
 @contextlib.asynccontextmanager
@@ -153,7 +155,32 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
         task.cancel()
 
 
-def _register(server: object, intake: Intake, pool: NodePool, config: RouterConfig) -> None:
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(intake), server)  # type: ignore[no-untyped-call]  # generated
-    node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool, config.node_token), server)  # type: ignore[no-untyped-call]  # generated
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(pool, config.model), server)  # type: ignore[no-untyped-call]  # generated
+def _make_servers(config: RouterConfig, intake: Intake, pool: NodePool) -> dict[str, RpcServer]:
+    """By address: one for all; or one for the public and one for nodes (and operators)."""
+    inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+    link = node_pb2.DESCRIPTOR.services_by_name["NodeLink"]
+    admin = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+
+    journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
+    service = InferenceService(intake, model=config.model, journal=journal)
+
+    def add_public(server: object) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
+
+    def add_private(server: object) -> None:
+        node_pb2_grpc.add_NodeLinkServicer_to_server(
+            NodeLinkService(pool, config.node_token), server
+        )  # type: ignore[no-untyped-call]  # generated
+        admin_service = AdminService(pool, config.model)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
+
+    def add_all(server: object) -> None:
+        add_public(server)
+        add_private(server)
+
+    if not config.node_listen:
+        return {config.listen: RpcServer([inference, link, admin], add_all)}
+    return {
+        config.node_listen: RpcServer([link, admin], add_private),
+        config.listen: RpcServer([inference], add_public, reuse_port=config.reuse_port),
+    }
