@@ -32,6 +32,7 @@ bench: setup ## measure scheduler, engine and hand-off (some minutes); JSON in b
 	$(BIN)/python benchmarks/scheduler.py
 	$(BIN)/python benchmarks/engine_overhead.py
 	$(BIN)/python benchmarks/handoff.py
+	$(BIN)/python benchmarks/router_cost.py
 
 chaos: setup ## kill, stop and restart real processes under load; JSON in benchmarks/results
 	$(BIN)/python benchmarks/chaos.py
