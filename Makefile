@@ -28,8 +28,9 @@ demo: setup ## start router, prefill and decode node; send prompts; show the rec
 test: setup ## run the tests
 	$(BIN)/python -m pytest
 
-bench: setup ## measure scheduler, engine and hand-off (some minutes); JSON in benchmarks/results
+bench: setup ## measure scheduler, prefix index, engine and hand-off (some minutes); JSON in benchmarks/results
 	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/prefix_index.py
 	$(BIN)/python benchmarks/engine_overhead.py
 	$(BIN)/python benchmarks/handoff.py
 	$(BIN)/python benchmarks/router_cost.py

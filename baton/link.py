@@ -11,6 +11,7 @@ from enum import Enum
 
 import msgspec
 
+from baton.block_hash import ShortHash
 from baton.outputs import DecodeReceipt, PrefillReceipt, RequestOutput
 from baton.sampling_params import SamplingParams
 
@@ -30,7 +31,13 @@ class NodeRole(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
-    """Who a node is; two nodes are paired only if ``compatibility`` is equal in every entry."""
+    """Who a node is; two nodes are paired only if ``compatibility`` is equal in every entry.
+
+    Attributes:
+        prefix_hash: algorithm that names blocks (`baton/block_hash.py`); empty: no prefix cache.
+        kv_bytes_per_token: of all layers; 0: unknown.
+        computes_prompts: a decode node that takes requests without a prefill node.
+    """
 
     node_name: str
     engine_id: str
@@ -42,6 +49,9 @@ class NodeRegistration:
     max_model_len: int
     num_blocks: int
     block_size: int
+    prefix_hash: str = ""
+    kv_bytes_per_token: float = 0.0
+    computes_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,14 @@ class RequestDelta(msgspec.Struct, frozen=True, gc=False):
     error: RequestError | None = None
 
 
+class ServingState(Enum):
+    """Whether a node takes requests; a node that is to leave ends what it has first."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    DRAINED = "drained"
+
+
 class StepDeltas(msgspec.Struct, frozen=True):
     """What one engine step did, as a router hears it.
 
@@ -86,23 +104,38 @@ class StepDeltas(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeBeat:
-    """How busy a node is."""
+    """How busy a node is.
+
+    Attributes:
+        num_transfers: hand-offs that were begun or granted and are not at their end.
+        serving_state: ``DRAINED`` only when every router knows, and no request, no transfer and no
+            block that a peer may still write is left.
+        num_uncomputed_tokens: of prompts that are to be computed here.
+    """
 
     num_waiting: int = 0
     num_waiting_for_remote_kvs: int = 0
     num_running: int = 0
     num_free_blocks: int = 0
     num_quarantined_blocks: int = 0
+    num_transfers: int = 0
+    serving_state: ServingState = ServingState.SERVING
+    num_uncomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReport:
-    """Whether a node reaches a peer through its KV connector, and how."""
+    """Whether a node reaches a peer through its KV connector, and how.
+
+    Attributes:
+        bandwidth_bytes_per_s: as measured when they met; 0: unknown.
+    """
 
     engine_id: str
     connected: bool
     transport: str = ""
     problem: str = ""
+    bandwidth_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,29 +151,44 @@ class RequestView:
     age_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
+class BlocksStored(msgspec.Struct, frozen=True, gc=False):
     """The prefix cache now holds these contents, one after the other, behind ``parent``."""
 
     hashes: tuple[bytes, ...]
     parent: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
+class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
     """The prefix cache no longer holds these contents."""
 
     hashes: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksCleared:
+class BlocksCleared(msgspec.Struct, frozen=True, gc=False):
     """The prefix cache holds nothing."""
 
 
 KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
-NodeEvent = tuple[RequestDelta, ...] | StepDeltas | NodeBeat | PeerReport
+
+@dataclass(frozen=True, slots=True)
+class KVCacheEvents:
+    """What all that together changed in a node's prefix cache, as a router needs it.
+
+    Attributes:
+        sequence: 1 more than the last one of the same engine id; a gap means something was lost.
+        snapshot: what came before is void; the cache holds ``stored`` and what follows.
+        stored: short hashes, heads of prefixes before their tails.
+        removed: short hashes; none of them is in ``stored``.
+    """
+
+    sequence: int
+    snapshot: bool
+    stored: tuple[ShortHash, ...] = field(default=(), repr=False)
+    removed: tuple[ShortHash, ...] = field(default=(), repr=False)
+
+
+NodeEvent = tuple[RequestDelta, ...] | StepDeltas | NodeBeat | PeerReport | KVCacheEvents
 
 # ------------------------------------------------------------------ router -> node
 
@@ -177,6 +225,8 @@ class DecodeCommand:
     """Park a request until its KV arrives, then decode it from token 2 on.
 
     Attributes:
+        prefill_engine_id: whose KV will come; empty: nobody's. Then the prompt is computed here,
+            and the first token is sampled here, too.
         output_token_ids: sampled in earlier attempts; their KV arrives with the prompt's.
     """
 
@@ -209,11 +259,62 @@ class RouterBeat:
     """The router lives. No node's loop ever sees it."""
 
 
-RouterCommand = Refusal | PeerUpdate | PrefillCommand | DecodeCommand | CancelCommand | RouterBeat
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainCommand:
+    """Take nothing new, end what is there; or serve again. No node's loop ever sees it.
+
+    Attributes:
+        stop: end the process once it is drained.
+    """
+
+    resume: bool = False
+    stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrainSeen:
+    """This router places nothing more on the draining node. No node's loop ever sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendKVSnapshot:
+    """Send a snapshot of the prefix cache, and how it changes from then on."""
+
+
+RouterCommand = (
+    Refusal
+    | PeerUpdate
+    | PrefillCommand
+    | DecodeCommand
+    | CancelCommand
+    | RouterBeat
+    | DrainCommand
+    | DrainSeen
+    | SendKVSnapshot
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AbortAll:
-    """Not from the router but because of it: end every request it had placed on the node."""
+    """Not from a router but because of it: end every request it had placed on the node."""
 
     reason: str
+    router_id: str = ""
+
+    def concerns(self, request_id: str) -> bool:
+        """Whether a request, named as nodes name it, is one of that router."""
+        return split_request_id(request_id)[1] == self.router_id
+
+
+# ------------------------------------------------------------------ requests of several routers
+
+
+def node_request_id(request_id: str, router_id: str) -> str:
+    """A router's request as nodes name it: two routers may serve one request id at once."""
+    return f"{request_id}~{router_id}"
+
+
+def split_request_id(node_request_id: str) -> tuple[str, str]:
+    """The router's own name of a request, and the router; the inverse of `node_request_id`."""
+    request_id, separator, router_id = node_request_id.rpartition("~")
+    return (request_id, router_id) if separator else (router_id, "")

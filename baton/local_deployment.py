@@ -195,7 +195,8 @@ class LocalDeployment:
                 name,
                 [
                     command, "--model", config.model, "--router", config.listen, "--name", name,
-                    "--num-threads", str(len(share)), *config.node_args, *own_args,
+                    "--num-threads", str(len(share)), "--drain-timeout-s", "0",
+                    *config.node_args, *own_args,
                 ],
                 share,
             )  # fmt: skip

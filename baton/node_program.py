@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
+
+from prometheus_client.registry import Collector
 
 from baton import wire, wire_ledger
+from baton.drain import Drain
 from baton.errors import EngineDeadError
 from baton.ledger import Ledger
 from baton.link import (
@@ -25,8 +28,9 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
+from baton.metrics_page import MetricsPage
 from baton.process import stop_event
-from baton.router_link import RouterLink
+from baton.router_links import RouterLinks
 from baton.rpc import RpcServer, warn_if_public
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
@@ -48,6 +52,9 @@ class NodeProgram(Protocol):
 
     def ledger(self) -> Future[Ledger]:
         """Who holds which blocks, taken between two steps."""
+
+    def collector(self) -> Collector:
+        """What is on the node's metrics page."""
 
     def close(self) -> None:
         """End the engine's and the connector's threads."""
@@ -82,29 +89,36 @@ class NodeAdmin(admin_pb2_grpc.NodeAdminServicer):
 async def run_node_program(
     make_node: Callable[[Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram],
     *,
-    router: str,
+    routers: Sequence[str],
     listen: str,
     join_timeout_s: float,
+    drain_timeout_s: float = 0.0,
+    node_token: str = "",
+    metrics_listen: str = "",
 ) -> None:
     """Run a node until it is told to stop.
 
     Args:
         make_node: given where events go and what to call when the engine dies, loads the model
             and starts the node's threads. Runs before anything is registered.
-        router: ``host:port`` to join.
+        routers: ``host:port`` of each router to join.
         listen: ``host:port`` of the node's own server; port 0 is any free one.
         join_timeout_s: how long to wait for a router that does not answer.
+        drain_timeout_s: how long open requests have to end when the node is told to stop.
+        node_token: shows routers that this node may join.
+        metrics_listen: ``host:port`` of its Prometheus page, likewise; none if empty.
 
     Raises:
         BatonError: the node could not start or join, or its engine died.
     """
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
-    events: asyncio.Queue[NodeEvent] = asyncio.Queue()
+    drain = Drain()
+    links: list[RouterLinks] = []  # empty until the node is loaded
     death: list[Exception] = []
 
     def emit(event: NodeEvent) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, event)
+        loop.call_soon_threadsafe(_emit_to, links, event)
 
     def on_death(error: Exception) -> None:
         death.append(error)
@@ -117,23 +131,53 @@ async def run_node_program(
             NodeAdmin(node, node.registration("").num_blocks), grpc_server
         ),
     )
+    page: MetricsPage | None = None
     try:
+        if metrics_listen:
+            page = MetricsPage(metrics_listen, node.collector())
         address = await server.start(listen)
         warn_if_public(address)
-        link = RouterLink(
-            router,
-            node.registration(address),
-            events,
-            node.submit,
-            on_joined=server.set_serving,
-            join_timeout_s=join_timeout_s,
+        links.append(
+            RouterLinks(
+                routers,
+                node.registration(address),
+                node.submit,
+                drain,
+                on_joined=server.set_serving,
+                on_stop=stopping.set,
+                join_timeout_s=join_timeout_s,
+                node_token=node_token,
+            )
         )
-        await _run_until(stopping, link, node)
+        await _run_until(_drained(stopping, drain, death, drain_timeout_s), links[0], node)
         if death:
             raise EngineDeadError(f"the engine cannot continue: {death[0]}")
     finally:
+        if page is not None:
+            await asyncio.to_thread(page.close)
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
+
+
+def _emit_to(links: Sequence[RouterLinks], event: NodeEvent) -> None:
+    for link in links:
+        link.emit(event)
+
+
+async def _drained(
+    stopping: asyncio.Event, drain: Drain, death: Sequence[Exception], timeout_s: float
+) -> None:
+    """Wait for the end: a stop signal, and then until what is open has ended, or for a while."""
+    await stopping.wait()
+    if death:
+        return
+    drain.begin()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await drain.drained.wait()
+    except TimeoutError:
+        if timeout_s:
+            logger.warning("stopped with open requests: not drained within %g s", timeout_s)
 
 
 async def _make_or_stop(make: Callable[[], NodeProgram], stopping: asyncio.Event) -> NodeProgram:
@@ -148,15 +192,15 @@ async def _make_or_stop(make: Callable[[], NodeProgram], stopping: asyncio.Event
     return making.result()
 
 
-async def _run_until(stopping: asyncio.Event, link: RouterLink, node: NodeProgram) -> None:
+async def _run_until(end: Coroutine[Any, Any, None], links: RouterLinks, node: NodeProgram) -> None:
     async def beats() -> None:
         while True:
-            link.send(node.beat())
+            links.beat(node.beat())
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     tasks = [
-        asyncio.create_task(stopping.wait()),
-        asyncio.create_task(link.run()),
+        asyncio.create_task(end),
+        asyncio.create_task(links.run()),
         asyncio.create_task(beats()),
     ]
     try:

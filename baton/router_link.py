@@ -1,12 +1,14 @@
 """RouterLink: a node's end of the one stream between it and a router.
 
 Joins, carries events up and commands down, and joins again when the stream breaks. Every request
-of a broken link is aborted: the router that wanted it is gone or will place it anew.
+of a broken link is aborted: the router that wanted it is gone or will place it anew. Requests have
+the router's names on the stream, and `node_request_id` behind it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -20,14 +22,18 @@ from baton.errors import ConfigError, InvalidRequestError, NodeUnavailableError
 from baton.link import (
     BEAT_INTERVAL_S,
     AbortAll,
-    NodeBeat,
+    CancelCommand,
+    DecodeCommand,
     NodeEvent,
     NodeRegistration,
+    PrefillCommand,
     Refusal,
     RequestDelta,
     RequestError,
     RouterBeat,
     RouterCommand,
+    node_request_id,
+    split_request_id,
 )
 from baton.outputs import RequestOutput
 from baton.rpc import open_channel
@@ -47,35 +53,41 @@ class RouterLink:
     Args:
         router: ``host:port``.
         registration: who this node is.
-        events: from the node's thread; drained into the stream.
         submit: takes commands; returns at once.
         on_joined: called with True when registered, with False when the link is lost.
         join_timeout_s: how long to try for the first time.
+        node_token: shows the router that this node may join.
+
+    Attributes:
+        router_id: of the router's process, once it was joined.
+        joined: whether there is a link now.
     """
 
     def __init__(
         self,
         router: str,
         registration: NodeRegistration,
-        events: asyncio.Queue[NodeEvent],
         submit: Callable[[RouterCommand | AbortAll], None],
         *,
         on_joined: Callable[[bool], Awaitable[None]],
         join_timeout_s: float,
+        node_token: str = "",
     ) -> None:
-        self._router = router
+        self.router = router
+        self.router_id = ""
+        self.joined = False
         self._registration = registration
-        self._events = events
+        self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
         self._submit = submit
         self._on_joined = on_joined
         self._join_timeout_s = join_timeout_s
-        self._joined = False
+        self._metadata = (("authorization", f"Bearer {node_token}"),) if node_token else ()
         self._num_missed_beats = 0
 
-    def send(self, beat: NodeBeat) -> None:
-        """Queue a beat; dropped while there is no link."""
-        if self._joined:
-            self._events.put_nowait(beat)
+    def emit(self, event: NodeEvent) -> None:
+        """Queue an event; dropped while there is no link. On the loop's thread."""
+        if self.joined:
+            self._events.put_nowait(event)
 
     async def run(self) -> None:
         """Keep the link up for ever.
@@ -87,30 +99,30 @@ class RouterLink:
         give_up_at = time.monotonic() + self._join_timeout_s
         ever_joined = warned = False
         while True:
-            async with open_channel(self._router) as channel:
+            async with open_channel(self.router) as channel:
                 try:
                     await self._hold(channel)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.INTERNAL:
                         logger.warning("link to the router broke: %s", error.details())
-            if self._joined:
-                self._joined, ever_joined, warned = False, True, False
-                self._submit(AbortAll("the link to the router broke"))
+            if self.joined:
+                self.joined, ever_joined, warned = False, True, False
+                self._submit(AbortAll("the link to the router broke", self.router_id))
                 await self._on_joined(False)
             if not ever_joined and time.monotonic() > give_up_at:
                 raise NodeUnavailableError(
-                    f"router: {self._router} cannot be reached (tried for "
+                    f"router: {self.router} cannot be reached (tried for "
                     f"{self._join_timeout_s:g} s)"
                 )
             if not warned:
                 warned = True
-                logger.warning("router %s cannot be reached; trying again", self._router)
+                logger.warning("router %s cannot be reached; trying again", self.router)
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _hold(self, channel: grpc.aio.Channel) -> None:
         """Register, then carry messages until the stream breaks."""
         stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
-        call = stub.Link()
+        call = stub.Link(metadata=self._metadata)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
                 await call.write(wire.registration_to_proto(self._registration))
@@ -119,12 +131,13 @@ class RouterLink:
             return
         if not isinstance(first, node_pb2.RouterMessage):
             return
+        self.router_id = first.registered.router_id
         self._take(first)
         while not self._events.empty():  # of a time before this link
             self._events.get_nowait()
-        self._joined = True
+        self.joined = True
         await self._on_joined(True)
-        logger.info("joined router %s as %s", self._router, self._registration.node_name)
+        logger.info("joined router %s as %s", self.router, self._registration.node_name)
         jobs = (self._write(call), self._read(call), self._watch())
         tasks = [asyncio.create_task(job) for job in jobs]
         try:
@@ -158,6 +171,8 @@ class RouterLink:
             except ValueError as error:  # a value that a peer sent and the wire cannot hold
                 logger.error("dropped an event that cannot be sent: %s", error)
                 continue
+            for delta in message.deltas.deltas:
+                delta.request_id, _ = split_request_id(delta.request_id)
             try:
                 await call.write(message)
             except asyncio.InvalidStateError:  # the router ended the call: it took us for dead
@@ -172,6 +187,9 @@ class RouterLink:
             return
         if isinstance(command, Refusal):
             raise ConfigError(f"the router refused this node: {command.problem}")
+        if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
+            name = node_request_id(command.request_id, self.router_id)
+            command = dataclasses.replace(command, request_id=name)
         if command is not None and not isinstance(command, RouterBeat):
             self._submit(command)
 
@@ -179,8 +197,9 @@ class RouterLink:
         """Tell the router that a request's command makes no sense, so that nobody waits for it."""
         kind = message.WhichOneof("message")
         command = message.prefill if kind == "prefill" else message.decode
+        name = node_request_id(command.request_id, self.router_id)
         delta = RequestDelta(
-            RequestOutput(command.request_id, 0, ()),
+            RequestOutput(name, 0, ()),
             command.epoch,
             error=RequestError("INVALID_ARGUMENT", problem),
         )

@@ -6,6 +6,7 @@ Takes our exceptions, gives status codes; nobody else calls `context.abort`.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -115,6 +116,13 @@ async def _abort(context: Context, error: Exception) -> None:
         await context.abort(status, message, tuple(trailers))
     logger.error("unexpected error in a call", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+
+
+def has_token(context: Context, token: str) -> bool:
+    """Whether a call brings ``authorization: Bearer <token>``; takes as long for any wrong one."""
+    metadata = dict(context.invocation_metadata() or ())
+    given = metadata.get("authorization", "")
+    return hmac.compare_digest(str(given).encode(), f"Bearer {token}".encode())
 
 
 class RpcServer:

@@ -81,6 +81,9 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             max_model_len=registration.max_model_len,
             num_blocks=registration.num_blocks,
             block_size=registration.block_size,
+            prefix_hash=registration.prefix_hash,
+            kv_bytes_per_token=registration.kv_bytes_per_token,
+            computes_prompts=registration.computes_prompts,
         )
     )
 
@@ -101,6 +104,9 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         max_model_len=message.max_model_len,
         num_blocks=message.num_blocks,
         block_size=message.block_size,
+        prefix_hash=message.prefix_hash,
+        kv_bytes_per_token=message.kv_bytes_per_token,
+        computes_prompts=message.computes_prompts,
     )
 
 
@@ -145,6 +151,14 @@ def _delta_from_proto(message: node_pb2.RequestDelta) -> link.RequestDelta:
     )
 
 
+_SERVING_TO_PROTO = {
+    link.ServingState.SERVING: node_pb2.SERVING_STATE_UNSPECIFIED,
+    link.ServingState.DRAINING: node_pb2.SERVING_STATE_DRAINING,
+    link.ServingState.DRAINED: node_pb2.SERVING_STATE_DRAINED,
+}
+_SERVING_FROM_PROTO = {number: state for state, number in _SERVING_TO_PROTO.items()}
+
+
 def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
     return node_pb2.NodeBeat(
         num_waiting=beat.num_waiting,
@@ -152,6 +166,9 @@ def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
         num_running=beat.num_running,
         num_free_blocks=beat.num_free_blocks,
         num_quarantined_blocks=beat.num_quarantined_blocks,
+        num_transfers=beat.num_transfers,
+        serving_state=_SERVING_TO_PROTO[beat.serving_state],
+        num_uncomputed_tokens=beat.num_uncomputed_tokens,
     )
 
 
@@ -162,6 +179,12 @@ def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
         num_running=message.num_running,
         num_free_blocks=message.num_free_blocks,
         num_quarantined_blocks=message.num_quarantined_blocks,
+        num_transfers=message.num_transfers,
+        serving_state=_SERVING_FROM_PROTO.get(
+            message.serving_state,
+            link.ServingState.DRAINING,  # a state that we do not know yet
+        ),
+        num_uncomputed_tokens=message.num_uncomputed_tokens,
     )
 
 
@@ -197,12 +220,22 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
         )
     if isinstance(event, link.NodeBeat):
         return node_pb2.NodeMessage(beat=beat_to_proto(event))
+    if isinstance(event, link.KVCacheEvents):
+        return node_pb2.NodeMessage(
+            kv_events=node_pb2.KVCacheEvents(
+                sequence=event.sequence,
+                snapshot=event.snapshot,
+                stored=event.stored,
+                removed=event.removed,
+            )
+        )
     return node_pb2.NodeMessage(
         peer_report=node_pb2.PeerReport(
             engine_id=event.engine_id,
             connected=event.connected,
             transport=event.transport,
             problem=event.problem,
+            bandwidth_bytes_per_s=event.bandwidth_bytes_per_s,
         )
     )
 
@@ -222,7 +255,18 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
         return beat_from_proto(message.beat)
     if kind == "peer_report":
         report = message.peer_report
-        return link.PeerReport(report.engine_id, report.connected, report.transport, report.problem)
+        return link.PeerReport(
+            report.engine_id,
+            report.connected,
+            report.transport,
+            report.problem,
+            report.bandwidth_bytes_per_s,
+        )
+    if kind == "kv_events":
+        events = message.kv_events
+        return link.KVCacheEvents(
+            events.sequence, events.snapshot, tuple(events.stored), tuple(events.removed)
+        )
     return None
 
 
@@ -278,6 +322,13 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         )
     if isinstance(command, link.RouterBeat):
         return node_pb2.RouterMessage(beat=node_pb2.RouterBeat())
+    if isinstance(command, link.DrainCommand):
+        drain = node_pb2.DrainCommand(resume=command.resume, stop=command.stop)
+        return node_pb2.RouterMessage(drain=drain)
+    if isinstance(command, link.DrainSeen):
+        return node_pb2.RouterMessage(drain_seen=node_pb2.DrainSeen())
+    if isinstance(command, link.SendKVSnapshot):
+        return node_pb2.RouterMessage(send_kv_snapshot=node_pb2.SendKVSnapshot())
     return node_pb2.RouterMessage(
         cancel=node_pb2.CancelCommand(request_id=command.request_id, epoch=command.epoch)
     )
@@ -315,6 +366,12 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         )
     if kind == "beat":
         return link.RouterBeat()
+    if kind == "drain":
+        return link.DrainCommand(resume=message.drain.resume, stop=message.drain.stop)
+    if kind == "drain_seen":
+        return link.DrainSeen()
+    if kind == "send_kv_snapshot":
+        return link.SendKVSnapshot()
     if kind == "cancel":
         return link.CancelCommand(message.cancel.request_id, message.cancel.epoch)
     return None

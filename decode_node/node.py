@@ -29,6 +29,7 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
+from baton.node_metrics import HandoffMetrics
 from baton.outputs import DecodeReceipt, RequestOutput
 from baton.prompt import check_prompt, check_sampling_params
 from decode_node.reservations import Reservation, Reservations, ReservationState
@@ -114,7 +115,8 @@ class DecodeNode:
 
     def beat(self) -> NodeBeat:
         """How busy this node is; may be read from any thread."""
-        statuses = [request.status for request in list(self.engine.requests.values())]
+        requests = list(self.engine.requests.values())
+        statuses = [request.status for request in requests]
         num_parked = statuses.count(RequestStatus.WAITING_FOR_REMOTE_KVS)
         num_running = statuses.count(RequestStatus.RUNNING)
         return NodeBeat(
@@ -123,18 +125,29 @@ class DecodeNode:
             num_running=num_running,
             num_free_blocks=self.engine.num_free_blocks,
             num_quarantined_blocks=self.reservations.num_quarantined_blocks,
+            num_transfers=self.reservations.num_transfers,
+            num_uncomputed_tokens=sum(
+                max(request.num_initial_tokens - request.num_computed_tokens, 0)
+                for request in requests
+                if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
+            ),
         )
 
     def requests(self) -> list[RequestView]:
         """Open requests; may be read from any thread."""
+        now = self._clock()
         return [
-            view_request(job.request, job.reservation.state.value, job.reservation.parked_at)
+            view_request(job.request, job.reservation.state.value, now - job.reservation.parked_at)
             for job in list(self._jobs.values())
         ]
 
     def ledger(self) -> Ledger:
         """Who holds which blocks; only between steps, on this node's thread."""
         return take_ledger(self.engine, self.reservations.held())
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        """What became of hand-offs; may be read from any thread."""
+        return self.reservations.metrics()
 
     # ------------------------------------------------------------------ commands
 
@@ -154,7 +167,7 @@ class DecodeNode:
                 case PeerUpdate():
                     self._connect(command)
                 case AbortAll():
-                    for request_id in list(self._jobs):
+                    for request_id in filter(command.concerns, list(self._jobs)):
                         self._end(request_id)
                 case _:
                     logger.warning("a decode node takes no %s", type(command).__name__)
@@ -185,7 +198,7 @@ class DecodeNode:
             output_token_ids=command.output_token_ids,
         )
         take = self.reservations.park
-        if self._is_short(request):
+        if not command.prefill_engine_id or self._is_short(request):
             engine.add(request)
             take = self.reservations.decline
         reservation = take(request, command.epoch, command.prefill_engine_id, received_at)
@@ -218,11 +231,14 @@ class DecodeNode:
 
     def _settle(self, event: TransferEvent) -> None:
         if event.kind is TransferEventKind.PEER_CONNECTED:
-            self._emit(PeerReport(event.engine_id, True, transport=event.transport))
+            rate = event.bandwidth_bytes_per_s
+            self._emit(PeerReport(event.engine_id, True, event.transport, "", rate))
         elif event.kind is TransferEventKind.PEER_FAILED:
             self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             for lost in self.reservations.end_all_of(event.engine_id):
                 self._fail(lost, "UNAVAILABLE", "its prefill node cannot be reached")
+        elif event.kind is TransferEventKind.PEER_DRAINED:
+            self.reservations.end_drained(event.engine_id)
         else:
             reservation = self.reservations.settle(event)
             if reservation is None or reservation.state is not ReservationState.QUARANTINED:

@@ -49,4 +49,4 @@ def make_program(
         receiver = Receiver(transport, on_event=wake, on_death=on_death, digests=digests)
         return DecodeNode(loaded.engine, receiver, emit, options.decode), receiver
 
-    return NodeThreads(options.name, NodeRole.DECODE, loaded, make_node, on_death)
+    return NodeThreads(options.name, NodeRole.DECODE, loaded, make_node, emit, on_death)

@@ -4,7 +4,8 @@
         `--------`-----------`------> QUARANTINED -> free
 
 Takes a parked Request, gives grants; takes transfer events, gives arrivals and failures. A block
-that a peer may still write has a holder here until the peer says it is quiet or is known dead.
+that a peer may still write has a holder here until the peer says it is quiet, or is known to be
+dead and what it had sent is taken in.
 Knows no RPC and no tensor.
 """
 
@@ -12,19 +13,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 from baton.decode_options import DecodeOptions
 from baton.ledger import BlockHolding, BlockOwner
+from baton.node_metrics import HandoffMetrics, TransferOutcome
 from baton.outputs import PushReceipt
+from decode_node.gone_peers import GonePeers
 from decode_node.grant_queue import GrantQueue, Key
 from engine.engine import Engine
 from engine.request import Request
 from kvconnector.base import KVReceiver, KVReservation, TransferEvent, TransferEventKind
-from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.peer_info import PeerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -99,15 +102,17 @@ class Reservations:
         )
         self._early_starts: dict[Key, tuple[float, str]] = {}  # (came at, engine_id)
         self._ended: dict[Key, float] = {}  # tombstones
-        self._gone_peers: dict[str, PeerInfo] = {}
+        self._gone_peers = GonePeers(receiver)
         self._peers: dict[str, PeerInfo] = {}
         self._tick_at = 0.0
+        self._outcomes: Counter[TransferOutcome] = Counter()
+        self._received_bytes = 0
 
     # ------------------------------------------------------------------ in
 
     def add_peer(self, peer: PeerInfo) -> None:
         self._peers[peer.engine_id] = peer
-        self._gone_peers.pop(peer.engine_id, None)
+        self._gone_peers.remove(peer.engine_id)
         self._receiver.connect(peer)
 
     def park(self, request: Request, epoch: int, engine_id: str, received_at: float) -> Reservation:
@@ -160,10 +165,10 @@ class Reservations:
                 if not self._commit(key, reservation, event):
                     # It wrote its last, and what it wrote is not what was asked for.
                     reservation.num_received_tokens = 0
-                    self._end(key, reservation, quiet=True)
+                    self._end(key, reservation, TransferOutcome.FAILED, quiet=True)
                 return reservation
             case TransferEventKind.FAILED:
-                self._end(key, reservation, quiet=True)
+                self._end(key, reservation, event.outcome, quiet=True)
                 return reservation
             case _:
                 pass
@@ -193,7 +198,7 @@ class Reservations:
         key = (request_id, epoch)
         reservation = self._open.get(key)
         if reservation is not None:
-            self._end(key, reservation, quiet=False)
+            self._end(key, reservation, TransferOutcome.CANCELLED, quiet=False)
 
     def lose_peer(self, engine_id: str) -> list[Reservation]:
         """A prefill node is gone: end what it had begun; returns those reservations.
@@ -203,30 +208,30 @@ class Reservations:
         """
         peer = self._peers.pop(engine_id, None)
         if peer is not None:
-            self._gone_peers[engine_id] = peer
+            self._gone_peers.add(peer)
         return self.end_all_of(engine_id)
 
     def end_all_of(self, engine_id: str) -> list[Reservation]:
         """End what a prefill node had begun, as it cannot be reached; returns those."""
         lost = [r for r in self._open.values() if r.engine_id == engine_id]
         for reservation in lost:
-            self._end((reservation.request.request_id, reservation.epoch), reservation, quiet=False)
+            key = (reservation.request.request_id, reservation.epoch)
+            self._end(key, reservation, TransferOutcome.FAILED, quiet=False)
         return lost
 
+    def end_drained(self, engine_id: str) -> None:
+        """Nothing of a dead prefill node can arrive any more: free what it held."""
+        if self._gone_peers.is_drained(engine_id):
+            for key in [k for k, r in self._quarantine.items() if r.engine_id == engine_id]:
+                self._free_quarantined(key)
+
     def tick(self) -> None:
-        """Free what dead peers held, ask others again, forget what is old; call now and then."""
+        """Have dead peers drained, ask others again, forget what is old; call now and then."""
         now = self._clock()
         if now < self._tick_at:
             return
         self._tick_at = now + TICK_S
-        for engine_id, peer in list(self._gone_peers.items()):
-            held = [key for key, r in self._quarantine.items() if r.engine_id == engine_id]
-            if held and not _is_dead(peer):
-                continue
-            for key in held:
-                self._free_quarantined(key)
-            del self._gone_peers[engine_id]
-            self._receiver.disconnect(engine_id)
+        self._gone_peers.tick({r.engine_id for r in self._quarantine.values()})
         for key, reservation in self._quarantine.items():
             if now - reservation.cancelled_at >= RECANCEL_S:
                 self._cancel_remote(key, reservation)
@@ -244,9 +249,31 @@ class Reservations:
         return bool(self._open or self._quarantine)
 
     @property
+    def num_transfers(self) -> int:
+        """Reservations that are open, or ended while a peer may still write."""
+        return len(self._open) + len(self._quarantine)
+
+    @property
     def num_quarantined_blocks(self) -> int:
         """Blocks of ended requests that a peer may still write."""
         return sum(len(r.block_ids) for r in list(self._quarantine.values()))
+
+    def metrics(self) -> HandoffMetrics:
+        """From any thread."""
+        open_states = (
+            ReservationState.PARKED,
+            ReservationState.GRANTED,
+            ReservationState.RECEIVING,
+        )
+        states = Counter(dict.fromkeys((state.value for state in open_states), 0))
+        states.update(reservation.state.value for reservation in list(self._open.values()))
+        states[ReservationState.QUARANTINED.value] = len(self._quarantine)
+        return HandoffMetrics(
+            open=states,
+            ended=self._outcomes.copy(),
+            num_quarantined_blocks=self.num_quarantined_blocks,
+            received_bytes=self._received_bytes,
+        )
 
     def held(self) -> list[BlockHolding]:
         """Blocks that prefill nodes may write; for the ledger."""
@@ -290,12 +317,16 @@ class Reservations:
         reservation.state = ReservationState.COMMITTED
         reservation.num_received_tokens = event.num_tokens
         reservation.receipt = event.receipt
+        self._outcomes[TransferOutcome.COMMITTED] += 1
+        self._received_bytes += event.receipt.num_bytes if event.receipt else 0
         reservation.committed_at = self._clock()
         reservation.committed_at_step = self._engine.num_steps
         self._engine.commit(request.request_id, event.token_id)
         return True
 
-    def _end(self, key: Key, reservation: Reservation, *, quiet: bool) -> None:
+    def _end(
+        self, key: Key, reservation: Reservation, outcome: TransferOutcome, *, quiet: bool
+    ) -> None:
         """Take a reservation out of the engine.
 
         What came up to the watermark is kept in the prefix cache: whoever needs it again finds it
@@ -304,6 +335,7 @@ class Reservations:
         del self._open[key]
         self._grants.end(key)
         self._ended[key] = self._clock()
+        self._outcomes[outcome] += 1
         reservation.state = ReservationState.QUARANTINED
         if reservation.block_ids:
             reservation.block_ids = self._engine.keep_received(
@@ -353,17 +385,3 @@ def _holding(
         peer=reservation.engine_id,
         age_s=now - reservation.parked_at,
     )
-
-
-def _is_dead(peer: PeerInfo) -> bool:
-    """Whether a peer's process has certainly ended. Of another machine we cannot say."""
-    if not peer.host or peer.host != host_identity() or peer.pid == 0:
-        return False
-    try:
-        status = Path(f"/proc/{peer.pid}/stat").read_text(encoding="ascii", errors="replace")
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    # "pid (name) state ...": a zombie writes nothing any more, it only waits to be noticed.
-    return status.rpartition(")")[2].split()[0] in ("Z", "X")

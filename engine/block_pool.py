@@ -145,7 +145,7 @@ class BlockPool:
         if silent or self._events is None:
             for block_id, block_hash in zip(block_ids, hashes, strict=True):
                 self._name(block_id, block_hash)
-                self._blocks[block_id].silent = True
+                self._blocks[block_id].silent = silent
             return
         stored: list[BlockHash] = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -168,6 +168,20 @@ class BlockPool:
     def num_cached(self) -> int:
         """Different contents that `find` can find."""
         return len(self._cached)
+
+    def start_events(self) -> list[BlockHash]:
+        """Record events from now on; those that nobody took are dropped.
+
+        Returns:
+            What the index holds now and events speak of; heads of prefixes before their tails,
+            but for those that were cached anew since.
+        """
+        self._events = []
+        return [
+            block_hash
+            for block_hash, known in self._cached.items()
+            if not (known if isinstance(known, KVCacheBlock) else next(iter(known.values()))).silent
+        ]
 
     def take_events(self) -> list[KVCacheEvent]:
         """What was stored and removed since the last call, in order."""

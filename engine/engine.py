@@ -18,6 +18,7 @@ import torch
 from baton.block_hash import BlockHash, BlockHasher
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
+from baton.link import KVCacheEvent
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from baton_kernels.attention import choose_attention_backend
@@ -133,6 +134,11 @@ class Engine:
     @property
     def num_free_blocks(self) -> int:
         return self._block_pool.num_free
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that could run, were there room; parked ones are not among them."""
+        return self._scheduler.num_waiting
 
     def add(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""
@@ -323,6 +329,14 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests in progress keep their blocks."""
         self._block_pool.reset_prefix_cache()
+
+    def start_kv_events(self) -> list[BlockHash]:
+        """Record what the prefix cache stores and removes; returns what it holds now."""
+        return self._block_pool.start_events()
+
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        """What it stored and removed since the last call, in order; only between steps."""
+        return self._block_pool.take_events()
 
     def check(self) -> None:
         """Assert the engine's invariants; for tests and debug runs."""

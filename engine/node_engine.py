@@ -25,16 +25,19 @@ class LoadedEngine:
     Attributes:
         engine_id: unique to this process start.
         compatibility: must be equal, entry by entry, on two nodes that are to be paired.
+        prefix_hash: algorithm that names blocks; empty: there is no prefix cache.
     """
 
     engine: Engine
     engine_id: str
     compatibility: dict[str, str]
+    prefix_hash: str
 
     def registration(
         self, node_name: str, role: NodeRole, address: str, peer_info: bytes
     ) -> NodeRegistration:
         """What the node tells the router of itself."""
+        spec = self.engine.kv_cache_spec
         return NodeRegistration(
             node_name=node_name,
             engine_id=self.engine_id,
@@ -45,7 +48,10 @@ class LoadedEngine:
             compatibility=self.compatibility,
             max_model_len=self.engine.max_model_len,
             num_blocks=self.engine.num_blocks,
-            block_size=self.engine.kv_cache_spec.block_size,
+            block_size=spec.block_size,
+            prefix_hash=self.prefix_hash,
+            computes_prompts=role is NodeRole.DECODE,
+            kv_bytes_per_token=spec.block_bytes * spec.num_groups / spec.block_size,
         )
 
 
@@ -77,4 +83,9 @@ def load_engine(
         "kv_digests": "on" if kv_digests else "off",
         "version": __version__,
     }
-    return LoadedEngine(engine, f"{node_name}-{uuid.uuid4().hex[:8]}", compatibility)
+    return LoadedEngine(
+        engine,
+        f"{node_name}-{uuid.uuid4().hex[:8]}",
+        compatibility,
+        config.prefix_hash if config.prefix_cache else "",
+    )

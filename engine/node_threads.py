@@ -15,13 +15,19 @@ from baton.ledger import Ledger
 from baton.link import (
     AbortAll,
     NodeBeat,
+    NodeEvent,
     NodeRegistration,
     NodeRole,
     RequestView,
     RouterCommand,
+    SendKVSnapshot,
 )
+from baton.node_metrics import ConnectorMetrics, HandoffMetrics
 from engine.crash_dump import dump_crash
 from engine.engine_loop import EngineLoop
+from engine.kv_event_feed import KVEventFeed
+from engine.metrics import EngineMetrics
+from engine.node_collector import NodeCollector
 from engine.node_engine import LoadedEngine
 
 
@@ -38,12 +44,16 @@ class Node(Protocol):
 
     def ledger(self) -> Ledger: ...
 
+    def handoff_metrics(self) -> HandoffMetrics: ...
+
 
 class ConnectorEnd(Protocol):
     """What is needed here of a KV sender or receiver."""
 
     def describe(self) -> bytes:
         """Peer info for the nodes of the other role."""
+
+    def metrics(self) -> ConnectorMetrics: ...
 
     def close(self) -> None: ...
 
@@ -57,6 +67,7 @@ class NodeThreads:
         loaded: the engine that the node steps.
         make_node: makes the node and its end of the KV connector, given what wakes the engine's
             thread.
+        emit: takes events for the router; safe to call from the engine's thread.
         on_death: called when the engine cannot continue.
     """
 
@@ -66,6 +77,7 @@ class NodeThreads:
         role: NodeRole,
         loaded: LoadedEngine,
         make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnd]],
+        emit: Callable[[NodeEvent], None],
         on_death: Callable[[Exception], None],
     ) -> None:
         def on_engine_death(error: Exception) -> None:
@@ -75,6 +87,7 @@ class NodeThreads:
         self._name = name
         self._role = role
         self._loaded = loaded
+        self._kv_events = KVEventFeed(loaded.engine, emit)
         self._ledger_calls: deque[Future[Ledger]] = deque()
         self._loop = EngineLoop(self._step, on_engine_death, name="engine")
         loaded.engine.wake_with(self._loop.wake)
@@ -86,7 +99,10 @@ class NodeThreads:
         return self._loaded.registration(self._name, self._role, address, peer_info)
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
-        self._node.submit(command)
+        if isinstance(command, SendKVSnapshot):
+            self._kv_events.request_snapshot()
+        else:
+            self._node.submit(command)
         self._loop.wake()
 
     def beat(self) -> NodeBeat:
@@ -101,12 +117,26 @@ class NodeThreads:
         self._loop.wake()
         return call
 
+    def collector(self) -> NodeCollector:
+        return NodeCollector(self._role, self._name, self)
+
+    def engine_metrics(self) -> EngineMetrics:
+        return self._loaded.engine.metrics()
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        return self._node.handoff_metrics()
+
+    def connector_metrics(self) -> ConnectorMetrics:
+        return self._end.metrics()
+
     def _step(self) -> bool:
         while self._ledger_calls:
             call = self._ledger_calls.popleft()
             if call.set_running_or_notify_cancel():  # else nobody waits for it any more
                 call.set_result(self._node.ledger())
-        return self._node.step()
+        busy = self._node.step()
+        self._kv_events.after_step(busy=busy)
+        return busy
 
     def close(self) -> None:
         self._loop.stop()

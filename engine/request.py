@@ -9,7 +9,6 @@ There are no phases: each step lets computed catch up with known.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -205,8 +204,8 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
 
-def view_request(request: Request, transfer_state: str, since: float) -> RequestView:
-    """What operators see of a request that came at ``since`` (`time.monotonic`)."""
+def view_request(request: Request, transfer_state: str, age_s: float) -> RequestView:
+    """What operators see of a request that came so long ago."""
     return RequestView(
         request_id=request.request_id,
         status=request.status.value,
@@ -214,5 +213,5 @@ def view_request(request: Request, transfer_state: str, since: float) -> Request
         num_tokens=request.num_tokens,
         num_computed_tokens=request.num_computed_tokens,
         num_blocks=len(request.block_ids),
-        age_s=time.monotonic() - since,
+        age_s=age_s,
     )

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from baton.node_metrics import ConnectorMetrics, TransferOutcome
 from baton.outputs import PushReceipt
 from kvconnector.layout import LayerRange
 from kvconnector.peer_info import PeerInfo
+from kvconnector.scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class TransferEventKind(Enum):
 
     PEER_CONNECTED = "peer connected"
     PEER_FAILED = "peer failed"
+    PEER_DRAINED = "peer drained"  # receiver: of a dead peer nothing more can arrive
     STARTED = "started"  # receiver: the prefill node began to compute and wants a grant
     WATERMARK = "watermark"  # receiver: tokens up to `num_tokens` are complete
     COMMITTED = "committed"  # both: all blocks are complete; terminal
@@ -83,7 +86,15 @@ class TransferEvent:
     token_id: int = -1
     receipt: PushReceipt | None = None
     transport: str = ""
+    bandwidth_bytes_per_s: float = 0.0  # of a peer's self-test
     reason: str = ""
+
+    @property
+    def outcome(self) -> TransferOutcome:
+        """Of a COMMITTED or FAILED."""
+        if self.kind is TransferEventKind.COMMITTED:
+            return TransferOutcome.COMMITTED
+        return TransferOutcome.FAILED if self.reason else TransferOutcome.CANCELLED
 
 
 class KVSender(Protocol):
@@ -122,6 +133,9 @@ class KVSender(Protocol):
     def poll(self) -> list[TransferEvent]:
         """What happened since the last call."""
 
+    def metrics(self) -> ConnectorMetrics:
+        """What it has done so far; may be called from any thread."""
+
     def close(self) -> None: ...
 
 
@@ -137,6 +151,9 @@ class KVReceiver(Protocol):
     def disconnect(self, engine_id: str) -> None:
         """Forget a prefill node that is gone."""
 
+    def drain(self, engine_id: str) -> None:
+        """Take in what a process that is dead had sent; PEER_DRAINED follows."""
+
     def grant(self, reservation: KVReservation) -> None:
         """Allow a started request's blocks to be written."""
 
@@ -148,6 +165,9 @@ class KVReceiver(Protocol):
 
     def poll(self) -> list[TransferEvent]:
         """What happened since the last call."""
+
+    def metrics(self) -> ConnectorMetrics:
+        """What it has done so far; may be called from any thread."""
 
     def close(self) -> None: ...
 
@@ -164,6 +184,10 @@ class KVTransport(Protocol):
 
     @property
     def peer_info(self) -> PeerInfo: ...
+
+    @property
+    def scratch(self) -> Scratch:
+        """Our memory for self-tests."""
 
     def connect(self, peer: PeerInfo) -> str:
         """Learn a peer; returns the name of the path that bytes will take. Raises TransferError."""
@@ -182,6 +206,9 @@ class KVTransport(Protocol):
 
         Raises TransferError; ValueError for ids or layers that there are not.
         """
+
+    def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
+        """Post our pattern to a slot of a peer's scratch memory, as `write` does blocks."""
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         """Send a short message; not ordered with writes. Raises TransferError."""

@@ -9,9 +9,12 @@ Refuses to know: requests' tokens, and what is done with bytes that are wrong fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 import xxhash
 
@@ -45,6 +48,17 @@ class BlockDigests:
         return b"".join(xxhash.xxh3_64_digest(block.data) for block in copied)
 
 
+def cut_digests(whole: Digests) -> Iterator[Digests]:
+    """A message as several that are short enough to travel."""
+    for start in range(0, len(whole.indices), MAX_DIGESTS_PER_MESSAGE):
+        end = start + MAX_DIGESTS_PER_MESSAGE
+        yield msgspec.structs.replace(
+            whole,
+            indices=whole.indices[start:end],
+            digests=whole.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
+        )
+
+
 @dataclass(slots=True)
 class Arrival:
     """One granted request, and what of it is verified.
@@ -55,6 +69,7 @@ class Arrival:
         missing: what was asked for again and has not come: a write that is still to land.
         watermark: came, but not all that it speaks of is verified.
         commit: likewise.
+        asked_at: when that commit came, or anything that had not come was asked for since.
     """
 
     engine_id: str
@@ -64,6 +79,11 @@ class Arrival:
     missing: set[tuple[int, LayerRange]] = field(default_factory=set)
     watermark: Watermark | None = None
     commit: Commit | None = None
+    asked_at: float = -math.inf
+
+    def missing_of(self, index: int) -> list[LayerRange]:
+        """The layers of this block that were asked for again and have not come."""
+        return [layers for place, layers in self.missing if place == index]
 
 
 class Verifier:
@@ -147,8 +167,48 @@ class Verifier:
             attempt=message.attempt + 1,
         )
 
+    def ask_again(self, arrival: Arrival, commit: Commit, own_engine_id: str) -> Iterator[Resend]:
+        """What to ask for once more, as the sender has nothing in flight and all is not verified.
+
+        Digests were lost, or a Resend was. What was asked for is asked for again by the same name
+        and with the next attempt: a write that is posted for an old Resend ends before its.
+        """
+        unknown = []
+        for index, layers in enumerate(arrival.layers):
+            for first, end in arrival.missing_of(index):
+                layers |= (1 << end) - (1 << first)
+            unknown += [(index, part) for part in _zero_runs(layers, self._digests.num_layers)]
+        arrival.missing.update(unknown)
+        wanted: defaultdict[tuple[LayerRange, int], list[int]] = defaultdict(list)
+        for index, layer_range in sorted(arrival.missing):
+            attempt = arrival.attempts.get((index, layer_range), 0) + 1
+            arrival.attempts[index, layer_range] = attempt
+            wanted[layer_range, attempt].append(index)
+        for (layer_range, attempt), indices in wanted.items():
+            for start in range(0, len(indices), MAX_DIGESTS_PER_MESSAGE):
+                yield Resend(
+                    engine_id=own_engine_id,
+                    request_id=commit.request_id,
+                    epoch=commit.epoch,
+                    indices=indices[start : start + MAX_DIGESTS_PER_MESSAGE],
+                    layers=layer_range,
+                    attempt=attempt,
+                )
+
     def is_verified(self, arrival: Arrival, num_blocks: int) -> bool:
         """Whether the first ``num_blocks`` blocks, all layers of them, are right and stay so."""
         if any(index < num_blocks for index, _ in arrival.missing):
             return False
         return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])
+
+
+def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:
+    """Ranges of bits that are 0, as long as can be."""
+    runs = []
+    first = 0
+    for place in range(num_bits + 1):
+        if place == num_bits or bits >> place & 1:
+            if place > first:
+                runs.append((first, place))
+            first = place + 1
+    return runs

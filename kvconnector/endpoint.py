@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from baton.errors import TransferError
+from baton.node_metrics import ConnectorMetrics
 from kvconnector import messages
-from kvconnector.base import KVTransport, TransferEvent
+from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
 from kvconnector.messages import Message
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peers import Peers
@@ -70,6 +71,8 @@ class Endpoint:
         self._wake = threading.Event()
         self._expecting = False
         self._num_read_failures = 0
+        self._num_peer_failures = 0
+        self.num_reads = 0  # that went well
         self._warm_until = 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-io", daemon=True)
@@ -99,6 +102,13 @@ class Endpoint:
             events.append(self._events.popleft())
         return events
 
+    def metrics(self) -> ConnectorMetrics:
+        """Of the peers alone; safe from any thread."""
+        return ConnectorMetrics(
+            pairs=Counter((peer.state.value, peer.path) for peer in self.peers),
+            peer_failures=self._num_peer_failures,
+        )
+
     def close(self) -> None:
         """End the thread and the transport."""
         self._closing = True
@@ -113,6 +123,7 @@ class Endpoint:
         self._warm_until = self._clock() + _WARM_S
 
     def emit(self, event: TransferEvent) -> None:
+        self._num_peer_failures += event.kind is TransferEventKind.PEER_FAILED
         self._events.append(event)
         self._on_event()
 
@@ -150,6 +161,7 @@ class Endpoint:
             logger.warning("cannot read messages: %s", error)
             return []
         self._num_read_failures = 0
+        self.num_reads += 1
         return payloads
 
     def _round(self) -> bool:

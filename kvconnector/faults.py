@@ -23,8 +23,17 @@ import torch
 from baton.errors import ConfigError, TransferError
 from kvconnector import messages
 from kvconnector.base import KVTransport, PendingWrite
-from kvconnector.messages import Commit, Digests, Grant, Message
+from kvconnector.messages import (
+    Commit,
+    Digests,
+    Grant,
+    HelloAck,
+    Message,
+    SelfTest,
+    SelfTestResult,
+)
 from kvconnector.peer_info import PeerInfo
+from kvconnector.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +69,8 @@ class FaultSpec:
         delay_s: how long each message waits, from and to.
         corrupt: one bit of a transfer's blocks is wrong when its commit record is read.
         fail_post: a write cannot be posted.
+        corrupt_test: one bit of what a self-test wrote is wrong when it is looked at.
+        drop_test: a message about a self-test's end is lost, whatever `drop` says.
         kill: where the process ends.
         seed: of everything drawn.
     """
@@ -70,6 +81,8 @@ class FaultSpec:
     delay_s: tuple[float, float] = (0.0, 0.0)
     corrupt: float = 0.0
     fail_post: float = 0.0
+    corrupt_test: float = 0.0
+    drop_test: float = 0.0
     kill: KillPoint | None = None
     seed: int = 0
 
@@ -140,6 +153,8 @@ _PARSERS: dict[str, Callable[[str, str], object]] = {
     "delay": _delay,
     "corrupt": _probability,
     "fail_post": _probability,
+    "corrupt_test": _probability,
+    "drop_test": _probability,
     "kill": _kill,
     "seed": _seed,
 }
@@ -188,11 +203,16 @@ class FaultyTransport:
         self._waiting: list[_Waiting] = []
         self._granted: dict[tuple[str, int], Grant] = {}  # what `corrupt` may spoil
         self._digested: set[tuple[str, int]] = set()
+        self._slots: dict[str, int] = {}  # what `corrupt_test` may spoil, by engine id
         self._num_until_kill = 0 if spec.kill is None else spec.kill.count
 
     @property
     def peer_info(self) -> PeerInfo:
         return self._transport.peer_info
+
+    @property
+    def scratch(self) -> Scratch:
+        return self._transport.scratch
 
     def connect(self, peer: PeerInfo) -> str:
         return self._transport.connect(peer)
@@ -215,6 +235,9 @@ class FaultyTransport:
             raise TransferError("injected fault: the write is not posted")
         return self._transport.write(engine_id, local_block_ids, remote_block_ids, *rest)
 
+    def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
+        return self._transport.write_scratch(engine_id, slot)
+
     def notify(self, engine_id: str, payload: bytes) -> None:
         message = messages.decode(payload)
         self._pass(type(message).__name__, "send")
@@ -225,6 +248,10 @@ class FaultyTransport:
         spec = self._spec
         dropped, doubled, swapped = map(self._happens, (spec.drop, spec.duplicate, spec.reorder))
         delays = [self._random.uniform(*spec.delay_s) for _ in range(2)]  # drawn also if not used
+        if isinstance(message, HelloAck) and message.slot is not None:
+            self._slots[engine_id] = message.slot
+        if isinstance(message, SelfTest | SelfTestResult):
+            dropped |= self._happens(spec.drop_test)
         if dropped:
             return
         now = self._clock()
@@ -253,6 +280,8 @@ class FaultyTransport:
             self._pass(type(message).__name__, "recv")
             if isinstance(message, Commit | Digests):
                 self._spoil(message)
+            elif isinstance(message, SelfTest) and message.engine_id in self._slots:
+                self._spoil_test(self._slots.pop(message.engine_id))
         return payloads
 
     # ------------------------------------------------------------------ inside
@@ -305,3 +334,11 @@ class FaultyTransport:
         with torch.inference_mode():
             self._bytes[block_id, offset] ^= bit
         logger.warning("injected fault: a bit of block %d is flipped", block_id)
+
+    def _spoil_test(self, slot: int) -> None:
+        if not self._happens(self._spec.corrupt_test):
+            return
+        row = self.scratch.memory[1 + slot]
+        with torch.inference_mode():
+            row[self._random.randrange(len(row))] ^= 1 << self._random.randrange(8)
+        logger.warning("injected fault: a bit of a self-test is flipped")

@@ -12,6 +12,7 @@ import torch
 from baton.errors import TransferError
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.scratch import NUM_SLOTS, Scratch
 
 
 class _Done:
@@ -34,6 +35,7 @@ class InMemoryTransport:
     def __init__(self, engine_id: str, kv_cache: torch.Tensor) -> None:
         layout = KVLayout.of(kv_cache)
         self._blocks = kv_cache
+        self.scratch = Scratch(engine_id, kv_cache)
         self._inbox: deque[bytes] = deque()
         self._peers: set[str] = set()
         self.peer_info = PeerInfo(
@@ -49,6 +51,8 @@ class InMemoryTransport:
             device_id=layout.device_id,
             layout=layout.fingerprint,
             num_layers=layout.num_layers,
+            scratch_address=self.scratch.layout.base_address,
+            scratch_bytes=self.scratch.memory.nbytes,
         )
         with self._lock:
             self._ends[engine_id] = self
@@ -76,6 +80,13 @@ class InMemoryTransport:
         part = slice(None) if layers is None else slice(*layers)
         with torch.inference_mode():
             end._blocks[list(remote_block_ids), part] = self._blocks[list(local_block_ids), part]
+        return _Done()
+
+    def write_scratch(self, engine_id: str, slot: int) -> _Done:
+        memory = self._end(engine_id).scratch.memory
+        check_block_ids([slot], NUM_SLOTS)
+        with torch.inference_mode():
+            memory[1 + slot] = self.scratch.memory[0]
         return _Done()
 
     def notify(self, engine_id: str, payload: bytes) -> None:

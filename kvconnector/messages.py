@@ -1,6 +1,7 @@
 """What sender and receiver say to each other. Short, typed, checked when decoded.
 
-P -> D   Hello     are you there?                     D -> P   HelloAck
+P -> D   Hello     are you there?                     D -> P   HelloAck  yes; try a write here
+P -> D   SelfTest  it is written, and so fast         D -> P   SelfTestResult
 P -> D   Start     I compute this prompt for you      D -> P   Grant     write it here
 P -> D   Watermark tokens up to here are complete     D -> P   Cancel    write no more
 P -> D   Commit    all is complete; token 1 is ...
@@ -39,15 +40,38 @@ class _RequestMessage(_Message, frozen=True, kw_only=True):
 class Hello(_Message, frozen=True, kw_only=True):
     """P asks whether D knows it and is awake.
 
-    ``sent_at_s`` is of P's own clock. D sends it back and makes nothing of it.
+    ``sent_at_s`` is of P's own clock. D sends it back and makes nothing of it. ``test`` is the
+    number of the self-test that P wants to do, each time a higher one.
     """
 
     sent_at_s: float = 0.0
+    test: Count = 0
 
 
 class HelloAck(_Message, frozen=True, kw_only=True):
-    """D does."""
+    """D does. For self-test ``test`` P may write into ``slot``; None: not now."""
 
+    sent_at_s: float = 0.0
+    test: Count = 0
+    slot: Count | None = None
+
+
+class SelfTest(_Message, frozen=True, kw_only=True):
+    """P has written, and all of it is complete; ``digest`` is of what D must find in its slot."""
+
+    test: Count
+    digest: bytes
+    transport: str
+    bandwidth_bytes_per_s: float
+    duration_s: float
+    sent_at_s: float = 0.0
+
+
+class SelfTestResult(_Message, frozen=True, kw_only=True):
+    """D has looked; ``problem`` is empty if what it found is right."""
+
+    test: Count
+    problem: str = ""
     sent_at_s: float = 0.0
 
 
@@ -134,6 +158,8 @@ class Verified(_RequestMessage, frozen=True, kw_only=True):
 Message = (
     Hello
     | HelloAck
+    | SelfTest
+    | SelfTestResult
     | Start
     | Grant
     | Watermark

@@ -38,6 +38,8 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         device_id: of a GPU's memory; 0 in host memory.
         layout: fingerprint of a block's inner layout.
         num_layers: in a block.
+        scratch_address: of the memory for self-tests (`Scratch`), on the same device.
+        scratch_bytes: of all of it.
     """
 
     engine_id: str
@@ -52,6 +54,8 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_id: Number
     layout: str
     num_layers: Size = 1
+    scratch_address: Address = 0
+    scratch_bytes: Size = 1
 
     def encode(self) -> bytes:
         """Framed bytes."""
@@ -68,7 +72,11 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
             info = msgspec.msgpack.decode(body, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TransferError(f"peer info is damaged or of another version: {error}") from error
-        if info.base_address + info.num_blocks * info.block_bytes >= _MAX_ADDRESS:
+        ends = (
+            info.base_address + info.num_blocks * info.block_bytes,
+            info.scratch_address + info.scratch_bytes,
+        )
+        if max(ends) >= _MAX_ADDRESS:
             raise TransferError("peer info describes more memory than there can be")
         return info
 

@@ -3,7 +3,8 @@
     GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats, or it cannot be reached; and back
         `----------`-------------`-> LEAVING -> gone
 
-A sender says Hello until it is answered, then Beat; a receiver answers both. A sender's lease to
+Nobody is connected, for the first time or again, before a self-test has passed (`self_test.py`).
+A sender says Hello until then, and Beat from then on; a receiver answers both. A sender's lease to
 write into a peer's memory is as old as the beat that was answered, by its own clock: a process
 that stood still finds its lease run out, whatever has come into its queues meanwhile.
 
@@ -12,6 +13,7 @@ All of this runs on the I/O thread. Knows no request: who has something in fligh
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -54,6 +56,11 @@ class Peer:
         speak_at: when the next Hello or Beat is due.
         back_off_s: between attempts to meet or reach it again; doubled each time.
         is_broken: the transport's connection failed; it must be made anew.
+        test: number of the next self-test with it.
+        is_testing: one is running, and we say Hello when it is over.
+        is_tested: the last one has passed.
+        bandwidth_bytes_per_s: as that one measured it.
+        problem: what was reported of it last.
     """
 
     info: PeerInfo
@@ -65,6 +72,11 @@ class Peer:
     reconnect_at: float = -math.inf
     back_off_s: float = HELLO_INTERVAL_S
     is_broken: bool = False
+    test: int = 0
+    is_testing: bool = False
+    is_tested: bool = False
+    bandwidth_bytes_per_s: float = 0.0
+    problem: str = ""
 
     @property
     def engine_id(self) -> str:
@@ -81,6 +93,9 @@ class Peers:
         greets: whether this end says Hello and Beat; the other one answers.
         is_busy: whether something posted to a peer is in flight; its connection must stay then.
         on_lost: called when a peer becomes suspect, with the reason.
+
+    Attributes:
+        own_id: engine id of this end.
     """
 
     def __init__(
@@ -94,13 +109,14 @@ class Peers:
         on_lost: Callable[[str, str], None],
     ) -> None:
         self._transport = transport
-        self._own_id = transport.peer_info.engine_id
+        self.own_id = transport.peer_info.engine_id
         self._emit = emit
         self._clock = clock
         self._greets = greets
         self._is_busy = is_busy
         self._on_lost = on_lost
         self._peers: dict[str, Peer] = {}
+        self._test_numbers = itertools.count(1)
 
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._peers
@@ -123,10 +139,14 @@ class Peers:
         except TransferError as error:
             self._report(info.engine_id, str(error))
             return
-        peer = Peer(info, path, self._clock() + HELLO_TIMEOUT_S)
+        peer = Peer(info, path, self._clock() + HELLO_TIMEOUT_S, test=next(self._test_numbers))
         known = self._peers.get(info.engine_id)
         if known is not None:
             peer.alive_at, peer.is_broken = known.alive_at, known.is_broken
+            peer.is_testing = known.is_testing
+            if not self._greets:  # the other end asks for a test if it wants one
+                peer.is_tested, peer.path = known.is_tested, known.path
+                peer.bandwidth_bytes_per_s = known.bandwidth_bytes_per_s
         self._peers[info.engine_id] = peer
 
     def leave(self, engine_id: str) -> None:
@@ -155,17 +175,53 @@ class Peers:
             self.confirm(engine_id)
 
     def confirm(self, engine_id: str) -> None:
-        """A peer has answered, or asked: it is connected, for the first time or again."""
+        """A peer has answered, or asked; if it was tested, it is connected, perhaps again."""
         peer = self._peers[engine_id]
-        if peer.state not in (PeerState.GREETING, PeerState.SUSPECT):
+        if not peer.is_tested or peer.state not in (PeerState.GREETING, PeerState.SUSPECT):
             return
         peer.state = PeerState.CONNECTED
         peer.back_off_s = HELLO_INTERVAL_S
+        peer.problem = ""
         self._emit(
             TransferEvent(
-                kind=TransferEventKind.PEER_CONNECTED, engine_id=engine_id, transport=peer.path
+                kind=TransferEventKind.PEER_CONNECTED,
+                engine_id=engine_id,
+                transport=peer.path,
+                bandwidth_bytes_per_s=peer.bandwidth_bytes_per_s,
             )
         )
+
+    def begin_test(self, engine_id: str, test: int) -> bool:
+        """Whether a peer's answer to our Hello is what the next self-test with it waits for."""
+        peer = self._peers[engine_id]
+        waits = peer.state in (PeerState.GREETING, PeerState.SUSPECT) and self._is_fresh(peer)
+        if not waits or peer.is_testing or peer.is_tested or peer.test != test:
+            return False
+        peer.is_testing = True
+        peer.test = next(self._test_numbers)
+        return True
+
+    def pass_test(self, engine_id: str, path: str, bandwidth_bytes_per_s: float) -> None:
+        """What was written has arrived: the peer is connected."""
+        peer = self._peers[engine_id]
+        peer.is_tested = True
+        peer.path, peer.bandwidth_bytes_per_s = path, bandwidth_bytes_per_s
+        self.confirm(engine_id)
+
+    def end_test(self, engine_id: str) -> None:
+        """It is over, and nothing that it has posted is in flight."""
+        if engine_id in self._peers:
+            self._peers[engine_id].is_testing = False
+
+    def fail_test(self, engine_id: str, problem: str) -> None:
+        """It has not, and why; said once. The peer is tested again when it answers again."""
+        peer = self._peers.get(engine_id)
+        if peer is None:
+            return
+        peer.is_tested = False
+        if peer.state is not PeerState.LEAVING and peer.problem != problem:
+            logger.warning("%s: %s", engine_id, problem)
+            self._lose(peer, problem)
 
     def may_start(self, engine_id: str) -> bool:
         """Whether a new transfer to a peer makes sense."""
@@ -175,7 +231,7 @@ class Peers:
     def may_write(self, engine_id: str) -> bool:
         """Whether the lease of a peer's memory holds. If it has run out, the peer is suspect."""
         peer = self._peers.get(engine_id)
-        if peer is None:
+        if peer is None or not peer.is_tested:
             return False
         if self._is_fresh(peer):
             return True
@@ -197,19 +253,24 @@ class Peers:
 
     def _speak(self, peer: Peer) -> None:
         now = self._clock()
-        if now < peer.speak_at or peer.state is PeerState.LEAVING:
+        if now < peer.speak_at or peer.state is PeerState.LEAVING or peer.is_testing:
             return
         if peer.state is PeerState.CONNECTED:
             peer.speak_at = now + BEAT_INTERVAL_S
-            self.send(peer.engine_id, Beat(engine_id=self._own_id, sent_at_s=now))
+            self.send(peer.engine_id, Beat(engine_id=self.own_id, sent_at_s=now))
             return
         if peer.state is PeerState.SUSPECT:
             peer.speak_at = now + self._next_back_off(peer)
         else:
             peer.speak_at = now + HELLO_INTERVAL_S
             if now >= peer.report_at:
-                self._lose(peer, f"no answer in {HELLO_TIMEOUT_S:.0f} s")
-        self._notify(peer, Hello(engine_id=self._own_id, sent_at_s=now))
+                what = "no self-test" if self._is_fresh(peer) else "no answer"
+                self._lose(peer, f"{what} in {HELLO_TIMEOUT_S:.0f} s")
+        self._notify(peer, Hello(engine_id=self.own_id, sent_at_s=now, test=peer.test))
+
+    def is_fresh(self, engine_id: str) -> bool:
+        """Whether a known peer was alive a moment ago."""
+        return self._is_fresh(self._peers[engine_id])
 
     def _is_fresh(self, peer: Peer) -> bool:
         return self._clock() - peer.alive_at < LEASE_S
@@ -222,6 +283,9 @@ class Peers:
     def _lose(self, peer: Peer, reason: str) -> None:
         """Say once that a peer is not there."""
         peer.state = PeerState.SUSPECT
+        peer.problem = reason
+        if self._greets:  # the other end believes beats again until it is asked for a test
+            peer.is_tested = False
         self._report(peer.engine_id, reason)
         self._on_lost(peer.engine_id, reason)
 

@@ -6,13 +6,16 @@ node (`decode_node/reservations.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
 
+from baton.node_metrics import ConnectorMetrics
 from baton.outputs import PushReceipt
 from kvconnector.base import KVReservation, KVTransport, TransferEvent, TransferEventKind
 from kvconnector.digests import Arrival, BlockDigests, Verifier
+from kvconnector.drains import Drains
 from kvconnector.endpoint import Endpoint
 from kvconnector.messages import (
     Beat,
@@ -24,12 +27,14 @@ from kvconnector.messages import (
     HelloAck,
     Message,
     Quiet,
+    SelfTest,
     Start,
     Verified,
     Watermark,
 )
 from kvconnector.peer_info import PeerInfo
-from kvconnector.repeats import Repeats
+from kvconnector.repeats import REPEAT_S, Repeats
+from kvconnector.self_test import TestSlots
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,8 @@ class Receiver:
         self._info = transport.peer_info
         self._clock = clock
         self._grants = Repeats()  # neither committed nor ended yet
+        self._num_wrong_blocks = 0
+        self._drains = Drains()
         self._verifier = None if digests is None else Verifier(digests)  # of the I/O thread
         self._endpoint = Endpoint(
             transport,
@@ -65,6 +72,7 @@ class Receiver:
             on_death=on_death,
             clock=clock,
         )
+        self._slots = TestSlots(transport.scratch, self._endpoint.peers, clock)
         self._endpoint.start()
 
     # ------------------------------------------------------------------ the node's thread
@@ -82,11 +90,17 @@ class Receiver:
     def disconnect(self, engine_id: str) -> None:
         def call() -> None:
             self._grants.remove_peer(engine_id)
+            self._slots.forget(engine_id)
             self._endpoint.peers.remove(engine_id)
             if self._verifier is not None:
                 self._verifier.forget_peer(engine_id)
 
         self._endpoint.submit(call)
+
+    def drain(self, engine_id: str) -> None:
+        self._endpoint.submit(
+            lambda: self._drains.add(engine_id, self._clock(), self._endpoint.num_reads)
+        )
 
     def grant(self, reservation: KVReservation) -> None:
         message = Grant(
@@ -125,6 +139,9 @@ class Receiver:
     def poll(self) -> list[TransferEvent]:
         return self._endpoint.poll()
 
+    def metrics(self) -> ConnectorMetrics:
+        return dataclasses.replace(self._endpoint.metrics(), wrong_blocks=self._num_wrong_blocks)
+
     def close(self) -> None:
         self._endpoint.close()
 
@@ -132,9 +149,13 @@ class Receiver:
 
     def _progress(self) -> bool:
         """Repeat grants: of a transfer that is over at the sender's, its end was lost."""
+        for engine_id in self._drains.take_done(self._clock(), self._endpoint.num_reads):
+            self._endpoint.emit(
+                TransferEvent(kind=TransferEventKind.PEER_DRAINED, engine_id=engine_id)
+            )
         for _, grant in self._grants.take_due(self._clock()):
             self._endpoint.peers.send(grant.engine_id, grant.message)
-        return False
+        return self._slots.tick()
 
     def _on_message(self, message: Message) -> None:
         self._endpoint.peers.note_alive(message.engine_id, self._clock())
@@ -145,11 +166,13 @@ class Receiver:
             self._grants.put_off(key, message.engine_id, self._clock())
         match message:
             case Hello():
-                ack = HelloAck(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
-                self._answer(message.engine_id, ack)
+                self._answer_hello(message)
             case Beat():
-                beat = Beat(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
-                self._answer(message.engine_id, beat)
+                self._answer_beat(message)
+            case SelfTest():
+                result = self._slots.judge(message)
+                if result is not None:
+                    self._endpoint.peers.send(message.engine_id, result)
             case Start():
                 self._emit(TransferEventKind.STARTED, message, num_tokens=message.num_tokens)
             case Watermark() | Commit() if self._verifier is not None:
@@ -169,19 +192,26 @@ class Receiver:
                 pass
 
     def _note(self, verifier: Verifier, message: Watermark | Commit) -> None:
-        """Keep it until all that it speaks of is verified; of what is over it says nothing."""
+        """Keep it until all it speaks of is verified; a Commit comes again if that takes long."""
         arrival = verifier.find((message.request_id, message.epoch), message.engine_id)
-        if arrival is None:
-            return
         if isinstance(message, Watermark):
-            arrival.watermark = message
-        else:
-            arrival.commit = message
-        self._tell_verified(verifier, arrival)
+            if arrival is not None:
+                arrival.watermark = message
+                self._tell_verified(verifier, arrival)
+        elif arrival is None:  # what we said of its end was lost
+            self._send_verified(message)
+        elif arrival.commit is None:
+            arrival.commit, arrival.asked_at = message, self._clock()
+            self._tell_verified(verifier, arrival)
+        elif self._clock() - arrival.asked_at >= REPEAT_S / 2:  # not only doubled by the network
+            arrival.asked_at = self._clock()
+            for resend in verifier.ask_again(arrival, message, self._info.engine_id):
+                self._endpoint.peers.send(message.engine_id, resend)
 
     def _check(self, verifier: Verifier, message: Digests) -> None:
         resend = verifier.check(message, self._info.engine_id)
         if resend is not None:
+            self._num_wrong_blocks += len(resend.indices)
             logger.warning(
                 "%d blocks of request %s arrived wrong, attempt %d",
                 len(resend.indices),
@@ -198,18 +228,34 @@ class Receiver:
         watermark, commit = arrival.watermark, arrival.commit
         if commit is not None and verifier.is_verified(arrival, len(arrival.block_ids)):
             verifier.forget((commit.request_id, commit.epoch))
-            verified = Verified(
-                engine_id=self._info.engine_id, request_id=commit.request_id, epoch=commit.epoch
-            )
-            self._endpoint.peers.send(commit.engine_id, verified)
+            self._send_verified(commit)
             self._emit_commit(commit)
         elif watermark is not None and verifier.is_verified(arrival, watermark.num_blocks):
             arrival.watermark = None
             self._emit(TransferEventKind.WATERMARK, watermark, num_tokens=watermark.num_tokens)
 
-    def _answer(self, engine_id: str, message: HelloAck | Beat) -> None:
-        if self._endpoint.peers.send(engine_id, message):
-            self._endpoint.peers.confirm(engine_id)
+    def _send_verified(self, commit: Commit) -> None:
+        verified = Verified(
+            engine_id=self._info.engine_id, request_id=commit.request_id, epoch=commit.epoch
+        )
+        self._endpoint.peers.send(commit.engine_id, verified)
+
+    def _answer_beat(self, message: Beat) -> None:
+        """Unless we know of no test that has passed: then it must greet us again."""
+        peers = self._endpoint.peers
+        beat = Beat(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
+        if peers[message.engine_id].is_tested and peers.send(message.engine_id, beat):
+            peers.confirm(message.engine_id)
+
+    def _answer_hello(self, hello: Hello) -> None:
+        slot = self._slots.offer(hello.engine_id, hello.test)
+        ack = HelloAck(
+            engine_id=self._info.engine_id,
+            sent_at_s=hello.sent_at_s,
+            test=hello.test,
+            slot=slot,
+        )
+        self._endpoint.peers.send(hello.engine_id, ack)
 
     def _emit(
         self,

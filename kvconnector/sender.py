@@ -14,25 +14,21 @@ import time
 from collections.abc import Callable
 
 from baton.errors import TransferError
-from kvconnector.base import (
-    BlockPush,
-    KVTransport,
-    TransferEvent,
-    TransferEventKind,
-)
-from kvconnector.digests import DIGEST_BYTES, MAX_DIGESTS_PER_MESSAGE, BlockDigests
+from baton.node_metrics import ConnectorMetrics
+from kvconnector.base import BlockPush, KVTransport, TransferEvent, TransferEventKind
+from kvconnector.digests import BlockDigests, cut_digests
 from kvconnector.endpoint import Endpoint
 from kvconnector.layout import LayerRange, check_block_ids
 from kvconnector.messages import (
     Beat,
     Cancel,
-    Commit,
     Digests,
     Grant,
     HelloAck,
     Message,
     Quiet,
     Resend,
+    SelfTestResult,
     Start,
     Verified,
     Watermark,
@@ -40,7 +36,8 @@ from kvconnector.messages import (
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peers import PeerState
 from kvconnector.repeats import Repeats
-from kvconnector.transfer import Transfer, Write, cut
+from kvconnector.self_test import SelfTests
+from kvconnector.transfer import PushTotals, Transfer, Write, cut
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +69,8 @@ class Sender:
         self._digests = digests
         self._clock = clock
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
-        self._starts = Repeats()  # not granted yet
+        self._repeats = Repeats()  # Start until it is granted, Commit until all is verified
+        self._totals = PushTotals()
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
@@ -84,6 +82,7 @@ class Sender:
             on_lost=self._fail_all,
             clock=clock,
         )
+        self._tests = SelfTests(transport, self._endpoint.peers, clock)
         self._endpoint.start()
 
     # ------------------------------------------------------------------ the node's thread
@@ -104,11 +103,11 @@ class Sender:
     def start(
         self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
     ) -> None:
-        transfer = Transfer(request_id, epoch, engine_id, num_blocks)
+        transfer = Transfer(request_id, epoch, engine_id, num_blocks, self._totals)
         self._endpoint.submit(lambda: self._start(transfer, num_tokens))
 
     def push(self, push: BlockPush) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         self._endpoint.submit(lambda: self._push(push, now))
 
     def abort(self, request_id: str, epoch: int, reason: str) -> None:
@@ -116,6 +115,9 @@ class Sender:
 
     def poll(self) -> list[TransferEvent]:
         return self._endpoint.poll()
+
+    def metrics(self) -> ConnectorMetrics:
+        return self._totals.add_to(self._endpoint.metrics())
 
     def close(self) -> None:
         self._endpoint.close()
@@ -140,13 +142,16 @@ class Sender:
                 self._fail(transfer, reason)
 
     def _has_writes(self, engine_id: str) -> bool:
-        return any(t.writes for t in self._transfers.values() if t.engine_id == engine_id)
+        mine = (t for t in self._transfers.values() if t.engine_id == engine_id)
+        return any(t.writes for t in mine) or self._tests.has_writes(engine_id)
 
     def _forget_leaving(self) -> None:
         busy = {transfer.engine_id for transfer in self._transfers.values()}
         for peer in self._endpoint.peers:
-            if peer.state is PeerState.LEAVING and peer.info.engine_id not in busy:
-                self._endpoint.peers.remove(peer.info.engine_id)
+            peer_id = peer.engine_id
+            is_quiet = peer_id not in busy and not self._tests.has_writes(peer_id)
+            if peer.state is PeerState.LEAVING and is_quiet:
+                self._endpoint.peers.remove(peer_id)
 
     def _start(self, transfer: Transfer, num_tokens: int) -> None:
         engine_id = transfer.engine_id
@@ -160,7 +165,7 @@ class Sender:
         if not self._endpoint.peers.may_start(engine_id) or not self._send(engine_id, message):
             self._fail(transfer, "the decode node cannot be reached")
         key = (transfer.request_id, transfer.epoch)
-        self._starts.add(key, engine_id, message, self._clock())
+        self._repeats.add(key, engine_id, message, self._clock())
 
     def _push(self, push: BlockPush, now: float) -> None:
         transfer = self._transfers.get((push.request_id, push.epoch))
@@ -176,6 +181,11 @@ class Sender:
     def _on_message(self, message: Message) -> None:
         if isinstance(message, HelloAck | Beat):
             self._endpoint.peers.renew(message.engine_id, message.sent_at_s)
+            if isinstance(message, HelloAck):
+                self._tests.begin(message)
+        elif isinstance(message, SelfTestResult):
+            self._endpoint.peers.note_alive(message.engine_id, message.sent_at_s)
+            self._tests.end(message)
         elif isinstance(message, Grant | Cancel | Resend | Verified):
             transfer = self._transfers.get((message.request_id, message.epoch))
             if transfer is None:
@@ -197,6 +207,8 @@ class Sender:
         layers = message.layers
         if self._digests is not None and 0 <= layers[0] < layers[1] <= self._info.num_layers:
             transfer.send_again(message.indices, layers, message.attempt)
+            key = (message.request_id, message.epoch)
+            self._repeats.put_off(key, message.engine_id, self._clock())
         else:
             transfer.fail("the decode node asked for what there is not")
 
@@ -219,7 +231,8 @@ class Sender:
     # ------------------------------------------------------------------ progress
 
     def _progress(self) -> bool:
-        self._repeat_starts()
+        is_testing = self._tests.progress()
+        self._repeat()
         in_flight_bytes: dict[str, int] = {}
         for transfer in list(self._transfers.values()):
             self._settle(transfer)
@@ -229,18 +242,19 @@ class Sender:
             in_flight_bytes[transfer.engine_id] = used
             self._finish_if_quiet(transfer)
         self._forget_leaving()
-        self._endpoint.expect(self._endpoint.peers.is_meeting or bool(self._transfers))
+        is_meeting = self._endpoint.peers.is_meeting or bool(self._tests)
+        self._endpoint.expect(is_meeting or bool(self._transfers))
         granted = [t for t in self._transfers.values() if t.granted is not None]
-        return any(transfer.writes or transfer.pieces for transfer in granted)
+        return is_testing or any(transfer.writes or transfer.pieces for transfer in granted)
 
-    def _repeat_starts(self) -> None:
-        """Of a transfer that is over at the receiver's, its end was lost, or its Start was."""
-        for key, start in self._starts.take_due(self._clock()):
+    def _repeat(self) -> None:
+        """Say again what is not answered: it was lost, or its answer was."""
+        for key, repeat in self._repeats.take_due(self._clock()):
             transfer = self._transfers.get(key)
-            if transfer is None or transfer.failure is not None or transfer.granted is not None:
-                self._starts.remove(key, start.engine_id)
-            else:
-                self._send(start.engine_id, start.message)
+            if transfer is None or not transfer.waits_for_answer:
+                self._repeats.remove(key, repeat.engine_id)
+            elif not transfer.commit_is_sent or transfer.is_complete:  # else it speaks soon
+                self._send(repeat.engine_id, repeat.message)
 
     def _send(self, engine_id: str, message: Message) -> bool:
         return self._endpoint.peers.send(engine_id, message)
@@ -260,7 +274,7 @@ class Sender:
             digests = b""
             if self._digests is not None:
                 digests = self._digests.of(piece.block_ids, piece.layers)
-            started = time.perf_counter()
+            started = self._clock()
             try:
                 pending = self._endpoint.transport.write(
                     transfer.engine_id, piece.block_ids, remote, piece.layers
@@ -268,9 +282,9 @@ class Sender:
             except (TransferError, ValueError) as error:
                 self._fail(transfer, str(error))
                 break
-            transfer.posting_s += time.perf_counter() - started
+            posting_s = self._clock() - started
             num_bytes = self._num_bytes(len(remote), piece.layers)
-            transfer.post(Write(pending, piece, num_bytes, digests), remote)
+            transfer.post(Write(pending, piece, num_bytes, digests), remote, posting_s)
             posted += num_bytes
             self._settle(transfer)
         return posted
@@ -320,22 +334,8 @@ class Sender:
             self._commit(transfer)
 
     def _commit(self, transfer: Transfer) -> None:
-        last = transfer.last
-        assert last is not None
-        assert last.token_id is not None
-        commit = Commit(
-            engine_id=self._info.engine_id,
-            request_id=transfer.request_id,
-            epoch=transfer.epoch,
-            token_id=last.token_id,
-            num_tokens=last.num_tokens,
-            num_bytes=transfer.num_bytes,
-            num_blocks=transfer.num_blocks_pushed,
-            transport=self._endpoint.peers[transfer.engine_id].path,
-            exposed_transfer_s=time.perf_counter() - transfer.last_at,
-            num_descriptors=transfer.num_descriptors,
-            posting_s=transfer.posting_s,
-        )
+        path = self._endpoint.peers[transfer.engine_id].path
+        commit = transfer.commit_record(self._info.engine_id, path, self._clock())
         if not self._send(transfer.engine_id, commit):
             self._fail(transfer, "the decode node cannot be reached")
             self._finish_if_quiet(transfer)
@@ -343,6 +343,9 @@ class Sender:
         transfer.commit_is_sent = True
         if self._digests is None:
             self._end(transfer)
+        else:
+            key = (transfer.request_id, transfer.epoch)
+            self._repeats.add(key, transfer.engine_id, commit, self._clock())
 
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.request_id, transfer.epoch]
@@ -352,18 +355,16 @@ class Sender:
         """Say what a complete write must have brought; in messages that stay short."""
         if not write.digests or transfer.failure is not None:
             return
-        piece = write.piece
-        for start in range(0, len(piece.indices), MAX_DIGESTS_PER_MESSAGE):
-            end = start + MAX_DIGESTS_PER_MESSAGE
-            message = Digests(
-                engine_id=self._info.engine_id,
-                request_id=transfer.request_id,
-                epoch=transfer.epoch,
-                indices=list(piece.indices[start:end]),
-                digests=write.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
-                layers=piece.layers,
-                attempt=piece.attempt,
-            )
+        whole = Digests(
+            engine_id=self._info.engine_id,
+            request_id=transfer.request_id,
+            epoch=transfer.epoch,
+            indices=list(write.piece.indices),
+            digests=write.digests,
+            layers=write.piece.layers,
+            attempt=write.piece.attempt,
+        )
+        for message in cut_digests(whole):
             self._send(transfer.engine_id, message)
 
     def _fail(self, transfer: Transfer | None, reason: str) -> None:

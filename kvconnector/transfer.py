@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from baton.node_metrics import ConnectorMetrics
 from kvconnector.base import BlockPush, PendingWrite
 from kvconnector.layout import LayerRange, count_runs
-from kvconnector.messages import Grant
+from kvconnector.messages import Commit, Grant
 
 MAX_ATTEMPTS = 3  # at writing again what arrived wrong
 
@@ -56,6 +57,25 @@ class Write:
 
 
 @dataclass(slots=True)
+class PushTotals:
+    """What one sender has posted since it was made; for the metrics."""
+
+    num_bytes: int = 0
+    num_blocks: int = 0
+    num_descriptors: int = 0
+    posting_s: float = 0.0
+
+    def add_to(self, metrics: ConnectorMetrics) -> ConnectorMetrics:
+        return replace(
+            metrics,
+            sent_bytes=self.num_bytes,
+            sent_blocks=self.num_blocks,
+            descriptors=self.num_descriptors,
+            posting_s=self.posting_s,
+        )
+
+
+@dataclass(slots=True)
 class Transfer:
     """One attempt at one request.
 
@@ -74,6 +94,7 @@ class Transfer:
     epoch: int
     engine_id: str
     num_blocks: int
+    totals: PushTotals = field(default_factory=PushTotals)
     granted: Grant | None = None
     pieces: deque[Piece] = field(default_factory=deque)
     writes: deque[Write] = field(default_factory=deque)
@@ -96,17 +117,43 @@ class Transfer:
         is_computed = self.pieces[0].is_computed
         return is_computed is None or is_computed()
 
-    def post(self, write: Write, remote: list[int]) -> None:
-        """Note a piece that was posted to the decode node's blocks ``remote``."""
+    def commit_record(self, engine_id: str, transport: str, now: float) -> Commit:
+        """What the decode node goes on from, of the node ``engine_id``; once all is written."""
+        assert self.last is not None
+        assert self.last.token_id is not None
+        return Commit(
+            engine_id=engine_id,
+            request_id=self.request_id,
+            epoch=self.epoch,
+            token_id=self.last.token_id,
+            num_tokens=self.last.num_tokens,
+            num_bytes=self.num_bytes,
+            num_blocks=self.num_blocks_pushed,
+            transport=transport,
+            exposed_transfer_s=now - self.last_at,
+            num_descriptors=self.num_descriptors,
+            posting_s=self.posting_s,
+        )
+
+    def post(self, write: Write, remote: list[int], posting_s: float) -> None:
+        """Note a piece that was posted, in that time, to the decode node's blocks ``remote``."""
         piece = write.piece
         self.writes.append(write)
         self.num_bytes += write.num_bytes
         self.block_ids.update(zip(piece.indices, piece.block_ids, strict=True))
         # Layers of neighbouring blocks do not adjoin.
-        whole = piece.layers is None
-        self.num_descriptors += count_runs(piece.block_ids, remote) if whole else len(remote)
-        if piece.attempt == 0 and (piece.layers is None or piece.layers[0] == 0):
-            self.num_blocks_pushed += len(remote)
+        layers = piece.layers
+        num_descriptors = count_runs(piece.block_ids, remote) if layers is None else len(remote)
+        self.num_descriptors += num_descriptors
+        self.posting_s += posting_s
+        # A block that travels in parts counts once, with its first.
+        num_blocks = len(remote) if layers is None or layers[0] == 0 else 0
+        if piece.attempt == 0:
+            self.num_blocks_pushed += num_blocks
+        self.totals.num_bytes += write.num_bytes
+        self.totals.num_blocks += num_blocks
+        self.totals.num_descriptors += num_descriptors
+        self.totals.posting_s += posting_s
 
     def send_again(self, indices: list[int], layers: LayerRange, attempt: int) -> None:
         """Write these once more; a doubled or late wish is granted once.
@@ -128,6 +175,11 @@ class Transfer:
         if self.failure is None:
             self.failure = reason
             self.pieces.clear()
+
+    @property
+    def waits_for_answer(self) -> bool:
+        """Whether the decode node must speak next, or after what is in flight now."""
+        return self.failure is None and (self.granted is None or self.commit_is_sent)
 
     @property
     def is_complete(self) -> bool:

@@ -30,6 +30,7 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
+from baton.node_metrics import HandoffMetrics
 from baton.outputs import FinishReason, PrefillReceipt, RequestOutput
 from baton.prompt import check_prompt, check_sampling_params
 from baton.push_mode import PushMode
@@ -66,6 +67,7 @@ class PrefillNode:
         emit: takes events for the router; safe to call from this node's thread.
         push_mode: when blocks are sent.
         num_layer_groups: in how many parts a prompt's last chunk is sent, at most.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -75,10 +77,12 @@ class PrefillNode:
         emit: Callable[[NodeEvent], None],
         push_mode: PushMode = PushMode.LAYERS,
         num_layer_groups: int = NUM_LAYER_GROUPS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.sender = sender
-        self.push_tracker = PushTracker(engine, sender, push_mode, num_layer_groups)
+        self.push_tracker = PushTracker(engine, sender, push_mode, num_layer_groups, clock)
+        self._clock = clock
         self._emit = emit
         self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
         self._jobs: dict[str, _Job] = {}
@@ -87,7 +91,7 @@ class PrefillNode:
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
-        self._inbox.append((time.monotonic(), command))
+        self._inbox.append((self._clock(), command))
 
     def step(self) -> bool:
         """One round; returns whether there is more to do now."""
@@ -121,17 +125,27 @@ class PrefillNode:
             num_running=num_running,
             num_free_blocks=self.engine.num_free_blocks,
             num_quarantined_blocks=self.push_tracker.num_draining_blocks,
+            num_transfers=self.push_tracker.num_transfers,
+            num_uncomputed_tokens=sum(
+                max(request.num_initial_tokens - request.num_computed_tokens, 0)
+                for request in requests
+            ),
         )
 
     def requests(self) -> list[RequestView]:
         """Open requests; may be read from any thread."""
         local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
-        views = [view_request(job.request, "", job.received_at) for job in local]
+        now = self._clock()
+        views = [view_request(job.request, "", now - job.received_at) for job in local]
         return views + self.push_tracker.views()
 
     def ledger(self) -> Ledger:
         """Who holds which blocks; only between steps, on this node's thread."""
         return take_ledger(self.engine, self.push_tracker.held())
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        """What became of hand-offs; may be read from any thread."""
+        return self.push_tracker.metrics()
 
     # ------------------------------------------------------------------ commands
 
@@ -152,10 +166,10 @@ class PrefillNode:
                 case PeerUpdate():
                     self._connect(command)
                 case AbortAll():
-                    for request_id in list(self._jobs):
+                    for request_id in filter(command.concerns, list(self._jobs)):
                         self._end(request_id)
                     # Token 1 of these is out, their KV is not; the decode node may have a router.
-                    self.push_tracker.drop_all("its prefill node lost its router")
+                    self.push_tracker.drop_all(command)
                 case _:
                     logger.warning("a prefill node takes no %s", type(command).__name__)
 
@@ -204,7 +218,7 @@ class PrefillNode:
         for item in scheduled.scheduled:
             job = self._jobs[item.request.request_id]
             job.num_chunks += 1
-            job.started_at = job.started_at or time.monotonic()
+            job.started_at = job.started_at or self._clock()
 
     def _answer(self, result: StepResult) -> dict[str, RequestOutput]:
         """Tell the router of each token 1; returns those that a decode node goes on from."""
@@ -217,7 +231,7 @@ class PrefillNode:
                 handed_over[output.request_id] = output
             else:
                 self.push_tracker.drop(output.request_id, "")
-            now = time.monotonic()
+            now = self._clock()
             receipt = PrefillReceipt(
                 queue_s=job.started_at - job.received_at,
                 prefill_s=now - job.started_at,
@@ -245,7 +259,8 @@ class PrefillNode:
     def _settle(self, event: TransferEvent) -> None:
         match event.kind:
             case TransferEventKind.PEER_CONNECTED:
-                self._emit(PeerReport(event.engine_id, True, transport=event.transport))
+                rate = event.bandwidth_bytes_per_s
+                self._emit(PeerReport(event.engine_id, True, event.transport, "", rate))
             case TransferEventKind.PEER_FAILED:
                 self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             case _:
@@ -273,11 +288,11 @@ class PrefillNode:
         self.push_tracker.drop(request_id, "")
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRY_INTERVAL_S
-        self.push_tracker.expire(now)
+        self.push_tracker.expire()
         for request_id, job in list(self._jobs.items()):
             if now - job.received_at > job.command.timeout_s:
                 self.push_tracker.drop(request_id, "deadline")

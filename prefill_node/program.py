@@ -50,4 +50,4 @@ def make_program(
         node = PrefillNode(loaded.engine, sender, emit, options.push, options.layer_groups)
         return node, sender
 
-    return NodeThreads(options.name, NodeRole.PREFILL, loaded, make_node, on_death)
+    return NodeThreads(options.name, NodeRole.PREFILL, loaded, make_node, emit, on_death)

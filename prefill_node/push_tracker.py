@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.ledger import BlockHolding, BlockOwner
-from baton.link import RequestView
+from baton.link import AbortAll, RequestView
+from baton.node_metrics import HandoffMetrics, TransferOutcome
 from baton.outputs import RequestOutput
 from baton.push_mode import PushMode
 from engine.engine import Engine
@@ -39,8 +41,8 @@ class _Handoff:
     indices: list[int]
     epoch: int
     engine_id: str
+    added_at: float
     expires_at: float
-    added_at: float = field(default_factory=time.monotonic)
     started: bool = False
     block_ids: list[int] = field(default_factory=list)
     held_block_ids: list[int] = field(default_factory=list)
@@ -63,7 +65,7 @@ def _ends_prompt(item: ScheduledRequest) -> bool:
     return start + item.num_scheduled_tokens == request.num_initial_tokens
 
 
-def _holding(owner: BlockOwner, handoff: _Handoff) -> BlockHolding:
+def _holding(owner: BlockOwner, handoff: _Handoff, now: float) -> BlockHolding:
     return BlockHolding(
         owner=owner,
         block_ids=tuple(handoff.held_block_ids),
@@ -71,7 +73,7 @@ def _holding(owner: BlockOwner, handoff: _Handoff) -> BlockHolding:
         epoch=handoff.epoch,
         state=handoff.state,
         peer=handoff.engine_id,
-        age_s=time.monotonic() - handoff.added_at,
+        age_s=now - handoff.added_at,
     )
 
 
@@ -84,6 +86,7 @@ class PushTracker:
         mode: when blocks are pushed.
         num_layer_groups: in how many parts the last chunk goes, at most. In a model with several
             KV cache groups it goes whole: their layers do not end in the order of their blocks.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -92,7 +95,9 @@ class PushTracker:
         sender: KVSender,
         mode: PushMode = PushMode.LAYERS,
         num_layer_groups: int = NUM_LAYER_GROUPS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._engine = engine
         self._sender = sender
         self._mode = mode
@@ -103,6 +108,7 @@ class PushTracker:
         self._handoffs: dict[str, _Handoff] = {}
         # Ended on our side, not yet quiet on the wire; by (request_id, epoch).
         self._draining: dict[tuple[str, int], _Handoff] = {}
+        self._ended: Counter[TransferOutcome] = Counter()
 
     def add(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
         """Hand this request over to a decode node when it is computed.
@@ -110,12 +116,14 @@ class PushTracker:
         An older attempt whose push is still open ends; its blocks stay held until it is quiet.
         """
         self.drop(request.request_id, "")
+        now = self._clock()
         self._handoffs[request.request_id] = _Handoff(
             request,
             self._engine.handoff_indices(request.num_initial_tokens),
             epoch,
             engine_id,
-            expires_at=time.monotonic() + timeout_s,
+            added_at=now,
+            expires_at=now + timeout_s,
         )
 
     def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
@@ -193,16 +201,17 @@ class PushTracker:
         self._draining[request_id, handoff.epoch] = handoff
         self._sender.abort(request_id, handoff.epoch, reason)
 
-    def expire(self, now: float) -> None:
+    def expire(self) -> None:
         """End the handoffs whose time is up: their grant or their writes never came."""
+        now = self._clock()
         for request_id, handoff in list(self._handoffs.items()):
             if now > handoff.expires_at:
                 self.drop(request_id, "deadline passed")
 
-    def drop_all(self, reason: str) -> None:
-        """End every handoff early."""
-        for request_id in list(self._handoffs):
-            self.drop(request_id, reason)
+    def drop_all(self, abort: AbortAll) -> None:
+        """End every handoff of a router early."""
+        for request_id in filter(abort.concerns, list(self._handoffs)):
+            self.drop(request_id, "its prefill node lost its router")
 
     def settle(self, event: TransferEvent) -> bool:
         """Drop the references of a transfer that ended.
@@ -212,21 +221,40 @@ class PushTracker:
         """
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:
+            self._ended[event.outcome] += 1
             self._engine.release(draining.held_block_ids)
             return False
         handoff = self._handoffs.get(event.request_id)
         if handoff is None or handoff.epoch != event.epoch:
             return False
         del self._handoffs[event.request_id]
+        self._ended[event.outcome] += 1
         self._engine.release(handoff.held_block_ids)
         return event.kind is TransferEventKind.FAILED
 
     def views(self) -> list[RequestView]:
         """Open handoffs, also of requests that are computed already; from any thread."""
+        now = self._clock()
         return [
-            view_request(handoff.request, handoff.state, handoff.added_at)
+            view_request(handoff.request, handoff.state, now - handoff.added_at)
             for handoff in list(self._handoffs.values())
         ]
+
+    def metrics(self) -> HandoffMetrics:
+        """From any thread."""
+        states = Counter(dict.fromkeys(("QUEUED", "STARTED", "PUSHING"), 0))
+        states.update(handoff.state for handoff in list(self._handoffs.values()))
+        states["DRAINING"] = len(self._draining)
+        return HandoffMetrics(
+            open=states,
+            ended=self._ended.copy(),
+            num_quarantined_blocks=self.num_draining_blocks,
+        )
+
+    @property
+    def num_transfers(self) -> int:
+        """Handoffs that are open, or ended and still on the wire."""
+        return len(self._handoffs) + len(self._draining)
 
     @property
     def num_draining_blocks(self) -> int:
@@ -235,8 +263,9 @@ class PushTracker:
 
     def held(self) -> list[BlockHolding]:
         """Blocks that travel, or may still be read by a write; for the ledger."""
-        pushed = (_holding(BlockOwner.PUSH, handoff) for handoff in self._handoffs.values())
-        drained = (_holding(BlockOwner.DRAINING, handoff) for handoff in self._draining.values())
+        now = self._clock()
+        pushed = (_holding(BlockOwner.PUSH, h, now) for h in self._handoffs.values())
+        drained = (_holding(BlockOwner.DRAINING, h, now) for h in self._draining.values())
         return [*pushed, *drained]
 
     def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:

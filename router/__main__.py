@@ -23,7 +23,14 @@ def router(
     listen: Annotated[str, typer.Option(help="host:port to serve on.")] = DEFAULT_ADDRESS,
     policy: Annotated[
         str, typer.Option(help=f"Routing policy: {', '.join(POLICIES.names())}.")
-    ] = "least_tokens",
+    ] = "cost",
+    local_prefill: Annotated[
+        bool,
+        typer.Option(
+            help="With the cost policy: let a decode node compute a prompt itself when that is "
+            "clearly faster, or when there is no prefill node."
+        ),
+    ] = True,
     request_timeout_s: Annotated[
         float, typer.Option(help="Deadline of calls that come without one, seconds.")
     ] = 600.0,
@@ -62,6 +69,13 @@ def router(
         float,
         typer.Option(help="A resumable request that nobody reads is kept for so long, seconds."),
     ] = 10.0,
+    node_token: Annotated[
+        str,
+        typer.Option(
+            help="Only nodes that bring this token may join; anybody if empty.",
+            envvar="BATON_NODE_TOKEN",
+        ),
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -72,6 +86,7 @@ def router(
                 model=model,
                 listen=listen,
                 policy=policy,
+                local_prefill=local_prefill,
                 request_timeout_s=request_timeout_s,
                 max_attempts=max_attempts,
                 pair_timeout_s=pair_timeout_s,
@@ -79,6 +94,7 @@ def router(
                 node_listen=node_listen,
                 reuse_port=reuse_port,
                 resume_grace_s=resume_grace_s,
+                node_token=node_token,
             )
         )
 

@@ -6,7 +6,8 @@ from baton import wire
 from baton.link import NodeRegistration
 from baton.rpc import Context
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from router.node_pool import Node, NodePool
+from router.node import Node
+from router.node_pool import NodePool
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -40,6 +41,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                         connected=report.connected,
                         transport=report.transport,
                         problem=report.problem,
+                        bandwidth_bytes_per_s=report.bandwidth_bytes_per_s,
                     )
                 )
         return admin_pb2.NodeDescription(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from router.node_pool import LegDelta
+from router.node import LegDelta
 
 
 class DeltaOrder:

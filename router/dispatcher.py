@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -23,10 +24,13 @@ from baton.link import NodeRole, RequestDelta, RequestError
 from baton.outputs import DecodeReceipt, Receipt, RequestOutput
 from router.attempt import Attempt
 from router.call import Call, CallOutput
-from router.node_pool import LegDelta, NodePool
+from router.decisions import DecisionLog
+from router.node import LegDelta
+from router.node_pool import NodePool
 from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
-from router.policies.base import NodePair, RouteQuery, RoutingPolicy
+from router.policies.base import Placement, RouteQuery, RoutingPolicy
+from router.prompt_hashes import PromptHashes
 from router.retry_budget import RetryBudget, RetryOptions
 from router.wake_ups import WakeUps
 
@@ -51,6 +55,9 @@ class Dispatcher:
         policy: picks the pair.
         options: limits of one call.
         budget: of all calls together.
+
+    Attributes:
+        decisions: where the last calls went, and why.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class Dispatcher:
         self.options = options or RetryOptions()
         self.budget = budget or RetryBudget()
         self.wake_ups = WakeUps()
+        self.decisions = DecisionLog()
         self._open: dict[str, _OpenCall] = {}
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
@@ -154,7 +162,7 @@ class _OpenCall:
             num_output_tokens=len(self._output_token_ids),
             ttft_s=self._ttft_s,
             total_s=time.perf_counter() - self._call.received_at,
-            prefill_node=attempt.prefill.name if attempt else "",
+            prefill_node=attempt.prefill.name if attempt and attempt.prefill else "",
             decode_node=attempt.decode.name
             if attempt and attempt.decode and attempt.decoded
             else "",
@@ -177,7 +185,8 @@ class _OpenCall:
         error, options = item.delta.error, self._options
         assert error is not None
         decode = attempt.decode.engine_id if attempt.decode else ""
-        self._choice.note_failure(attempt.prefill.engine_id, decode, item)
+        prefill = attempt.prefill.engine_id if attempt.prefill else ""
+        self._choice.note_failure(prefill, decode, item)
         if error.code == "PREEMPTED":
             self._num_preemptions += 1
             if self._num_preemptions > options.max_preemptions:
@@ -204,14 +213,14 @@ class _OpenCall:
             failure: of the attempt before.
         """
         dispatcher, call = self._dispatcher, self._call
-        pair = await self._wait_for_pair(failure)
-        if self._choice.has_failed(pair):  # nothing better is left: give it some time
+        placement = await self._wait_for_placement(failure)
+        if self._choice.has_failed(placement):  # nothing better is left: give it some time
             await self._pause()
-            pair = await self._wait_for_pair(failure)
-        prefill = dispatcher.pool.node(pair.prefill.engine_id)
-        decode = dispatcher.pool.node(pair.decode.engine_id)
-        assert prefill is not None
+            placement = await self._wait_for_placement(failure)
+        prefill = dispatcher.pool.node(placement.prefill.engine_id) if placement.prefill else None
+        decode = dispatcher.pool.node(placement.decode.engine_id)
         assert decode is not None
+        assert prefill is not None or placement.prefill is None
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
         num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
         ends_with_next = (
@@ -224,19 +233,20 @@ class _OpenCall:
         self._attempt = Attempt(
             call,
             prefill,
-            None if ends_with_next else decode,
+            None if ends_with_next and prefill is not None else decode,
+            num_cached_tokens=placement.num_cached_tokens,
             epoch=next(dispatcher.epochs) % 2**32,
             timeout_s=self._remaining_s(),
             buffer=self._buffer,
         )
         return self._attempt
 
-    async def _wait_for_pair(self, failure: str) -> NodePair:
-        """The pair of the next attempt; waits for one if there is none now."""
-        pool, policy = self._dispatcher.pool, self._dispatcher.policy
+    async def _wait_for_placement(self, failure: str) -> Placement:
+        """Where the next attempt goes; waits for nodes if there are none now."""
+        pool = self._dispatcher.pool
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._options.pair_timeout_s
-        while not (pairs := pool.pairs()):
+        while (placement := self._place()) is None:
             self._remaining_s()
             why = "; ".join(filter(None, (failure, pool.why_no_pair())))
             if not pool.has_had_both_roles or loop.time() >= give_up_at:
@@ -245,12 +255,28 @@ class _OpenCall:
                 async with asyncio.timeout_at(min(give_up_at, self._expires_at)):
                     await pool.wait_for_change()
         self._remaining_s()
-        num_output_tokens = len(self._output_token_ids)
+        return placement
+
+    def _place(self) -> Placement | None:
+        call, dispatcher = self._call, self._dispatcher
+        pool = dispatcher.pool
+        token_ids = [*call.prompt_token_ids, *self._output_token_ids]
+        hashes = PromptHashes(token_ids)
         query = RouteQuery(
-            num_prompt_tokens=len(self._call.prompt_token_ids) + num_output_tokens,
-            max_tokens=self._call.sampling_params.max_tokens - num_output_tokens,
+            num_prompt_tokens=len(token_ids),
+            max_tokens=call.sampling_params.max_tokens - len(self._output_token_ids),
+            session_id=call.session_id,
+            timeout_s=self._expires_at - asyncio.get_running_loop().time(),
+            now=time.monotonic(),
+            find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
         )
-        return policy.pick(query, self._choice.candidates(pairs))
+        fleet = pool.fleet.with_room_for(query.num_prompt_tokens + 1)
+        placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
+        if placement is not None:
+            dispatcher.decisions.note(call.request_id, query, placement)
+            for node in filter(None, (placement.prefill, placement.decode)):
+                pool.prefix_index.note_placement(node.engine_id, hashes)
+        return placement
 
     async def _pause(self) -> None:
         """Back off, the longer the more often this call failed; not past the deadline."""

@@ -7,16 +7,19 @@ from collections.abc import AsyncIterator
 
 from baton import wire
 from baton.link import RouterCommand
-from baton.rpc import Context
+from baton.rpc import Context, has_token
 from baton.v1 import node_pb2, node_pb2_grpc
-from router.node_pool import Node, NodePool
+from router.node import Node
+from router.node_pool import NodePool
 
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     """Serves `Link`: one call per joined node, as long as the node lives."""
 
-    def __init__(self, pool: NodePool) -> None:
+    def __init__(self, pool: NodePool, node_token: str = "") -> None:
+        """With a token, only nodes that know it may join."""
         self._pool = pool
+        self._node_token = node_token
 
     async def Link(  # gRPC's naming
         self,
@@ -33,7 +36,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         if registration is None:
             yield _registered("the first message must be a registration with a known role")
             return
-        refusal = self._pool.refusal(registration)
+        refusal = self._refusal(context) or self._pool.refusal(registration)
         if refusal:
             yield _registered(refusal)
             return
@@ -42,13 +45,18 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         self._pool.add(node)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
         try:
-            yield _registered("")
+            yield _registered("", self._pool.router_id)
             while (command := await outgoing.get()) is not None:
                 yield wire.command_to_proto(command)
         finally:
             self._pool.remove(node)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+
+    def _refusal(self, context: Context) -> str:
+        if not self._node_token or has_token(context, self._node_token):
+            return ""
+        return "node_token: is missing or not the one that this router wants"
 
     async def _read(
         self,
@@ -66,5 +74,6 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             outgoing.put_nowait(None)
 
 
-def _registered(problem: str) -> node_pb2.RouterMessage:
-    return node_pb2.RouterMessage(registered=node_pb2.Registered(problem=problem))
+def _registered(problem: str, router_id: str = "") -> node_pb2.RouterMessage:
+    registered = node_pb2.Registered(problem=problem, router_id=router_id)
+    return node_pb2.RouterMessage(registered=registered)

@@ -1,20 +1,20 @@
 """NodePool: the nodes that have joined, who can reach whom, and the open legs on each.
 
-Takes registrations, reports and deltas from links; gives pairs to the dispatcher. Knows no RPC.
+Takes registrations, reports and deltas from links; gives a fleet to the dispatcher. Knows no RPC.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-import msgspec
-
+from baton.block_hash import HASH_ALGORITHMS
 from baton.link import (
+    DrainSeen,
+    KVCacheEvents,
     NodeBeat,
     NodeEvent,
     NodeRegistration,
@@ -25,116 +25,20 @@ from baton.link import (
     RequestDelta,
     RequestError,
     RouterBeat,
-    RouterCommand,
+    SendKVSnapshot,
     StepDeltas,
 )
 from baton.outputs import RequestOutput
-from router.policies.base import NodePair, NodeState
+from router.fleet import Fleet
+from router.node import Node
+from router.node_load import SharedRates
+from router.pairing import Reach, incompatibility
+from router.prefix_index import PrefixIndex
+from router.prompt_hashes import HashKind
 
 logger = logging.getLogger(__name__)
 
 LOST_NODES_SHOWN_S = 300.0
-
-
-class LegDelta(msgspec.Struct, frozen=True, gc=False):
-    """A delta and which leg of the request it came from.
-
-    Attributes:
-        node_lost: not said by the node: its link broke, or it is silent.
-    """
-
-    role: NodeRole
-    delta: RequestDelta
-    node_lost: bool = False
-
-
-class LegReader(Protocol):
-    """Takes what nodes say of an attempt, at once: a node's link waits for nobody."""
-
-    def take(self, item: LegDelta) -> None:
-        """Any delta."""
-
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """One more token, with nothing else to it: nearly all that is ever said."""
-
-
-@dataclass(slots=True)
-class _Leg:
-    request_id: str
-    reader: LegReader
-    num_tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One joined node.
-
-    Attributes:
-        send: puts a command on the node's link.
-        hang_up: ends the link; a node that still lives dials again.
-        reports: what the node said about peers, by engine id.
-        legs: by epoch.
-    """
-
-    registration: NodeRegistration
-    send: Callable[[RouterCommand], None]
-    beat: NodeBeat = field(default_factory=NodeBeat)
-    reports: dict[str, PeerReport] = field(default_factory=dict)
-    legs: dict[int, _Leg] = field(default_factory=dict)
-    num_open_tokens: int = 0
-    hang_up: Callable[[], None] = lambda: None
-    num_missed_beats: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.registration.node_name
-
-    @property
-    def engine_id(self) -> str:
-        return self.registration.engine_id
-
-    def state(self) -> NodeState:
-        return NodeState(
-            node_name=self.name,
-            engine_id=self.engine_id,
-            num_open_requests=len(self.legs),
-            num_open_tokens=self.num_open_tokens,
-        )
-
-    def open_leg(self, request_id: str, epoch: int, num_tokens: int, reader: LegReader) -> None:
-        """Have this node's deltas of an attempt given to ``reader``."""
-        self.legs[epoch] = _Leg(request_id, reader, num_tokens)
-        self.num_open_tokens += num_tokens
-
-    def relieve_leg(self, epoch: int) -> None:
-        """Count a leg's tokens as done, while it may still have something to say."""
-        leg = self.legs.get(epoch)
-        if leg is not None:
-            self.num_open_tokens -= leg.num_tokens
-            leg.num_tokens = 0
-
-    def close_leg(self, epoch: int) -> None:
-        """Drop what the node still says of an attempt; harmless when closed already."""
-        leg = self.legs.pop(epoch, None)
-        if leg is not None:
-            self.num_open_tokens -= leg.num_tokens
-
-    def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
-        """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
-        leg = self.legs.get(delta.epoch)
-        if leg is not None and leg.request_id == delta.output.request_id:
-            leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
-
-    def deliver_step(self, step: StepDeltas) -> None:
-        """Hand the rows and deltas of an engine step to their attempts."""
-        legs, role = self.legs, self.registration.role
-        rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)  # from a peer
-        for epoch, output_index, token_id in rows:
-            leg = legs.get(epoch)
-            if leg is not None:
-                leg.reader.take_token(role, output_index, token_id)
-        for delta in step.deltas:
-            self.deliver(delta)
 
 
 class NodePool:
@@ -144,9 +48,25 @@ class NodePool:
         model_digest: digest of the model's configuration; nodes of another model are refused.
         max_model_len: of the model; nodes may have less.
         max_missed_beats: a node that misses more in a row is lost.
+        eligibility: a node for which one of these says no gets no new requests. Whoever makes one
+            change its mind calls `note_eligibility_change`.
+        may_self_prefill: whether decode nodes may be given prompts to compute.
+
+    Attributes:
+        router_id: tells this process's requests from those of other routers.
+        prefix_index: which of them has which prompts' KV in its prefix cache.
     """
 
-    def __init__(self, *, model_digest: str, max_model_len: int, max_missed_beats: int = 4) -> None:
+    def __init__(
+        self,
+        *,
+        model_digest: str,
+        max_model_len: int,
+        max_missed_beats: int = 4,
+        eligibility: Sequence[Callable[[Node], bool]] = (),
+        may_self_prefill: bool = False,
+    ) -> None:
+        self.router_id = secrets.token_hex(4)
         self._model_digest = model_digest
         self._model_max_len = max_model_len
         self._max_missed_beats = max_missed_beats
@@ -154,7 +74,13 @@ class NodePool:
         # Silent and not back yet, with the time, by name: for operators only.
         self._lost: dict[str, tuple[float, NodeRegistration]] = {}
         self._roles_seen: set[NodeRole] = set()
+        self._eligibility = eligibility
+        self._reach = Reach()
+        self._rates = SharedRates()
+        self._may_self_prefill = may_self_prefill
+        self._fleet: Fleet | None = None  # None: to be made anew
         self._changed = asyncio.Event()
+        self.prefix_index = PrefixIndex()
 
     @property
     def nodes(self) -> list[Node]:
@@ -222,7 +148,13 @@ class NodePool:
                 continue
             node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
             other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
+        node.meet(self._rates)
         self._nodes[node.engine_id] = node
+        registration = node.registration
+        if registration.prefix_hash in HASH_ALGORITHMS:
+            kind = HashKind(registration.block_size, registration.prefix_hash)
+            self.prefix_index.add(node.engine_id, kind)
+            node.send(SendKVSnapshot())
         self._lost.pop(node.name, None)
         self._roles_seen.add(node.registration.role)
         self._note_change()
@@ -233,7 +165,9 @@ class NodePool:
         if self._nodes.get(node.engine_id) is not node:
             return  # it was removed or replaced before
         del self._nodes[node.engine_id]
+        self.prefix_index.remove(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
+        self._reach.forget(node.engine_id)
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
             other.send(PeerUpdate(node.engine_id, removed=True))
@@ -267,24 +201,56 @@ class NodePool:
         elif isinstance(event, tuple):
             for delta in event:
                 node.deliver(delta)
+            if node.registration.role is NodeRole.DECODE:
+                node.load.note_step()
         elif isinstance(event, NodeBeat):
-            node.beat = event
-        else:
+            self._take_beat(node, event)
+        elif isinstance(event, KVCacheEvents):
+            if self.prefix_index.take(node.engine_id, event):
+                logger.warning("%s: KV cache events were lost; asking for all again", node.name)
+                node.send(SendKVSnapshot())
+        elif isinstance(event, PeerReport):
             node.reports[event.engine_id] = event
+            self._note_reach(node, event.engine_id)
             self._note_change()
             if event.problem:
                 logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
 
+    def _take_beat(self, node: Node, beat: NodeBeat) -> None:
+        was_draining = node.is_draining
+        node.load.note_beat(beat)
+        if node.is_draining:
+            node.send(DrainSeen())  # every time: it may have served in between
+        if node.is_draining is not was_draining:
+            logger.info("%s is %s", node.name, beat.serving_state.value)
+            self._note_change()
+
     # ------------------------------------------------------------------ pairs
 
-    def pairs(self) -> list[NodePair]:
-        """Pairs that can reach each other now."""
-        return [
-            NodePair(prefill.state(), decode.state())
-            for prefill in self._of(NodeRole.PREFILL)
-            for decode in self._of(NodeRole.DECODE)
-            if _connected(prefill, decode)
-        ]
+    @property
+    def fleet(self) -> Fleet:
+        """Nodes that may get requests now, and which pairs of them can reach each other."""
+        if self._fleet is None:
+            ready = [node for node in self._nodes.values() if self.is_eligible(node)]
+            prefills, decodes = (
+                [node for node in ready if node.registration.role is role] for role in NodeRole
+            )
+            alone = [node for node in decodes if node.registration.computes_prompts]
+            self._fleet = Fleet(
+                [node.load for node in prefills],
+                [node.load for node in decodes],
+                self._reach.bandwidths,
+                self_prefilling=[node.load for node in alone] if self._may_self_prefill else (),
+            )
+        return self._fleet
+
+    def is_eligible(self, node: Node) -> bool:
+        """Whether a node may get new requests."""
+        return not node.is_draining and all(allows(node) for allows in self._eligibility)
+
+    def note_eligibility_change(self) -> None:
+        """Ask again which nodes are eligible."""
+        self._note_change()
 
     def why_no_pair(self) -> str:
         """One line for a client when there is no pair."""
@@ -292,6 +258,8 @@ class NodePool:
         for role, nodes in ((NodeRole.PREFILL, prefills), (NodeRole.DECODE, decodes)):
             if not nodes:
                 return f"no {role.value} node has joined the router"
+            if not any(self.is_eligible(node) for node in nodes):
+                return f"no {role.value} node takes requests now: they drain or fail"
         for prefill in prefills:
             for decode in decodes:
                 report = prefill.reports.get(decode.engine_id)
@@ -299,7 +267,18 @@ class NodePool:
                     return f"{prefill.name} and {decode.name} are not paired: {report.problem}"
         return "no prefill node is connected to a decode node yet"
 
+    def _note_reach(self, node: Node, peer_id: str) -> None:
+        """One of two nodes said something about the other."""
+        peer = self._nodes.get(peer_id)
+        if peer is None or peer.registration.role is node.registration.role:
+            return
+        is_prefill = node.registration.role is NodeRole.PREFILL
+        prefill, decode = (node, peer) if is_prefill else (peer, node)
+        there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
+        self._reach.note(prefill.engine_id, decode.engine_id, there, back)
+
     def _note_change(self) -> None:
+        self._fleet = None
         self._changed.set()
         self._changed = asyncio.Event()  # who waits from now on waits for the next change
 
@@ -312,18 +291,3 @@ class NodePool:
             for other in self._nodes.values()
             if other.registration.role is not node.registration.role
         ]
-
-
-def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
-    """Why two nodes must not be paired, naming the first thing that differs; empty if nothing."""
-    for key in sorted(one.compatibility.keys() | other.compatibility.keys()):
-        mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
-        if mine != theirs:
-            return f"{key} differs: {one.node_name} has {mine}, {other.node_name} has {theirs}"
-    return ""
-
-
-def _connected(prefill: Node, decode: Node) -> bool:
-    """Whether the prefill node says yes and the decode node does not say no."""
-    there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
-    return there is not None and there.connected and (back is None or not back.problem)

@@ -11,7 +11,7 @@ from array import array
 
 from baton.link import RequestDelta
 from baton.outputs import DecodeReceipt, FinishReason, RequestOutput, TokenLogprobs
-from router.node_pool import LegDelta
+from router.node import LegDelta
 from router.wake_ups import WakeUps
 
 

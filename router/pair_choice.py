@@ -1,12 +1,11 @@
-"""PairChoice: which pairs are left for a call's next attempt, after what went wrong on others."""
+"""PairChoice: where a call's next attempt may go, after what went wrong on other nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from baton.link import NodeRole
-from router.node_pool import LegDelta
-from router.policies.base import NodePair
+from router.fleet import Fleet, Pair
+from router.node import LegDelta
+from router.policies.base import NodeView, Placement
 
 
 class PairChoice:
@@ -17,7 +16,7 @@ class PairChoice:
 
     def __init__(self) -> None:
         self._failed_nodes: set[str] = set()
-        self._failed_pairs: set[tuple[str, str]] = set()
+        self._failed_pairs: set[Pair] = set()
         self._last_decode = ""
 
     def note_failure(self, prefill: str, decode: str, item: LegDelta) -> None:
@@ -34,26 +33,24 @@ class PairChoice:
         else:
             self._failed_pairs.add((prefill, decode))
 
-    def candidates(self, pairs: Sequence[NodePair]) -> Sequence[NodePair]:
-        """The best of ``pairs``; as good as each other, and never none if there is one.
+    def narrow(self, fleet: Fleet) -> Fleet:
+        """The best part of ``fleet``; not empty if ``fleet`` is not.
 
         The decode node of the last attempt comes first among those without fault: its prefix
         cache has what had arrived.
         """
-        wishes: tuple[Callable[[NodePair], bool], ...] = (
-            lambda pair: pair.prefill.engine_id not in self._failed_nodes,
-            lambda pair: pair.decode.engine_id not in self._failed_nodes,
-            lambda pair: _ids(pair) not in self._failed_pairs,
-            lambda pair: pair.decode.engine_id == self._last_decode,
-        )
-        for is_wished in wishes:
-            pairs = [pair for pair in pairs if is_wished(pair)] or pairs
-        return pairs
+        if not (self._failed_nodes or self._failed_pairs):
+            return fleet
+        fleet = fleet.only(prefill=self._is_unhurt) or fleet
+        fleet = fleet.only(decode=self._is_unhurt) or fleet
+        fleet = fleet.only(ruled_out=self._failed_pairs) or fleet
+        return fleet.only(decode=lambda node: node.engine_id == self._last_decode) or fleet
 
-    def has_failed(self, pair: NodePair) -> bool:
+    def has_failed(self, placement: Placement) -> bool:
         """Whether a pair, or one of its nodes, failed this call before."""
-        return _ids(pair) in self._failed_pairs or not self._failed_nodes.isdisjoint(_ids(pair))
+        prefill = placement.prefill.engine_id if placement.prefill else ""
+        pair = (prefill, placement.decode.engine_id)
+        return pair in self._failed_pairs or not self._failed_nodes.isdisjoint(pair)
 
-
-def _ids(pair: NodePair) -> tuple[str, str]:
-    return pair.prefill.engine_id, pair.decode.engine_id
+    def _is_unhurt(self, node: NodeView) -> bool:
+        return node.engine_id not in self._failed_nodes

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.client import DEFAULT_ADDRESS
 from baton.errors import ConfigError
@@ -44,7 +44,8 @@ class RouterConfig:
 
     model: str
     listen: str = DEFAULT_ADDRESS
-    policy: str = "least_tokens"
+    policy: str = "cost"
+    local_prefill: bool = True
     request_timeout_s: float = 600.0
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
@@ -52,6 +53,7 @@ class RouterConfig:
     node_listen: str = ""
     reuse_port: bool = False
     resume_grace_s: float = 10.0
+    node_token: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if self.reuse_port and not self.node_listen:
@@ -73,6 +75,8 @@ async def serve(config: RouterConfig) -> None:
         model_digest=config_digest(folder),
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
+        # (Other policies know pairs only.)
+        may_self_prefill=config.local_prefill and config.policy == "cost",
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options)
@@ -124,7 +128,9 @@ def _make_servers(config: RouterConfig, intake: Intake, pool: NodePool) -> dict[
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_private(server: object) -> None:
-        node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), server)  # type: ignore[no-untyped-call]  # generated
+        node_pb2_grpc.add_NodeLinkServicer_to_server(
+            NodeLinkService(pool, config.node_token), server
+        )  # type: ignore[no-untyped-call]  # generated
         admin_service = AdminService(pool, config.model)
         admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
 

@@ -47,14 +47,37 @@ def node_command(
 
     def command(
         model: Annotated[str, typer.Option(help="Model folder or hub id.")],
-        router: Annotated[str, typer.Option(help="host:port of the router.")] = DEFAULT_ADDRESS,
+        router: Annotated[
+            list[str],
+            typer.Option(
+                help="host:port of a router; repeat it for several. A name with several addresses "
+                "stands for all of them."
+            ),
+        ] = [DEFAULT_ADDRESS],  # noqa: B006  # typer never writes to it
         name: Annotated[str, typer.Option(help="Name of this node; made up if empty.")] = "",
         listen: Annotated[
             str, typer.Option(help="host:port of health, reflection and admin; port 0: any free.")
         ] = "127.0.0.1:0",
+        metrics_listen: Annotated[
+            str, typer.Option(help="host:port of a Prometheus page; port 0: any free; empty: none.")
+        ] = "",
         join_timeout_s: Annotated[
             float, typer.Option(help="How long to try to reach the router at start, seconds.")
         ] = 30.0,
+        drain_timeout_s: Annotated[
+            float,
+            typer.Option(
+                help="How long open requests have to end when the node is told to stop (SIGTERM), "
+                "seconds; a second signal ends it at once.",
+                min=0,
+            ),
+        ] = 30.0,
+        node_token: Annotated[
+            str,
+            typer.Option(
+                help="What routers with --node-token want to see.", envvar="BATON_NODE_TOKEN"
+            ),
+        ] = "",
         kv_connector: Annotated[str, typer.Option(help="How KV blocks travel.")] = "nixl",
         dtype: Annotated[
             str, typer.Option(help=f"Weights and KV cache: {', '.join(DTYPES)}.")
@@ -134,7 +157,7 @@ def node_command(
             options = NodeOptions(
                 model=model,
                 name=name or f"{role}-{socket.gethostname()}-{os.getpid()}",
-                router=router,
+                routers=tuple(router),
                 listen=listen,
                 join_timeout_s=join_timeout_s,
                 kv_connector=kv_connector,
@@ -163,6 +186,9 @@ def node_command(
                 layer_groups=layer_groups,
                 kv_digests=kv_digests,
                 inject_faults=inject_faults,
+                drain_timeout_s=drain_timeout_s,
+                node_token=node_token,
+                metrics_listen=metrics_listen,
             )
             options = complete(options)
         except ConfigError as error:

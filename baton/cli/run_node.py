@@ -23,7 +23,7 @@ class NodeOptions:
 
     model: str
     name: str
-    router: str
+    routers: tuple[str, ...]
     listen: str
     join_timeout_s: float
     kv_connector: str
@@ -33,6 +33,9 @@ class NodeOptions:
     layer_groups: int
     kv_digests: bool
     inject_faults: str = ""
+    drain_timeout_s: float = 0.0
+    node_token: str = field(default="", repr=False)
+    metrics_listen: str = ""
     decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
 
 
@@ -52,8 +55,11 @@ def run_node(options: NodeOptions, program: str) -> int:
         emit: Callable[[NodeEvent], None], on_death: Callable[[Exception], None]
     ) -> NodeProgram:
         # Before torch is imported: what the user got wrong is said at once.
-        split_address("router", options.router)
+        for router in options.routers:
+            split_address("router", router)
         split_address("listen", options.listen)
+        if options.metrics_listen:
+            split_address("metrics_listen", options.metrics_listen)
         find_model_folder(options.model)
         programs: Registry[MakeProgram] = Registry("node program", {"node": program})
         try:
@@ -67,9 +73,12 @@ def run_node(options: NodeOptions, program: str) -> int:
     return run_program(
         lambda: run_node_program(
             make_node,
-            router=options.router,
+            routers=options.routers,
             listen=options.listen,
             join_timeout_s=options.join_timeout_s,
+            drain_timeout_s=options.drain_timeout_s,
+            node_token=options.node_token,
+            metrics_listen=options.metrics_listen,
         ),
         log_level=options.log_level,
     )

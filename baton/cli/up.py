@@ -26,7 +26,7 @@ def up(
     prefill: Annotated[int, typer.Option(help="Prefill nodes.", min=1)] = 1,
     decode: Annotated[int, typer.Option(help="Decode nodes.", min=1)] = 1,
     listen: Annotated[str, typer.Option(help="host:port of the router.")] = DEFAULT_ADDRESS,
-    policy: Annotated[str, typer.Option(help="Routing policy.")] = "least_tokens",
+    policy: Annotated[str, typer.Option(help="Routing policy.")] = "cost",
     dtype: Annotated[str, typer.Option(help="Weights and KV cache.")] = "auto",
     kv_cache_memory: Annotated[
         str, typer.Option(help="KV memory of each node, such as 2G; auto: measured at start.")

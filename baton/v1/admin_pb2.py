@@ -26,7 +26,7 @@ from baton.v1 import node_pb2 as baton_dot_v1_dot_node__pb2
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x13\x62\x61ton/v1/node.proto\x1a\x14\x62\x61ton/v1/types.proto\"\x12\n\x10ListNodesRequest\"L\n\x11ListNodesResponse\x12(\n\x05nodes\x18\x01 \x03(\x0b\x32\x19.baton.v1.NodeDescription\x12\r\n\x05model\x18\x02 \x01(\t\"\xda\x01\n\x0fNodeDescription\x12\x11\n\tnode_name\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.baton.v1.NodeRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12 \n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x12.baton.v1.NodeBeat\x12(\n\x05peers\x18\x06 \x03(\x0b\x32\x19.baton.v1.PeerDescription\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x0c\n\x04lost\x18\x08 \x01(\x08\"[\n\x0fPeerDescription\x12\x11\n\tnode_name\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t\"\x15\n\x13ListRequestsRequest\"\x93\x01\n\x14ListRequestsResponse\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.baton.v1.RequestDescription\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x1e\n\x16num_quarantined_blocks\x18\x04 \x01(\r\"\xa4\x01\n\x12RequestDescription\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x16\n\x0etransfer_state\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\"\x13\n\x11ListBlocksRequest\"\xd3\x01\n\x12ListBlocksResponse\x12(\n\x08holdings\x18\x01 \x03(\x0b\x32\x16.baton.v1.BlockHolding\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x16\n\x0enum_references\x18\x04 \x01(\x04\x12%\n\x07orphans\x18\x05 \x03(\x0b\x32\x14.baton.v1.BlockRange\x12\'\n\toverdrawn\x18\x06 \x03(\x0b\x32\x14.baton.v1.BlockRange\"\xa6\x01\n\x0c\x42lockHolding\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0c\n\x04peer\x18\x05 \x01(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12$\n\x06ranges\x18\x08 \x03(\x0b\x32\x14.baton.v1.BlockRange\"8\n\nBlockRange\x12\x16\n\x0e\x66irst_block_id\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r2M\n\x05\x41\x64min\x12\x44\n\tListNodes\x12\x1a.baton.v1.ListNodesRequest\x1a\x1b.baton.v1.ListNodesResponse2\xa3\x01\n\tNodeAdmin\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12G\n\nListBlocks\x12\x1b.baton.v1.ListBlocksRequest\x1a\x1c.baton.v1.ListBlocksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x13\x62\x61ton/v1/node.proto\x1a\x14\x62\x61ton/v1/types.proto\"\x12\n\x10ListNodesRequest\"L\n\x11ListNodesResponse\x12(\n\x05nodes\x18\x01 \x03(\x0b\x32\x19.baton.v1.NodeDescription\x12\r\n\x05model\x18\x02 \x01(\t\"\xda\x01\n\x0fNodeDescription\x12\x11\n\tnode_name\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.baton.v1.NodeRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12 \n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x12.baton.v1.NodeBeat\x12(\n\x05peers\x18\x06 \x03(\x0b\x32\x19.baton.v1.PeerDescription\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x0c\n\x04lost\x18\x08 \x01(\x08\"z\n\x0fPeerDescription\x12\x11\n\tnode_name\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x1d\n\x15\x62\x61ndwidth_bytes_per_s\x18\x05 \x01(\x01\"\x15\n\x13ListRequestsRequest\"\x93\x01\n\x14ListRequestsResponse\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.baton.v1.RequestDescription\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x1e\n\x16num_quarantined_blocks\x18\x04 \x01(\r\"\xa4\x01\n\x12RequestDescription\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x16\n\x0etransfer_state\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\"\x13\n\x11ListBlocksRequest\"\xd3\x01\n\x12ListBlocksResponse\x12(\n\x08holdings\x18\x01 \x03(\x0b\x32\x16.baton.v1.BlockHolding\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x16\n\x0enum_references\x18\x04 \x01(\x04\x12%\n\x07orphans\x18\x05 \x03(\x0b\x32\x14.baton.v1.BlockRange\x12\'\n\toverdrawn\x18\x06 \x03(\x0b\x32\x14.baton.v1.BlockRange\"\xa6\x01\n\x0c\x42lockHolding\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0c\n\x04peer\x18\x05 \x01(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12$\n\x06ranges\x18\x08 \x03(\x0b\x32\x14.baton.v1.BlockRange\"8\n\nBlockRange\x12\x16\n\x0e\x66irst_block_id\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r2M\n\x05\x41\x64min\x12\x44\n\tListNodes\x12\x1a.baton.v1.ListNodesRequest\x1a\x1b.baton.v1.ListNodesResponse2\xa3\x01\n\tNodeAdmin\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12G\n\nListBlocks\x12\x1b.baton.v1.ListBlocksRequest\x1a\x1c.baton.v1.ListBlocksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,23 +40,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEDESCRIPTION']._serialized_start=176
   _globals['_NODEDESCRIPTION']._serialized_end=394
   _globals['_PEERDESCRIPTION']._serialized_start=396
-  _globals['_PEERDESCRIPTION']._serialized_end=487
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=489
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=510
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=513
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=660
-  _globals['_REQUESTDESCRIPTION']._serialized_start=663
-  _globals['_REQUESTDESCRIPTION']._serialized_end=827
-  _globals['_LISTBLOCKSREQUEST']._serialized_start=829
-  _globals['_LISTBLOCKSREQUEST']._serialized_end=848
-  _globals['_LISTBLOCKSRESPONSE']._serialized_start=851
-  _globals['_LISTBLOCKSRESPONSE']._serialized_end=1062
-  _globals['_BLOCKHOLDING']._serialized_start=1065
-  _globals['_BLOCKHOLDING']._serialized_end=1231
-  _globals['_BLOCKRANGE']._serialized_start=1233
-  _globals['_BLOCKRANGE']._serialized_end=1289
-  _globals['_ADMIN']._serialized_start=1291
-  _globals['_ADMIN']._serialized_end=1368
-  _globals['_NODEADMIN']._serialized_start=1371
-  _globals['_NODEADMIN']._serialized_end=1534
+  _globals['_PEERDESCRIPTION']._serialized_end=518
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=520
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=541
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=544
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=691
+  _globals['_REQUESTDESCRIPTION']._serialized_start=694
+  _globals['_REQUESTDESCRIPTION']._serialized_end=858
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=860
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=879
+  _globals['_LISTBLOCKSRESPONSE']._serialized_start=882
+  _globals['_LISTBLOCKSRESPONSE']._serialized_end=1093
+  _globals['_BLOCKHOLDING']._serialized_start=1096
+  _globals['_BLOCKHOLDING']._serialized_end=1262
+  _globals['_BLOCKRANGE']._serialized_start=1264
+  _globals['_BLOCKRANGE']._serialized_end=1320
+  _globals['_ADMIN']._serialized_start=1322
+  _globals['_ADMIN']._serialized_end=1399
+  _globals['_NODEADMIN']._serialized_start=1402
+  _globals['_NODEADMIN']._serialized_end=1565
 # @@protoc_insertion_point(module_scope)

@@ -41,16 +41,18 @@ class NodeDescription(_message.Message):
     def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ..., lost: bool = ...) -> None: ...
 
 class PeerDescription(_message.Message):
-    __slots__ = ("node_name", "connected", "transport", "problem")
+    __slots__ = ("node_name", "connected", "transport", "problem", "bandwidth_bytes_per_s")
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     connected: bool
     transport: str
     problem: str
-    def __init__(self, node_name: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
+    bandwidth_bytes_per_s: float
+    def __init__(self, node_name: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ()

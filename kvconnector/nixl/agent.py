@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError, TransferError
+from kvconnector.layout import KVLayout
 
 
 def _import_nixl() -> Any:
@@ -33,15 +34,15 @@ def _import_nixl() -> Any:
 
 
 class NixlAgent:
-    """One agent with one registered memory, cut into equal blocks.
+    """One agent with its registered memory.
 
     Args:
         name: unique to this process start; a name that was ever used damages its peers' tables.
-        descriptors: (address, bytes, device) per block, `[num_blocks, 3]`.
+        layouts: of the ranges of memory that it registers.
         memory_kind: "DRAM" or "VRAM".
     """
 
-    def __init__(self, name: str, descriptors: npt.NDArray[np.uint64], memory_kind: str) -> None:
+    def __init__(self, name: str, layouts: Sequence[KVLayout], memory_kind: str) -> None:
         nixl = _import_nixl()
         self._errors: tuple[type[Exception], ...] = tuple(
             value
@@ -56,11 +57,12 @@ class NixlAgent:
         )
         try:
             self._agent = api.nixl_agent(name, config)
-            # The blocks are one contiguous range: one region, however many blocks.
-            region = np.array(
-                [[descriptors[0, 0], descriptors[:, 1].sum(), descriptors[0, 2]]], dtype=np.uint64
+            # The blocks of each are one contiguous range: one region, however many blocks.
+            regions = np.array(
+                [[at.base_address, at.num_blocks * at.block_bytes, at.device_id] for at in layouts],
+                dtype=np.uint64,
             )
-            self._agent.register_memory(self._agent.get_reg_descs(region, memory_kind))
+            self._agent.register_memory(self._agent.get_reg_descs(regions, memory_kind))
             self._memory_kind = memory_kind
         except self._errors as error:
             raise ConfigError(f"kv_connector: NIXL cannot start: {error}") from error

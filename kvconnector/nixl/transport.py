@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,15 @@ from baton.errors import TransferError
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.nixl.agent import NixlAgent
 from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.scratch import NUM_SLOTS, Scratch, scratch_layout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
     layout: KVLayout
+    scratch_table: Any
     tables: dict[LayerRange | None, Any] = field(default_factory=dict)
 
 
@@ -43,9 +48,12 @@ class NixlTransport:
     def __init__(self, engine_id: str, kv_cache: torch.Tensor) -> None:
         layout = KVLayout.of(kv_cache)
         self._layout = layout
+        self.scratch = Scratch(engine_id, kv_cache)
+        scratch = self.scratch.layout
         self._agent = NixlAgent(
-            engine_id, layout.descriptors(), "VRAM" if kv_cache.is_cuda else "DRAM"
+            engine_id, [layout, scratch], "VRAM" if kv_cache.is_cuda else "DRAM"
         )
+        self._scratch_table = self._agent.prepare("", scratch.descriptors())
         self._kv_cache = kv_cache  # keeps the memory alive as long as a peer may write to it
         self._peers: dict[str, _Peer] = {}
         # Prepared tables of our blocks and of each peer's, whole or some layers of them; few ranges
@@ -64,6 +72,8 @@ class NixlTransport:
             device_id=layout.device_id,
             layout=layout.fingerprint,
             num_layers=layout.num_layers,
+            scratch_address=scratch.base_address,
+            scratch_bytes=self.scratch.memory.nbytes,
         )
 
     def connect(self, peer: PeerInfo) -> str:
@@ -79,6 +89,8 @@ class NixlTransport:
                 f"{peer.engine_id} has blocks of layout {peer.layout}, not "
                 f"{self._layout.fingerprint}"
             )
+        if peer.scratch_bytes != self.scratch.memory.nbytes:
+            raise TransferError(f"{peer.engine_id} has other scratch memory")
         if peer.engine_id in self._peers:
             return self._path(peer)
         remote = KVLayout(
@@ -90,14 +102,21 @@ class NixlTransport:
             fingerprint=peer.layout,
             num_layers=self._layout.num_layers,  # the fingerprints are equal
         )
+        scratch = scratch_layout(
+            peer.scratch_address, self.scratch.layout.block_bytes, peer.device_id
+        )
         self._agent.add_peer(peer.engine_id, peer.agent_metadata)
-        self._peers[peer.engine_id] = _Peer(remote)
-        return self._path(peer)
+        scratch_table = self._agent.prepare(peer.engine_id, scratch.descriptors())
+        self._peers[peer.engine_id] = _Peer(remote, scratch_table)
+        path = self._path(peer)
+        if path == "nixl/ucx tcp" and peer.host == host_identity():
+            logger.warning("%s is on this host, but bytes take %s", peer.engine_id, path)
+        return path
 
     def disconnect(self, engine_id: str) -> None:
         peer = self._peers.pop(engine_id, None)
         if peer is not None:
-            self._agent.remove_peer(engine_id, peer.tables.values())
+            self._agent.remove_peer(engine_id, [peer.scratch_table, *peer.tables.values()])
 
     def write(
         self,
@@ -120,6 +139,13 @@ class NixlTransport:
         handle = self._agent.post_write(self._tables[layers], local, peer.tables[layers], remote)
         return _NixlWrite(self._agent, handle)
 
+    def write_scratch(self, engine_id: str, slot: int) -> _NixlWrite:
+        peer = self._peer(engine_id)
+        check_block_ids([slot], NUM_SLOTS)
+        own, remote = np.array([0], dtype=np.int32), np.array([1 + slot], dtype=np.int32)
+        handle = self._agent.post_write(self._scratch_table, own, peer.scratch_table, remote)
+        return _NixlWrite(self._agent, handle)
+
     def notify(self, engine_id: str, payload: bytes) -> None:
         self._peer(engine_id)
         self._agent.notify(engine_id, payload)
@@ -130,7 +156,7 @@ class NixlTransport:
     def close(self) -> None:
         for engine_id in list(self._peers):
             self.disconnect(engine_id)
-        self._agent.close(self._tables.values())
+        self._agent.close([self._scratch_table, *self._tables.values()])
 
     def _prepare_own(self, layers: LayerRange | None) -> Any:
         return self._agent.prepare("", self._layout.descriptors(layers))

@@ -10,7 +10,11 @@ from router.policies.base import RoutingPolicy
 POLICIES: Registry[Callable[[], RoutingPolicy]] = Registry(
     "routing policy",
     {
+        "cost": "router.policies.cost:Cost",
         "least_tokens": "router.policies.least_tokens:LeastTokens",
+        "power_of_two": "router.policies.power_of_two:PowerOfTwo",
+        "prefix_aware": "router.policies.prefix_aware:PrefixAware",
         "round_robin": "router.policies.round_robin:RoundRobin",
+        "session_affinity": "router.policies.session_affinity:SessionAffinity",
     },
 )

@@ -1,10 +1,9 @@
-"""LeastTokens: the pair whose nodes have the fewest tokens before them."""
+"""LeastTokens: the nodes that have the fewest tokens before them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from router.policies.base import NodePair, RouteQuery
+from router.fleet import Fleet
+from router.policies.base import NodeView, Placement, RouteQuery
 
 
 class LeastTokens:
@@ -14,14 +13,15 @@ class LeastTokens:
     with fewer requests, then by name.
     """
 
-    def pick(self, query: RouteQuery, pairs: Sequence[NodePair]) -> NodePair:
-        return min(
-            pairs,
-            key=lambda pair: (
-                pair.prefill.num_open_tokens,
-                pair.decode.num_open_tokens,
-                pair.prefill.num_open_requests + pair.decode.num_open_requests,
-                pair.prefill.node_name,
-                pair.decode.node_name,
-            ),
-        )
+    def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
+        if not fleet.prefills:
+            return None
+        prefill = min(fleet.prefills, key=lambda node: load_with(node, query.num_prompt_tokens))
+        num_tokens = query.num_prompt_tokens + query.max_tokens
+        decodes = fleet.reached_by(prefill)
+        return Placement(prefill, min(decodes, key=lambda node: load_with(node, num_tokens)))
+
+
+def load_with(node: NodeView, num_tokens: int) -> tuple[float, int]:
+    """Tokens before a node if it got so many more, and its requests; for comparison."""
+    return (node.num_open_tokens + num_tokens) / node.weight, node.num_open_requests

@@ -1,20 +1,40 @@
-"""RoundRobin: the pairs in turn."""
+"""RoundRobin: the nodes in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.base import NodePair, RouteQuery
+from router.fleet import Fleet
+from router.policies.base import NodeView, Placement, RouteQuery
 
 
 class RoundRobin:
-    """Each pair in turn, in the order of their names."""
+    """Prefill nodes in turn, and so the decode nodes that they reach; first come by name."""
 
     def __init__(self) -> None:
-        self._turn = 0
+        self._prefill_turns, self._decode_turns = _Turns(), _Turns()
 
-    def pick(self, query: RouteQuery, pairs: Sequence[NodePair]) -> NodePair:
-        ordered = sorted(pairs, key=lambda p: (p.prefill.node_name, p.decode.node_name))
-        pair = ordered[self._turn % len(ordered)]
-        self._turn += 1
-        return pair
+    def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
+        if not fleet.prefills:
+            return None
+        prefill = self._prefill_turns.take(fleet.prefills)
+        return Placement(prefill, self._decode_turns.take(fleet.reached_by(prefill)))
+
+
+class _Turns:
+    """How often each node had its turn; one that joins, or comes back, has had as many as all."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, float] = {}  # by engine id
+        self._now = 0.0
+
+    def take(self, nodes: Sequence[NodeView]) -> NodeView:
+        """Who comes next. A node of half the weight uses up two turns at once."""
+        turns = self._turns
+        if len(turns) > 2 * len(nodes) + 16:  # most of them left
+            ids = {node.engine_id for node in nodes}
+            self._turns = turns = {key: turn for key, turn in turns.items() if key in ids}
+        next_ = min(nodes, key=lambda node: max(turns.get(node.engine_id, 0.0), self._now))
+        self._now = max(turns.get(next_.engine_id, 0.0), self._now)
+        turns[next_.engine_id] = self._now + 1.0 / next_.weight
+        return next_

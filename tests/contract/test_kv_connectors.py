@@ -8,6 +8,7 @@ import torch
 
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import TransferEvent
+from kvconnector.faults import FaultSpec, FaultyTransport
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from tests.fakes.kv_link import (
@@ -29,6 +30,40 @@ def test_both_sides_learn_that_they_are_connected_and_by_which_path(link: Link) 
     assert link.events("d", Kind.PEER_CONNECTED)[0].engine_id == link.p
     assert link.events("p", Kind.PEER_CONNECTED)[0].transport
     assert link.events("d", Kind.PEER_CONNECTED)[0].transport
+
+
+def test_both_sides_learn_how_fast_the_self_test_was_which_has_written_no_kv(link: Link) -> None:
+    rates = {link.events(side, Kind.PEER_CONNECTED)[0].bandwidth_bytes_per_s for side in "pd"}
+    assert len(rates) == 1
+    assert 0 < rates.pop() < 1e13
+    assert not link.events("p", Kind.PEER_FAILED)
+    link.assert_arrived({})
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_a_pair_whose_self_test_arrives_wrong_is_not_connected_and_both_say_why(name: str) -> None:
+    make_transport = KV_CONNECTORS.load(name)
+    number = next(numbers)
+    deaths: list[Exception] = []
+    caches = torch.zeros(NUM_P_BLOCKS, *BLOCK_SHAPE), torch.zeros(NUM_D_BLOCKS, *BLOCK_SHAPE)
+    spec = FaultSpec(corrupt_test=1)
+    faulty = FaultyTransport(make_transport(f"d{number}-contract", caches[1]), caches[1], spec)
+    receiver = Receiver(faulty, lambda: None, deaths.append)
+    transport = make_transport(f"p{number}-contract", caches[0])
+    sender = Sender(transport, lambda: None, deaths.append)
+    link = Link(sender, receiver, *caches)
+    receiver.connect(sender.peer_info)
+    sender.connect(receiver.peer_info)
+    for side in "pd":
+        assert "arrived wrong" in link.wait(side, Kind.PEER_FAILED).reason
+        assert not link.events(side, Kind.PEER_CONNECTED)
+    faulty._spec = FaultSpec()  # it is tried again and again
+    for side in "pd":
+        assert link.wait(side, Kind.PEER_CONNECTED).bandwidth_bytes_per_s > 0
+        assert len(link.events(side, Kind.PEER_FAILED)) == 1
+    sender.close()
+    receiver.close()
+    assert deaths == []
 
 
 def test_blocks_arrive_where_they_were_granted_and_nowhere_else(link: Link) -> None:
@@ -292,7 +327,7 @@ def test_a_peer_that_was_started_anew_works_at_once_though_the_old_one_has_trans
     receiver.expect(True)
     receiver.connect(link.sender.peer_info)
     link.sender.connect(receiver.peer_info)
-    new.wait("d", Kind.PEER_CONNECTED)
+    assert new.wait("d", Kind.PEER_CONNECTED).bandwidth_bytes_per_s > 0
     full_exchange(new, "a", 3, 4)
     new.assert_arrived({3: 4})
     assert new.wait("p", Kind.FAILED, "old").reason  # it missed its beats
@@ -313,6 +348,23 @@ def test_many_requests_at_once_all_arrive_right(link: Link) -> None:
             link.wait("p", Kind.COMMITTED, name)
             target = (index * 5 + round_number) % NUM_D_BLOCKS
             assert torch.equal(link.target[target], link.source[index])
+
+
+@pytest.mark.nixl
+def test_a_slow_path_within_one_host_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    make_transport = KV_CONNECTORS.load("nixl")
+    ends = [
+        make_transport(f"{side}{next(numbers)}-contract", torch.zeros(2, *BLOCK_SHAPE))
+        for side in "pd"
+    ]
+    for end, other in (ends, ends[::-1]):
+        assert end.connect(other.peer_info) == "nixl/ucx tcp"
+        assert f"{other.peer_info.engine_id} is on this host, but bytes take" in caplog.text
+    for end in ends:
+        end.close()
 
 
 @pytest.mark.parametrize("name", CONNECTORS)

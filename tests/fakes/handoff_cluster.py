@@ -34,7 +34,15 @@ from engine.engine import Engine
 from kvconnector.base import KVTransport, TransferEvent
 from kvconnector.digests import BlockDigests
 from kvconnector.endpoint import Endpoint
-from kvconnector.messages import Beat, Hello, HelloAck, Message, decode
+from kvconnector.messages import (
+    Beat,
+    Hello,
+    HelloAck,
+    Message,
+    SelfTest,
+    SelfTestResult,
+    decode,
+)
 from kvconnector.receiver import Receiver
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
@@ -99,8 +107,13 @@ class RecordingSender(Sender):
 class CheckedEngine(Engine):
     """Compares a committed prompt's KV with the right one before the request runs on it."""
 
-    expected_kv: Callable[[list[int]], torch.Tensor]
     num_commits = 0
+
+    def __init__(
+        self, folder: Path, config: EngineConfig, expected_kv: Callable[[list[int]], torch.Tensor]
+    ) -> None:
+        super().__init__(folder, config)
+        self.expected_kv = expected_kv
 
     def commit(self, request_id: str, token_id: int) -> None:
         request = self.requests[request_id]
@@ -190,36 +203,34 @@ class Cluster:
         )
         self._start_prefill_node("p")
         d_config = dataclasses.replace(config, preemption=preemption)
-        self.d_engine = CheckedEngine(folder, d_config)
-        self.d_engine.expected_kv = expected_kv
-        with mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint):
-            receiver = Receiver(
-                ScriptedTransport("d", self.d_engine.kv_cache, self.network),
-                lambda: None,
-                _never,
-                self.clock,
-                BlockDigests(self.d_engine.kv_cache) if kv_digests else None,
-            )
-        self.d = DecodeNode(self.d_engine, receiver, self._take, options, self.clock)
-        self.d_endpoint = endpoint_of(receiver._endpoint)
+        self.d_engine = CheckedEngine(folder, d_config, expected_kv)
+        self.d = make_decode_node(
+            "d",
+            self.d_engine,
+            self.network,
+            self._take,
+            self.clock,
+            options,
+            kv_digests=kv_digests,
+        )
+        self.d_endpoint = endpoint_of(self.d)
         self.rejoin()
         self.settle()
         assert [report.connected for report in self.reports] == [True, True]
 
     def _start_prefill_node(self, engine_id: str) -> None:
         self.p_id = engine_id
-        engine = Engine(self._folder, self._config)
-        with mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint):
-            self.sender = RecordingSender(
-                ScriptedTransport(engine_id, engine.kv_cache, self.network),
-                lambda: None,
-                _never,
-                self.clock,
-                BlockDigests(engine.kv_cache) if self._kv_digests else None,
-            )
-        self.sender.started = []
-        self.p = PrefillNode(engine, self.sender, self._take, self._push_mode)
-        self.p_endpoint = endpoint_of(self.sender._endpoint)
+        self.p = make_prefill_node(
+            engine_id,
+            Engine(self._folder, self._config),
+            self.network,
+            self._take,
+            self.clock,
+            self._push_mode,
+            kv_digests=self._kv_digests,
+        )
+        self.sender = sender_of(self.p)
+        self.p_endpoint = endpoint_of(self.p)
 
     # ------------------------------------------------------------------ the router's part
 
@@ -230,8 +241,14 @@ class Cluster:
         prompt: list[int],
         params: SamplingParams,
         output_token_ids: Sequence[int] = (),
+        *,
+        alone: bool = False,
     ) -> None:
-        """Send both legs of a new attempt, which goes on behind the output of earlier ones."""
+        """Send both legs of a new attempt, which goes on behind the output of earlier ones.
+
+        Args:
+            alone: the decode node computes the prompt itself; there is no other leg.
+        """
         outputs = tuple(output_token_ids)
         self.attempts[request_id, epoch] = Attempt(prompt, params, dict(enumerate(outputs)))
         self.attempts[request_id, epoch].num_initial = len(outputs)
@@ -242,10 +259,12 @@ class Cluster:
                 prompt_token_ids=prompt,
                 sampling_params=params,
                 output_token_ids=outputs,
-                prefill_engine_id=self.p_id,
+                prefill_engine_id="" if alone else self.p_id,
                 timeout_s=1e6,
             )
         )
+        if alone:
+            return
         self.p.submit(
             PrefillCommand(
                 request_id=request_id,
@@ -368,13 +387,63 @@ class Cluster:
 
 def is_beat(message: ScriptedMessage) -> bool:
     """Whether a message is about its sender's being there, and about no request."""
-    return isinstance(decode(message.payload), Beat | Hello | HelloAck)
+    about_peers = Beat | Hello | HelloAck | SelfTest | SelfTestResult
+    return isinstance(decode(message.payload), about_peers)
 
 
 def _never(error: Exception) -> None:
     raise AssertionError("no thread runs that could die") from error
 
 
-def endpoint_of(endpoint: Endpoint) -> ThreadlessEndpoint:
-    assert isinstance(endpoint, ThreadlessEndpoint)
-    return endpoint
+def endpoint_of(owner: PrefillNode | DecodeNode | Sender | Receiver) -> ThreadlessEndpoint:
+    """What plays the KV I/O thread of a node, or of its end of the connector."""
+    end: object = owner
+    if isinstance(owner, PrefillNode):
+        end = owner.sender
+    elif isinstance(owner, DecodeNode):
+        end = owner.receiver
+    assert isinstance(end, Sender | Receiver)
+    assert isinstance(end._endpoint, ThreadlessEndpoint)
+    return end._endpoint
+
+
+def sender_of(node: PrefillNode) -> RecordingSender:
+    assert isinstance(node.sender, RecordingSender)
+    return node.sender
+
+
+def make_prefill_node(
+    engine_id: str,
+    engine: Engine,
+    network: ScriptedNetwork,
+    emit: Callable[[NodeEvent], None],
+    clock: VirtualClock,
+    push_mode: PushMode,
+    *,
+    kv_digests: bool,
+) -> PrefillNode:
+    """A node without threads; see `Cluster` for the arguments."""
+    transport = ScriptedTransport(engine_id, engine.kv_cache, network)
+    digests = BlockDigests(engine.kv_cache) if kv_digests else None
+    with mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint):
+        sender = RecordingSender(transport, lambda: None, _never, clock, digests)
+    sender.started = []
+    return PrefillNode(engine, sender, emit, push_mode, clock=clock)
+
+
+def make_decode_node(
+    engine_id: str,
+    engine: Engine,
+    network: ScriptedNetwork,
+    emit: Callable[[NodeEvent], None],
+    clock: VirtualClock,
+    options: DecodeOptions,
+    *,
+    kv_digests: bool,
+) -> DecodeNode:
+    """A node without threads; see `Cluster` for the arguments."""
+    transport = ScriptedTransport(engine_id, engine.kv_cache, network)
+    digests = BlockDigests(engine.kv_cache) if kv_digests else None
+    with mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint):
+        receiver = Receiver(transport, lambda: None, _never, clock, digests)
+    return DecodeNode(engine, receiver, emit, options, clock)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from baton import wire
@@ -21,7 +21,8 @@ from baton.outputs import (
     PushReceipt,
     RequestOutput,
 )
-from router.node_pool import Node, NodePool
+from router.node import Node
+from router.node_pool import NodePool
 
 MODEL = "digest"
 Command = TypeVar("Command")
@@ -40,8 +41,18 @@ DECODE_RECEIPT = DecodeReceipt(
 )
 
 
-def make_pool(max_model_len: int = 1000) -> NodePool:
-    return NodePool(model_digest=MODEL, max_model_len=max_model_len)
+def make_pool(
+    max_model_len: int = 1000,
+    eligibility: Sequence[Callable[[Node], bool]] = (),
+    *,
+    may_self_prefill: bool = False,
+) -> NodePool:
+    return NodePool(
+        model_digest=MODEL,
+        max_model_len=max_model_len,
+        eligibility=eligibility,
+        may_self_prefill=may_self_prefill,
+    )
 
 
 def make_registration(

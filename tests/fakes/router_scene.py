@@ -107,7 +107,7 @@ class Scene:
     def assert_no_leg_is_left(self) -> None:
         for hand in (*self.prefills, *self.decodes):
             assert hand.node.legs == {}
-            assert hand.node.num_open_tokens == 0
+            assert hand.node.load.num_open_tokens == 0
         assert self.dispatcher.num_open == 0
 
 

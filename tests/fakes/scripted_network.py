@@ -15,6 +15,7 @@ import torch
 from baton.errors import TransferError
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.peer_info import PeerInfo
+from kvconnector.scratch import NUM_SLOTS, Scratch
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,27 @@ class ScriptedWrite:
 
 
 @dataclass(slots=True, eq=False)
+class ScriptedTestWrite:
+    """One posted write of a self-test."""
+
+    source: Scratch
+    target: Scratch
+    slot: int
+    done: bool = False
+    failed: bool = False
+
+    def is_done(self) -> bool:
+        if self.failed:
+            raise TransferError("the write failed")
+        return self.done
+
+    def land(self) -> None:
+        with torch.inference_mode():
+            self.target.memory[1 + self.slot] = self.source.memory[0]
+        self.done = True
+
+
+@dataclass(slots=True, eq=False)
 class ScriptedMessage:
     """One message on its way."""
 
@@ -53,11 +75,17 @@ class ScriptedMessage:
 
 @dataclass(slots=True)
 class ScriptedNetwork:
-    """What is in flight, and between whom."""
+    """What is in flight, and between whom.
+
+    Attributes:
+        holds_tests: whether the writes of self-tests, which land at once otherwise, are held.
+    """
 
     ends: dict[str, ScriptedTransport] = field(default_factory=dict)
     messages: list[ScriptedMessage] = field(default_factory=list)
     writes: list[ScriptedWrite] = field(default_factory=list)
+    holds_tests: bool = False
+    test_writes: list[ScriptedTestWrite] = field(default_factory=list)
     written: list[int] = field(default_factory=list)  # blocks of targets, as their writes landed
 
     def deliver(self, index: int, *, keep: bool = False) -> None:
@@ -95,10 +123,15 @@ class ScriptedNetwork:
         write.failed = True
 
     def kill(self, engine_id: str) -> None:
-        """A process ends: its posted writes stop, those to it fail, its messages are not read."""
+        """A process ends: its posted writes stop, those to it fail, its messages are not read.
+
+        What it had sent of its writes lies in the sockets of their targets, which read it later.
+        """
         self.ends.pop(engine_id)
         for write in self.writes:
             write.failed |= write.target.engine_id == engine_id
+            if write.source.engine_id == engine_id:
+                write.target.socket.append(write)
         self.writes = [
             write
             for write in self.writes
@@ -119,7 +152,9 @@ class ScriptedTransport:
         layout = KVLayout.of(kv_cache)
         self.engine_id = engine_id
         self.kv_cache = kv_cache
+        self.scratch = Scratch(engine_id, kv_cache, slot_bytes=64)
         self.inbox: deque[bytes] = deque()
+        self.socket: list[ScriptedWrite] = []  # sent by processes that have ended
         self._network = network
         self._peers: set[str] = set()
         self.peer_info = PeerInfo(
@@ -135,6 +170,8 @@ class ScriptedTransport:
             device_id=layout.device_id,
             layout=layout.fingerprint,
             num_layers=layout.num_layers,
+            scratch_address=self.scratch.layout.base_address,
+            scratch_bytes=self.scratch.memory.nbytes,
         )
         network.ends[engine_id] = self
 
@@ -163,11 +200,24 @@ class ScriptedTransport:
         self._network.writes.append(write)
         return write
 
+    def write_scratch(self, engine_id: str, slot: int) -> ScriptedTestWrite:
+        check_block_ids([slot], NUM_SLOTS)
+        write = ScriptedTestWrite(self.scratch, self._target(engine_id).scratch, slot)
+        if self._network.holds_tests:
+            self._network.test_writes.append(write)
+        else:
+            write.land()
+        return write
+
     def notify(self, engine_id: str, payload: bytes) -> None:
         self._target(engine_id)
         self._network.messages.append(ScriptedMessage(engine_id, payload))
 
     def take_notifications(self) -> list[bytes]:
+        num_read = (len(self.socket) + 1) // 2  # of what is there; the kernel hands over the rest
+        for write in self.socket[:num_read]:
+            write.land()
+        del self.socket[:num_read]
         taken = list(self.inbox)
         self.inbox.clear()
         return taken

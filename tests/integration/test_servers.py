@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -69,6 +70,7 @@ def test_commands_print_what_a_person_wants_to_see(deployment: LocalDeployment) 
     assert "decode" in nodes
     (address,) = [a for name, a in node_addresses(router).items() if name == "d0"]
     assert address in nodes
+    assert re.search(r"nixl/ucx \w+ [\d.]+ [kMG]?B/s", " ".join(nodes.split()))
     assert "blocks free" in baton("requests", address).stdout
     question = "Write the function `is_empty(self)`: Return a bool.\n"
     chat = baton("chat", "--router", router, "--max-tokens", "16", text=question + "\n" + question)

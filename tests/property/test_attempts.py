@@ -150,7 +150,7 @@ def assert_nothing_is_left(scene: Scene, nodes: list[HandNode]) -> None:
     epochs: set[int] = set()
     for hand in nodes:
         assert hand.node.legs == {}
-        assert hand.node.num_open_tokens == 0
+        assert hand.node.load.num_open_tokens == 0
         epochs.update(command.epoch for command in commands_of(hand))
     last = scene.outputs[-1] if scene.outputs else None
     finished_epoch = max(epochs) if last is not None and last.receipt is not None else None

@@ -23,7 +23,7 @@ from baton.decode_options import DecodeOptions
 from baton.engine_config import PREEMPTION
 from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
-from decode_node import reservations
+from decode_node import gone_peers
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
@@ -173,7 +173,7 @@ class HandoffMachine(RuleBasedStateMachine):
             preemption=preemption,
         )
         dead = self.cluster.dead
-        self.patch.setattr(reservations, "_is_dead", lambda peer: peer.engine_id in dead)
+        self.patch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in dead)
 
     # ------------------------------------------------------------ users
 

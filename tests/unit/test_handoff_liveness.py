@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnector.messages import Commit, Grant, Message, Start, decode
+from baton.ledger import BlockOwner
+from kvconnector.messages import (
+    Commit,
+    Digests,
+    Grant,
+    Message,
+    Resend,
+    Start,
+    Verified,
+    decode,
+)
 from kvconnector.peers import BEAT_INTERVAL_S, LEASE_S
 from kvconnector.transfer import Transfer
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster
-from tests.unit.test_handoff import assert_right, deliver_all, go_on, place, run_until_writing
+from tests.unit.test_handoff import (
+    assert_right,
+    deliver_all,
+    go_on,
+    place,
+    prefill_without_grant,
+    run_until_writing,
+)
+
+TIMEOUT_S = 1e6  # of `Cluster.place`
 
 
 def pass_time(cluster: Cluster, seconds: float) -> None:
@@ -152,4 +171,54 @@ def test_a_request_whose_message_is_lost_ends_soon_and_not_at_its_deadline(
     assert cluster.attempts["a", 1].is_complete is (kind is not Commit)
     assert bool(cluster.attempts["a", 1].error) is (kind is Commit)
     assert_right(cluster)
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+@pytest.mark.parametrize("kind", [Start, Grant, Digests, Resend, Commit, Verified])
+def test_with_digests_a_request_survives_the_loss_of_any_message(
+    kind: type[Message], num_lost: int
+) -> None:
+    cluster = make_cluster(20, kv_digests=True)
+    place(cluster, "a", 17)
+    messages, writes = cluster.network.messages, cluster.network.writes
+    lost, is_damaged = 0, False
+    for _ in range(200):
+        go_on(cluster)
+        for message in list(messages):
+            if lost < num_lost and isinstance(decode(message.payload), kind):
+                messages.remove(message)
+                lost += 1
+        deliver_all(cluster)
+        while writes:
+            if is_damaged:
+                cluster.network.land(0)
+            else:
+                cluster.network.land_damaged(0, place=0, byte=0, bit=0)
+                is_damaged = True
+        cluster.clock.advance(BEAT_INTERVAL_S / 5)
+    assert lost == num_lost
+    assert is_damaged
+    cluster.settle()
+    assert cluster.attempts["a", 1].is_complete
+    assert_right(cluster)
+    assert_clean(cluster)
+
+
+def test_deadlines_of_the_prefill_node_are_by_the_clock_that_it_was_given() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    prefill_without_grant(cluster)
+    (push,) = cluster.p.requests()
+    assert push.transfer_state in ("STARTED", "PUSHING")
+    cluster.clock.advance(TIMEOUT_S - 1.0)
+    cluster.step("p")
+    ages = {view.request_id: view.age_s for view in cluster.p.requests()}
+    assert ages == {"a": TIMEOUT_S - 1.0}
+    holdings = cluster.p.ledger().holdings
+    assert [h.age_s for h in holdings if h.owner is BlockOwner.PUSH] == [TIMEOUT_S - 1.0]
+    cluster.clock.advance(2.0)
+    cluster.step("p")
+    assert cluster.p.requests() == []
+    cluster.settle()
     assert_clean(cluster)

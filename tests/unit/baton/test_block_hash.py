@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher
+from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, shorten
 from baton.errors import ConfigError
 
 TOKENS = [5, 70_000, 0, 2**31 - 1, 9, 8, 7, 6, 1, 2, 3, 4]
@@ -180,3 +180,11 @@ def test_an_unknown_algorithm_is_refused_with_the_names_of_the_known() -> None:
         ConfigError, match=r"^prefix_hash: must be one of xxh3_128, sha256, got 'md5'$"
     ):
         BlockHasher(4, "md5")
+
+
+def test_a_short_hash_is_the_first_8_bytes_low_ones_first() -> None:
+    hashes = hash_all(TOKENS)
+    expected = tuple(int.from_bytes(block_hash[:8], "little") for block_hash in hashes)
+    assert shorten(hashes) == expected
+    assert len(set(expected)) == 3
+    assert shorten([]) == ()

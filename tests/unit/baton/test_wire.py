@@ -133,6 +133,8 @@ deltas = st.builds(
     decode=st.none() | decode_receipts,
     error=st.none() | st.builds(link.RequestError, texts, texts),
 )
+uint64 = st.integers(0, 2**64 - 1)
+short_hashes = st.lists(uint64, max_size=3).map(tuple)
 plain_deltas = st.builds(
     link.RequestDelta,
     st.builds(RequestOutput, texts, output_indexes, token_ids.map(tuple)),
@@ -147,8 +149,13 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         num_running=uint32,
         num_free_blocks=uint32,
         num_quarantined_blocks=uint32,
+        num_transfers=uint32,
+        serving_state=st.sampled_from(link.ServingState),
     ),
-    st.builds(link.PeerReport, texts, st.booleans(), texts, texts),
+    st.builds(
+        link.PeerReport, texts, st.booleans(), texts, texts, st.floats(0, allow_infinity=False)
+    ),
+    st.builds(link.KVCacheEvents, uint64, st.booleans(), short_hashes, short_hashes),
 )
 registrations = st.builds(
     link.NodeRegistration,
@@ -162,10 +169,13 @@ registrations = st.builds(
     max_model_len=uint32,
     num_blocks=uint32,
     block_size=uint32,
+    prefix_hash=texts,
 )
 commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     st.builds(link.Refusal, st.text(min_size=1, max_size=12)),
     st.builds(link.PeerUpdate, texts, st.binary(max_size=20), st.booleans()),
+    st.builds(link.DrainCommand, resume=st.booleans(), stop=st.booleans()),
+    st.just(link.DrainSeen()),
     st.builds(
         link.PrefillCommand,
         request_id=texts,
@@ -186,6 +196,7 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     ),
     st.builds(link.CancelCommand, texts, uint32),
     st.builds(link.RouterBeat),
+    st.builds(link.SendKVSnapshot),
 )
 text_deltas = st.builds(
     TextDelta,
@@ -295,6 +306,8 @@ def test_the_dataclasses_and_the_messages_have_the_same_fields() -> None:
         (link.DecodeCommand, node_pb2.DecodeCommand),
         (link.CancelCommand, node_pb2.CancelCommand),
         (link.RouterBeat, node_pb2.RouterBeat),
+        (link.DrainCommand, node_pb2.DrainCommand),
+        (link.DrainSeen, node_pb2.DrainSeen),
         (link.RequestError, node_pb2.RequestError),
     ]
     for ours, theirs in pairs:

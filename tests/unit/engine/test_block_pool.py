@@ -230,6 +230,26 @@ def test_a_pool_that_records_nothing_caches_all_the_same() -> None:
     assert pool.take_events() == []
 
 
+def test_events_can_start_late_with_what_is_there_already() -> None:
+    pool = BlockPool(4)
+    assert pool.allocate(3) == [0, 1, 2]
+    pool.cache([0, 1], [b"a", b"b"], None)
+    pool.cache([2], [b"silent"], None, silent=True)
+    assert pool.start_events() == [b"a", b"b"]
+    assert pool.take_events() == []
+    pool.release([1, 0, 2])
+    assert pool.allocate(4) == [3, 1, 0, 2]
+    assert pool.take_events() == [BlocksRemoved((b"b",)), BlocksRemoved((b"a",))]
+
+
+def test_events_that_nobody_took_are_part_of_the_next_start() -> None:
+    pool = cached_pool(b"a", num_blocks=4)
+    assert pool.allocate(2) == [1, 2]
+    pool.cache([1, 2], [b"b", b"a"], None)  # the second has a duplicate
+    assert pool.start_events() == [b"a", b"b"]
+    assert pool.take_events() == []
+
+
 @pytest.mark.parametrize("fault", ["name lost", "name made up", "empty entry"])
 def test_check_notices_an_index_that_does_not_fit(fault: str) -> None:
     pool = cached_pool(b"a")

@@ -190,14 +190,14 @@ def test_the_prefill_node_holds_its_blocks_until_all_is_verified() -> None:
         for index, message in enumerate(cluster.network.messages):
             if isinstance(decode(message.payload), Verified):
                 assert cluster.p.requests() != []
-                cluster.network.drop(index)  # it is lost: until the deadline, then
+                cluster.network.drop(index)  # it is lost: until the commit is said again
                 break
         while cluster.network.messages:
             cluster.network.deliver(0)
     assert cluster.attempts["a", 1].is_complete
     assert cluster.p.requests() != []
-    cluster.p.push_tracker.expire(float("inf"))
     cluster.settle()
+    assert cluster.p.requests() == []
     assert_clean(cluster)
 
 

@@ -11,7 +11,18 @@ import torch
 from baton.errors import ConfigError, TransferError
 from kvconnector.faults import MAX_SWAP_S, FaultSpec, FaultyTransport, KillPoint
 from kvconnector.in_memory import InMemoryTransport
-from kvconnector.messages import Commit, Grant, Hello, Message, Watermark, decode, encode
+from kvconnector.messages import (
+    Commit,
+    Grant,
+    Hello,
+    HelloAck,
+    Message,
+    SelfTest,
+    SelfTestResult,
+    Watermark,
+    decode,
+    encode,
+)
 from tests.fakes.virtual_clock import VirtualClock
 
 
@@ -188,6 +199,39 @@ def test_a_corrupted_transfer_has_one_wrong_bit_in_a_granted_block_when_it_is_co
         assert not changed[[0, 2]].any()
         num_spoilt += bool(changed.any())
     assert 70 < num_spoilt < 130
+
+
+def test_the_ends_of_self_tests_are_lost_on_request_and_no_other_message() -> None:
+    ends = Ends("drop_test=1")
+    ends.faulty.notify("x", encode(SelfTestResult(engine_id="f", test=1)))
+    ends.say(5)
+    assert ends.heard() == [5]
+
+
+def test_of_what_a_self_test_wrote_one_bit_in_its_own_slot_is_wrong_when_it_is_looked_at() -> None:
+    ends = Ends("corrupt_test=0.5")
+    told = SelfTest(
+        engine_id="x",
+        test=1,
+        digest=b"",
+        transport="",
+        bandwidth_bytes_per_s=1.0,
+        duration_s=1.0,
+    )
+    slots = ends.faulty.scratch.memory[1:]
+    num_spoilt = 0
+    for _ in range(100):
+        ends.plain.notify("f", encode(told))  # not offered a slot
+        ends.faulty.take_notifications()
+        ends.faulty.notify("x", encode(HelloAck(engine_id="f", test=1, slot=2)))
+        assert not slots.any()
+        ends.plain.notify("f", encode(told))
+        ends.faulty.take_notifications()
+        bits = [int(byte).bit_count() for byte in slots[2][slots[2] != 0]]
+        assert bits in ([], [1])
+        num_spoilt += len(bits)
+        slots[2].zero_()
+    assert 30 < num_spoilt < 70
 
 
 @pytest.mark.parametrize(

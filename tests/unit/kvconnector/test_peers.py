@@ -68,6 +68,9 @@ class Scene:
         for message in said:
             assert isinstance(message, Hello | Beat)
             self.peers.renew("d", message.sent_at_s)
+            if isinstance(message, Hello) and self.peers.begin_test("d", message.test):
+                self.peers.pass_test("d", "scripted", 5e9)
+                self.peers.end_test("d")
 
     def connect(self) -> None:
         self.answer(self.tick())
@@ -77,14 +80,43 @@ class Scene:
         return [event.kind for event in self.events]
 
 
-def test_a_new_peer_may_be_written_to_only_when_it_has_answered() -> None:
+def test_a_new_peer_may_be_written_to_only_when_its_test_has_passed() -> None:
     scene = Scene()
     assert not scene.peers.may_write("d")
-    said = scene.tick()
+    [hello] = scene.tick()
+    assert isinstance(hello, Hello)
+    scene.peers.renew("d", hello.sent_at_s)
+    assert not scene.peers.begin_test("d", hello.test + 1)
+    assert scene.peers.begin_test("d", hello.test)
+    assert not scene.peers.begin_test("d", hello.test)
     assert not scene.peers.may_write("d")
-    scene.answer(said)
+    assert scene.events == []
+    scene.peers.pass_test("d", "scripted", 5e9)
     assert scene.peers.may_write("d")
     assert scene.kinds() == [CONNECTED]
+    assert scene.events[0].bandwidth_bytes_per_s == 5e9
+
+
+def test_one_that_fails_its_test_again_and_again_is_reported_once_and_greeted_with_back_off() -> (
+    None
+):
+    scene = Scene()
+    hellos = []
+    for _ in range(1000):
+        for message in scene.tick():
+            assert isinstance(message, Hello)
+            scene.peers.renew("d", message.sent_at_s)
+            assert scene.peers.begin_test("d", message.test)
+            scene.peers.fail_test("d", "damaged")
+            scene.peers.end_test("d")
+            hellos.append(message.test)
+        scene.clock.advance(0.01)
+    assert hellos == sorted(set(hellos))
+    assert 10 <= len(hellos) <= 16
+    assert scene.lost == [event.reason for event in scene.events] == ["damaged"]
+    scene.clock.advance(1)
+    scene.connect()
+    assert scene.kinds() == [FAILED, CONNECTED]
 
 
 def test_beats_keep_a_link_that_nobody_uses_and_there_are_four_a_second() -> None:

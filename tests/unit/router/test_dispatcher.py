@@ -47,11 +47,11 @@ async def test_both_legs_are_sent_at_once_and_name_each_other() -> None:
     assert prefill.epoch == decode.epoch
     assert prefill.prompt_token_ids == decode.prompt_token_ids == [1, 2, 3]
     assert prefill.sampling_params == decode.sampling_params == PARAMS
-    assert scene.prefill.node.num_open_tokens == 3
-    assert scene.decode.node.num_open_tokens == 6
+    assert scene.prefill.node.load.num_open_tokens == 3
+    assert scene.decode.node.load.num_open_tokens == 6
     scene.prefill.say(token_1("a", 10, epoch=scene.epoch))
     await scene.pause()
-    assert scene.prefill.node.num_open_tokens == 0  # its work is done: policies may know
+    assert scene.prefill.node.load.num_open_tokens == 0  # its work is done: policies may know
     scene.decode.say(token("a", 1, 11, epoch=scene.epoch))
     scene.decode.say(token("a", 2, 12, epoch=scene.epoch, finish=LENGTH))
     await scene.end()

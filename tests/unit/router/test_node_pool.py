@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
-from baton.link import NodeBeat, NodeRole, PeerUpdate, Refusal, RequestError
+from baton.link import (
+    KVCacheEvents,
+    NodeBeat,
+    NodeRegistration,
+    NodeRole,
+    PeerUpdate,
+    Refusal,
+    RequestError,
+    SendKVSnapshot,
+)
 from baton.outputs import FinishReason
-from router.node_pool import LegDelta, Node, incompatibility
+from router.node import LegDelta, Node
+from router.node_pool import NodePool
+from router.pairing import incompatibility
 from tests.fakes.nodes import (
     HandNode,
     failure,
@@ -19,6 +31,17 @@ from tests.fakes.nodes import (
 )
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
+
+
+def pairs_of(pool: NodePool) -> list[tuple[str, str]]:
+    """Names of all pairs that may be used."""
+    return [
+        (prefill.node_name, decode.node_name)
+        for prefill in pool.fleet.prefills
+        for decode in pool.fleet.reached_by(prefill)
+        if pool.fleet.reaches(prefill, decode)
+    ]
+
 
 # ---------------------------------------------------------------- who may join
 
@@ -53,7 +76,7 @@ def test_a_node_whose_broken_link_we_have_not_noticed_yet_may_join_again() -> No
     prefill.leave()  # the old link ends at last: the new one must not go with it
     assert pool.node("p0-0") is again.node
     again.reach(decode)
-    assert len(pool.pairs()) == 1
+    assert pairs_of(pool) == [("p0", "d0")]
 
 
 # ---------------------------------------------------------------- introductions
@@ -74,7 +97,7 @@ def test_incompatible_nodes_are_not_introduced_and_what_differs_is_named(key: st
     prefill = HandNode(pool, make_registration("p", P))
     decode = HandNode(pool, make_registration("d", D, differs={key: "odd"}))
     assert prefill.commands == decode.commands == []
-    assert pool.pairs() == []
+    assert pairs_of(pool) == []
     expected = f"{key} differs: d has odd, p has "
     assert expected in pool.why_no_pair()
     assert expected in prefill.node.reports["d-0"].problem
@@ -100,7 +123,7 @@ def test_a_node_of_the_same_name_replaces_the_old_one_and_its_peers_learn_of_bot
         PeerUpdate("d0-1", b"info of d0-1"),
     ]
     assert again.of(PeerUpdate) == [PeerUpdate("p0-0", b"info of p0-0")]
-    assert pool.pairs() == []  # the new one is not connected yet
+    assert pairs_of(pool) == []  # the new one is not connected yet
 
 
 # ---------------------------------------------------------------- pairs
@@ -112,17 +135,16 @@ def test_there_is_no_pair_before_the_prefill_node_says_that_it_is_connected() ->
     prefill = HandNode(pool, make_registration("p", P))
     assert pool.why_no_pair() == "no decode node has joined the router"
     decode = HandNode(pool, make_registration("d", D))
-    assert pool.pairs() == []
+    assert pairs_of(pool) == []
     assert "not connected" in pool.why_no_pair() or "no prefill node is connected" in (
         pool.why_no_pair()
     )
     decode.reach(prefill)
-    assert pool.pairs() == []  # hearing is not yet being able to write
+    assert pairs_of(pool) == []  # hearing is not yet being able to write
     prefill.reach(decode)
-    [pair] = pool.pairs()
-    assert (pair.prefill.node_name, pair.decode.node_name) == ("p", "d")
+    assert pairs_of(pool) == [("p", "d")]
     prefill.reach(decode, connected=False, problem="no route")
-    assert pool.pairs() == []
+    assert pairs_of(pool) == []
     assert pool.why_no_pair() == "p and d are not paired: no route"
 
 
@@ -130,7 +152,7 @@ def test_a_pair_is_gone_as_soon_as_either_node_left() -> None:
     for index in (0, 1):
         pool = make_pool()
         join_pair(pool)[index].leave()
-        assert pool.pairs() == []
+        assert pairs_of(pool) == []
 
 
 def test_the_longest_request_is_what_every_node_can_take() -> None:
@@ -205,11 +227,11 @@ def test_open_legs_are_counted_with_their_tokens_and_closed_ones_are_not() -> No
     _, decode = join_pair(pool)
     open_leg(decode.node, "a")
     open_leg(decode.node, "b", 2)
-    state = pool.pairs()[0].decode
+    state = pool.fleet.decodes[0]
     assert (state.num_open_requests, state.num_open_tokens) == (2, 20)
     decode.node.close_leg(1)
     decode.node.close_leg(1)
-    state = pool.pairs()[0].decode
+    state = pool.fleet.decodes[0]
     assert (state.num_open_requests, state.num_open_tokens) == (1, 10)
 
 
@@ -237,7 +259,7 @@ def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:
     decode.node.hang_up = lambda: hung_up.append("d0")
     reader = open_leg(decode.node, "a")
     for _ in range(5):
-        assert len(pool.pairs()) == 1
+        assert pairs_of(pool) == [("p0", "d0")]
         pool.take(prefill.node, NodeBeat())
         pool.count_missed_beats()
     pool.take(prefill.node, NodeBeat())
@@ -292,3 +314,88 @@ def test_who_waits_for_a_change_hears_of_each_kind() -> None:
             await asyncio.wait_for(waiting, 5)
 
     asyncio.run(run())
+
+
+# ---------------------------------------------------------------- the fleet
+
+
+def test_a_fleet_stays_the_same_until_nodes_or_their_peers_change() -> None:
+    pool = make_pool()
+    prefill, decode = join_pair(pool)
+    fleet = pool.fleet
+    pool.take(decode.node, NodeBeat(num_running=1))
+    open_leg(decode.node, "a")
+    assert pool.fleet is fleet
+    prefill.reach(decode, connected=False)
+    assert pool.fleet is not fleet
+    assert not pool.fleet
+
+
+def test_reach_is_kept_as_nodes_come_and_go() -> None:
+    pool = make_pool()
+    (p0, d0), (p1, d1) = join_pair(pool, 0), join_pair(pool, 1)
+    p0.reach(d1)
+    d1.reach(p1, problem="cannot hear it")
+    assert pairs_of(pool) == [("p0", "d0"), ("p0", "d1")]
+    d0.leave()
+    assert pairs_of(pool) == [("p0", "d1")]
+    d1.reach(p1)
+    assert pairs_of(pool) == [("p0", "d1"), ("p1", "d1")]
+    p1.reach(p0)  # nonsense from the network
+    p1.reach(d0)
+    assert pairs_of(pool) == [("p0", "d1"), ("p1", "d1")]
+
+
+def test_a_node_that_is_not_eligible_gets_nothing_until_it_is() -> None:
+    refused = {"p0"}
+    pool = make_pool(eligibility=[lambda node: node.name not in refused])
+    (p0, d0), (p1, _) = join_pair(pool, 0), join_pair(pool, 1)
+    p1.reach(d0)
+    assert pairs_of(pool) == [("p1", "d0"), ("p1", "d1")]
+    refused.clear()
+    pool.note_eligibility_change()
+    assert ("p0", "d0") in pairs_of(pool)
+    assert pool.node(p0.engine_id) is p0.node
+
+
+# ---------------------------------------------------------------- prefix caches
+
+
+def caching(name: str, prefix_hash: str = "xxh3_128", incarnation: int = 0) -> NodeRegistration:
+    registration = make_registration(name, P, incarnation=incarnation)
+    return dataclasses.replace(registration, prefix_hash=prefix_hash)
+
+
+def test_a_node_is_asked_for_its_prefix_cache_when_it_joins_and_after_a_gap() -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p"))
+    assert len(node.of(SendKVSnapshot)) == 1
+    pool.take(node.node, KVCacheEvents(1, True, (1, 2)))
+    pool.take(node.node, KVCacheEvents(2, False, (3,)))
+    assert pool.prefix_index.match([1, 2, 3]) == {"p-0": 3}
+    assert len(node.of(SendKVSnapshot)) == 1
+    pool.take(node.node, KVCacheEvents(4, False, (), (1,)))
+    assert len(node.of(SendKVSnapshot)) == 2
+    assert pool.prefix_index.match([1, 2, 3]) == {}
+
+
+@pytest.mark.parametrize("prefix_hash", ["", "of a later version"])
+def test_a_node_whose_names_nobody_here_could_compute_is_not_asked(prefix_hash: str) -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p", prefix_hash))
+    assert node.of(SendKVSnapshot) == []
+    pool.take(node.node, KVCacheEvents(1, True, (1,)))
+    assert pool.prefix_index.match([1]) == {}
+
+
+def test_with_a_node_goes_what_it_had_and_its_next_start_is_asked_anew() -> None:
+    pool = make_pool()
+    node = HandNode(pool, caching("p"))
+    pool.take(node.node, KVCacheEvents(1, True, (1,)))
+    again = HandNode(pool, caching("p", incarnation=1))
+    assert pool.prefix_index.match([1]) == {}
+    pool.take(node.node, KVCacheEvents(2, False, (2,)))  # was on its way
+    pool.take(again.node, KVCacheEvents(1, True, (1,)))
+    assert pool.prefix_index.match([1]) == {"p-1": 1}
+    again.leave()
+    assert pool.prefix_index.match([1]) == {}

@@ -9,7 +9,7 @@ import msgspec
 
 from baton.link import NodeRole
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
-from router.node_pool import LegDelta
+from router.node import LegDelta
 from router.output_buffer import OutputBuffer
 from router.wake_ups import WakeUps
 from tests.fakes.nodes import DECODE_RECEIPT, failure, token, token_1

@@ -12,6 +12,7 @@ import pytest
 CHECK = Path(__file__).parents[3] / "tools" / "protocol_check.py"
 
 
+@pytest.mark.timeout(600)  # on a busy machine
 @pytest.mark.skipif(shutil.which("spin") is None, reason="spin is not installed")
 def test_the_model_holds_and_its_mistakes_are_found() -> None:
     done = subprocess.run([sys.executable, str(CHECK), "--quick"], capture_output=True, text=True)

@@ -1,0 +1,12 @@
+"""Bandwidths as people read them."""
+
+from __future__ import annotations
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """``4.1 GB/s``; decimal units, as those of networks are."""
+    for unit in ("B/s", "kB/s", "MB/s"):
+        if bytes_per_s < 999.5:
+            return f"{bytes_per_s:.3g} {unit}"
+        bytes_per_s /= 1000
+    return f"{bytes_per_s:.1f} GB/s"

@@ -1,0 +1,176 @@
+"""Node: one joined node as the router holds it: its link, its open legs, what is known of its load.
+
+Takes what the node says and hands it to who waits for it. Knows no other nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from baton.link import (
+    NodeBeat,
+    NodeRegistration,
+    NodeRole,
+    PeerReport,
+    RequestDelta,
+    RouterCommand,
+    ServingState,
+    StepDeltas,
+)
+from router.node_load import NodeLoad, SharedRates
+
+
+class LegDelta(msgspec.Struct, frozen=True, gc=False):
+    """A delta and which leg of the request it came from.
+
+    Attributes:
+        node_lost: not said by the node: its link broke, or it is silent.
+    """
+
+    role: NodeRole
+    delta: RequestDelta
+    node_lost: bool = False
+
+
+class LegReader(Protocol):
+    """Takes what nodes say of an attempt, at once: a node's link waits for nobody."""
+
+    def take(self, item: LegDelta) -> None:
+        """Any delta."""
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        """One more token, with nothing else to it: nearly all that is ever said."""
+
+
+@dataclass(slots=True)
+class _Leg:
+    """An open attempt on a node; see `NodeLoad.note_opened`."""
+
+    request_id: str
+    reader: LegReader
+    num_tokens: int
+    num_uncomputed: int
+    num_arriving: int
+    begun_at: float | None = None  # its first token on a decode node came
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One joined node.
+
+    Attributes:
+        send: puts a command on the node's link.
+        hang_up: ends the link; a node that still lives dials again.
+        reports: what the node said about peers, by engine id.
+        load: what policies see; written here and in the pool only.
+        legs: by epoch.
+    """
+
+    registration: NodeRegistration
+    send: Callable[[RouterCommand], None]
+    reports: dict[str, PeerReport] = field(default_factory=dict)
+    legs: dict[int, _Leg] = field(default_factory=dict)
+    hang_up: Callable[[], None] = lambda: None
+    num_missed_beats: int = 0
+    load: NodeLoad = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.meet(SharedRates())
+
+    def meet(self, shared: SharedRates) -> None:
+        """Start counting anew, on the grounds of what other nodes measured."""
+        self.load = NodeLoad(self.registration, shared)
+
+    @property
+    def name(self) -> str:
+        return self.registration.node_name
+
+    @property
+    def engine_id(self) -> str:
+        return self.registration.engine_id
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether nothing new may be placed here."""
+        return self.beat.serving_state is not ServingState.SERVING
+
+    @property
+    def beat(self) -> NodeBeat:
+        return self.load.beat
+
+    def open_leg(
+        self,
+        request_id: str,
+        epoch: int,
+        num_tokens: int,
+        reader: LegReader,
+        *,
+        num_uncomputed: int = 0,
+        num_arriving: int = 0,
+    ) -> None:
+        """Have this node's deltas of an attempt given to ``reader``; see `NodeLoad.note_opened`."""
+        self.legs[epoch] = _Leg(request_id, reader, num_tokens, num_uncomputed, num_arriving)
+        self.load.note_opened(num_tokens, num_uncomputed=num_uncomputed, num_arriving=num_arriving)
+
+    def relieve_leg(self, epoch: int) -> None:
+        """Count a leg's tokens as done, while it may still have something to say."""
+        leg = self.legs.get(epoch)
+        if leg is not None:
+            self.load.note_computed(leg.num_tokens, leg.num_uncomputed)
+            leg.num_tokens = leg.num_uncomputed = 0
+
+    def close_leg(self, epoch: int) -> None:
+        """Drop what the node still says of an attempt; harmless when closed already."""
+        leg = self.legs.pop(epoch, None)
+        if leg is not None:
+            self.load.note_closed(
+                leg.num_tokens,
+                num_uncomputed=leg.num_uncomputed,
+                num_arriving=leg.num_arriving,
+                begun=leg.begun_at is not None,
+            )
+
+    def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
+        """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
+        leg = self.legs.get(delta.epoch)
+        if leg is not None and leg.request_id == delta.output.request_id:
+            self._learn(leg, delta)
+            leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
+
+    def deliver_step(self, step: StepDeltas) -> None:
+        """Hand the rows and deltas of an engine step to their attempts."""
+        legs, role = self.legs, self.registration.role
+        is_decode = role is NodeRole.DECODE
+        rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)  # from a peer
+        for epoch, output_index, token_id in rows:
+            leg = legs.get(epoch)
+            if leg is not None:
+                if leg.begun_at is None and is_decode:
+                    self._begin(leg)
+                leg.reader.take_token(role, output_index, token_id)
+        for delta in step.deltas:
+            self.deliver(delta)
+        if is_decode:
+            self.load.note_step()
+
+    def _learn(self, leg: _Leg, delta: RequestDelta) -> None:
+        """What a delta says of how busy and how fast the node is."""
+        if delta.prefill is not None:
+            self.load.note_prefilled(delta.prefill)
+        if self.registration.role is NodeRole.PREFILL or delta.error is not None:
+            return
+        begun_at = self._begin(leg) if leg.begun_at is None else leg.begun_at
+        if delta.decode is not None:
+            self.load.note_decoded(delta.decode, time.monotonic() - begun_at)
+
+    def _begin(self, leg: _Leg) -> float:
+        """An attempt's first token on a decode node came."""
+        leg.begun_at = time.monotonic()
+        self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
+        leg.num_arriving = leg.num_uncomputed = 0
+        return leg.begun_at

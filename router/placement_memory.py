@@ -1,0 +1,76 @@
+"""PlacementMemory: where prompts were placed lately, for nodes that do not say what they cache.
+
+Two generations instead of a time on every entry: what is older than both is forgotten at once.
+
+    note ->  [ newest ]   every lifetime_s / 2, or when it is full:  newest -> previous -> gone
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from baton.block_hash import ShortHash
+
+
+class PlacementMemory:
+    """Which nodes, as bits of a number, were sent a block's content.
+
+    Args:
+        max_blocks: most contents to remember.
+        lifetime_s: a placement is forgotten after this time, and remembered for half of it unless
+            there are too many.
+        clock: seconds that never go back.
+
+    Attributes:
+        generation: grows with each change.
+    """
+
+    def __init__(
+        self,
+        max_blocks: int,
+        lifetime_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.generation = 0
+        self._max_newest = max(max_blocks // 2, 1)
+        self._lifetime_s = lifetime_s
+        self._clock = clock
+        self._newest: dict[ShortHash, int] = {}
+        self._previous: dict[ShortHash, int] = {}
+        self._change_at = clock() + lifetime_s / 2
+
+    @property
+    def num_blocks(self) -> int:
+        """Contents in memory; those of both generations count twice."""
+        return len(self._newest) + len(self._previous)
+
+    def note(self, bit: int, hashes: Iterable[ShortHash]) -> None:
+        """Remember that a node was sent these contents."""
+        for block_hash in hashes:
+            if len(self._newest) >= self._max_newest:
+                self._change()
+            self._newest[block_hash] = self._newest.get(block_hash, 0) | bit
+
+    def get(self, block_hash: ShortHash, default: int) -> int:
+        """The nodes that were sent this content lately; ``default`` if there are none."""
+        newest = self._newest.get(block_hash, 0)
+        return newest | self._previous.get(block_hash, 0) or default
+
+    def has_forgotten(self, generation: int) -> bool:
+        """Whether nothing is left of what was noted up to this generation."""
+        return self.generation >= generation + 2 or not self.num_blocks
+
+    def expire(self) -> None:
+        """Forget what is too old."""
+        now = self._clock()
+        if now < self._change_at:
+            return
+        if now >= self._change_at + self._lifetime_s / 2:  # nobody asked for so long: both are old
+            self._change()
+        self._change()
+
+    def _change(self) -> None:
+        self.generation += 1
+        self._previous, self._newest = self._newest, {}
+        self._change_at = self._clock() + self._lifetime_s / 2

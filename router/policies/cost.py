@@ -1,0 +1,196 @@
+"""Cost: the place where a request costs everybody the least time.
+
+    prefill node      wait for its queue + this prompt's tokens that it has not cached
+    between the two   what of the transfer is not hidden behind that; wait for room on D
+    decode node       this request's steps, and how much longer everybody else's steps become
+
+    or local on D     wait for its queue + what D has not cached + all who decode there stand still
+
+One estimate over all pairs, which are never listed: nodes are rated one by one, and pairs of the
+best are looked at until no other can be better. docs/routing.md has the formula and an example.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+from router.fleet import Fleet
+from router.policies.base import Candidate, NodeView, Placement, RouteQuery
+from router.policies.cost_terms import (
+    LINK_LATENCY_S,
+    CostTerms,
+    Place,
+    decode_costs,
+    decode_terms,
+    local_place,
+    pair_place,
+    prefill_costs,
+    prefill_terms,
+)
+
+# Estimates are not so exact that a difference below this should decide; the tokens that nodes were
+# sent up to now do then, so that all caches are used.
+PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # and a part of the prompt's own time
+DECODE_NEAR_S = 0.0001
+CLOSE_ENOUGH_S = 0.0003
+# Of each role, and of pairs.
+MAX_NODES, MAX_PAIRS, MAX_HITS = 16, 64, 4
+NUM_EXPLAINED = 8
+
+
+class Cost:
+    """See the module. Costs in explanations are milliseconds."""
+
+    def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
+        search = _Search(query, fleet)
+        places = search.places()
+        if not places:
+            return None
+        best = min(places, key=lambda place: place.cost_s)  # the first of equals
+
+        def explain() -> Sequence[Candidate]:
+            others = sorted(places, key=lambda place: (place is not best, place.cost_s))
+            return [place.candidate() for place in others[:NUM_EXPLAINED]]
+
+        decode = best.decode.node
+        if best.prefill is None:
+            num_cached = query.num_prompt_tokens - best.decode.num_missing
+            return Placement(None, decode, num_cached, explain)
+        num_cached = query.num_prompt_tokens - best.prefill.num_missing
+        return Placement(best.prefill.node, decode, num_cached, explain)
+
+    def explain(self, query: RouteQuery, fleet: Fleet) -> list[Candidate]:
+        """Every place for a request, best first. O(pairs): for an operator, not for a request."""
+        places = _Search(query, fleet).all_places()
+        return [place.candidate() for place in sorted(places, key=lambda place: place.cost_s)]
+
+
+class _Search:
+    """One request's best places in a fleet."""
+
+    def __init__(self, query: RouteQuery, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._terms = CostTerms.of(query, fleet)
+        self._prefill_costs_s = prefill_costs(self._terms, fleet.prefills)
+        slowest_s = max(self._prefill_costs_s, default=0.0)
+        self._decode_costs_s = decode_costs(self._terms, fleet.decodes, slowest_s)
+
+    def places(self) -> list[Place]:
+        """The best place and those that were looked at to find it.
+
+        A pair costs at least what its nodes cost each for itself and the link's latency: no pair
+        is looked at that cannot be (much) better than the best so far.
+        """
+        places: list[Place] = []
+        best_s = float("inf")
+        for floor_s, i, j in self._pairs_best_first():
+            if floor_s >= best_s - CLOSE_ENOUGH_S:
+                break
+            places.append(self._pair(i, j, floor_s))
+            best_s = min(best_s, places[-1].cost_s)
+        if self._fleet.self_prefilling:
+            places += self._locals(best_s)
+        return places
+
+    def all_places(self) -> list[Place]:
+        """Every pair, and every decode node alone."""
+        fleet, terms = self._fleet, self._terms
+        pairs = [
+            pair_place(terms, prefill_terms(terms, prefill), decode_terms(terms, decode))
+            for prefill in fleet.prefills
+            for decode in fleet.reached_by(prefill)
+        ]
+        best_s = min((place.cost_s for place in pairs), default=float("inf"))
+        alone = (decode_terms(terms, node) for node in fleet.self_prefilling)
+        return pairs + [local_place(terms, decode, best_s) for decode in alone]
+
+    # ------------------------------------------------------------------ pairs
+
+    def _pairs_best_first(self) -> Iterator[tuple[float, int, int]]:
+        """Lower bounds and places in the fleet's lists of pairs that reach each other."""
+        fleet = self._fleet
+        if not fleet.prefills:
+            return
+        near_s = PREFILL_NEAR_S + PREFILL_NEAR * min(self._prefill_costs_s)
+        prefills = _shortlist(self._prefill_costs_s, fleet.prefills, near_s)
+        if not fleet.is_complete:
+            yield from self._pairs_of_some(prefills)
+            return
+        decodes = _shortlist(self._decode_costs_s, fleet.decodes, DECODE_NEAR_S)
+        heap = [(prefills[0][0] + decodes[0][0], 0, 0)]
+        for _ in range(MAX_PAIRS):
+            if not heap:
+                return
+            floor_s, i, j = heapq.heappop(heap)
+            yield floor_s + LINK_LATENCY_S, prefills[i][-1], decodes[j][-1]
+            if j + 1 < len(decodes):
+                heapq.heappush(heap, (prefills[i][0] + decodes[j + 1][0], i, j + 1))
+            if j == 0 and i + 1 < len(prefills):
+                heapq.heappush(heap, (prefills[i + 1][0] + decodes[0][0], i + 1, 0))
+
+    def _pairs_of_some(
+        self, prefills: list[tuple[float, int, int]]
+    ) -> Iterator[tuple[float, int, int]]:
+        """The same where not all reach all: of each prefill node the best that it reaches."""
+        fleet, costs_s = self._fleet, self._decode_costs_s
+        pairs: list[tuple[float, int, int, int]] = []
+        for cost_s, _, i in prefills:
+            reached = fleet.reached_by(fleet.prefills[i])
+            own_costs_s = [costs_s[fleet.places[decode.engine_id]] for decode in reached]
+            for decode_s, _, j in _shortlist(own_costs_s, reached, DECODE_NEAR_S)[:4]:
+                place = fleet.places[reached[j].engine_id]
+                pairs.append((cost_s + decode_s + LINK_LATENCY_S, len(pairs), i, place))
+        for floor_s, _, i, j in sorted(pairs):
+            yield floor_s, i, j
+
+    def _pair(self, i: int, j: int, floor_s: float) -> Place:
+        """Args: floor_s: that counts for what its nodes cost each for itself."""
+        fleet, terms = self._fleet, self._terms
+        place = pair_place(
+            terms, prefill_terms(terms, fleet.prefills[i]), decode_terms(terms, fleet.decodes[j])
+        )
+        own_s = self._prefill_costs_s[i] + self._decode_costs_s[j] + LINK_LATENCY_S
+        place.cost_s -= own_s - floor_s  # those that are near the best are as good as it
+        return place
+
+    # ------------------------------------------------------------------ local on D
+
+    def _locals(self, best_pair_s: float) -> list[Place]:
+        """Decode nodes alone: those that decode best, and those that have most of the prompt."""
+        fleet, terms = self._fleet, self._terms
+        costs_s = self._decode_costs_s
+        if len(costs_s) != len(fleet.self_prefilling):  # some are reached by nobody
+            costs_s = decode_costs(terms, fleet.self_prefilling, float("inf"))
+        chosen = _shortlist(costs_s, fleet.self_prefilling, DECODE_NEAR_S)[:MAX_HITS]
+        places = {i for _, _, i in chosen}
+        if terms.cached:
+            hits = [
+                (terms.cached[node.engine_id], -i)
+                for i, node in enumerate(fleet.self_prefilling)
+                if node.engine_id in terms.cached
+            ]
+            places.update(-i for _, i in heapq.nlargest(MAX_HITS, hits))
+        nodes = (fleet.self_prefilling[i] for i in sorted(places))
+        return [local_place(terms, decode_terms(terms, node), best_pair_s) for node in nodes]
+
+
+def _shortlist(
+    costs_s: Sequence[float], nodes: Sequence[NodeView], near_s: float
+) -> list[tuple[float, int, int]]:
+    """(cost, tokens placed there, place in the list) of the best nodes, best first.
+
+    Those nearly as good as the best count as good as it.
+    """
+    best_s = min(costs_s)
+    near_s += best_s
+    limit_s = float("inf")
+    if len(costs_s) > MAX_NODES:
+        limit_s = max(near_s, heapq.nsmallest(MAX_NODES, costs_s)[-1])
+    chosen = [
+        (best_s if cost_s <= near_s else cost_s, nodes[i].num_placed_tokens, i)
+        for i, cost_s in enumerate(costs_s)
+        if cost_s <= limit_s
+    ]
+    chosen.sort()
+    return chosen[:MAX_NODES]

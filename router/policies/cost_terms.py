@@ -1,0 +1,251 @@
+"""The terms of `Cost`: what one request costs on a node, between two, and local on D; seconds.
+
+Numbers of nodes in, numbers out: chooses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from router.fleet import Fleet
+from router.policies.base import Candidate, NodeView, RouteQuery
+
+# From the last byte sent until it is used: a message.
+LINK_LATENCY_S = 0.001
+DEFAULT_BYTES_PER_S = 10e9
+# What of a transfer cannot be hidden: the last layer group of the last chunk.
+LAST_CHUNK_TOKENS = 2048
+NUM_LAYER_GROUPS = 4
+# A second of slower decoding, spread over many tokens, is felt less than one before the first.
+DECODE_WEIGHT = 0.5
+# As `router.node_load.REQUEST_UNITS`: what a request adds to a step besides its context.
+REQUEST_UNITS = 500
+# Local on D must be better by so much: prompts there are in the way of whoever comes next.
+LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CostTerms:
+    """What is the same of a request wherever it goes.
+
+    Attributes:
+        cached: tokens of the prompt that nodes have, by engine id.
+        num_steps: decode steps that are expected.
+        kv_bytes_per_token: 0 if unknown.
+    """
+
+    fleet: Fleet
+    num_tokens: int
+    num_steps: float
+    cached: Mapping[str, int]
+    now: float
+    kv_bytes_per_token: float
+    best_bytes_per_s: float
+
+    @staticmethod
+    def of(query: RouteQuery, fleet: Fleet) -> CostTerms:
+        decodes = fleet.decodes or fleet.self_prefilling
+        output_tokens = decodes[0].shared.output_tokens if decodes else 0.0
+        return CostTerms(
+            fleet=fleet,
+            num_tokens=query.num_prompt_tokens,
+            num_steps=min(query.max_tokens, output_tokens),
+            cached=query.find_cached_tokens(),
+            now=query.now,
+            kv_bytes_per_token=decodes[0].shared.kv_bytes_per_token if decodes else 0.0,
+            best_bytes_per_s=fleet.best_bandwidth or DEFAULT_BYTES_PER_S,
+        )
+
+    def num_missing(self, node: NodeView) -> int:
+        """Tokens that a node has to compute: the last one at least, for what comes next."""
+        if not self.cached:
+            return self.num_tokens
+        return max(self.num_tokens - self.cached.get(node.engine_id, 0), 1)
+
+    def tail_s(self, num_missing: int, bytes_per_s: float) -> float:
+        """How long the last layer group of the last chunk is on its way."""
+        num_bytes = min(num_missing, LAST_CHUNK_TOKENS) * self.kv_bytes_per_token
+        return num_bytes / NUM_LAYER_GROUPS / bytes_per_s
+
+
+@dataclass(slots=True)
+class PrefillTerms:
+    """On a prefill node; ``total_s`` is more than wait and computing where its weight is low."""
+
+    node: NodeView
+    num_missing: int
+    wait_s: float
+    compute_s: float
+    total_s: float
+
+
+@dataclass(slots=True)
+class DecodeTerms:
+    """On a decode node.
+
+    Attributes:
+        room_s: until there is room for the prompt's KV.
+        stall_s: that prompts which are computed there will take.
+        steps_s: of this request, weighted.
+        damage_s: to all others together, weighted.
+    """
+
+    node: NodeView
+    num_missing: int
+    room_s: float
+    stall_s: float
+    steps_s: float
+    damage_s: float
+
+
+@dataclass(slots=True)
+class Place:
+    """A pair, or a decode node alone, with its cost and the terms of it by name."""
+
+    cost_s: float
+    prefill: PrefillTerms | None
+    decode: DecodeTerms
+    terms_s: dict[str, float]
+
+    def candidate(self) -> Candidate:
+        """For operators, in milliseconds."""
+        terms = {name: 1e3 * seconds for name, seconds in self.terms_s.items()}
+        prefill = self.prefill.node.node_name if self.prefill else ""
+        return Candidate(prefill, self.decode.node.node_name, 1e3 * self.cost_s, terms)
+
+
+# ---------------------------------------------------------------- all nodes, as fast as can be
+
+
+def prefill_costs(terms: CostTerms, nodes: Sequence[NodeView]) -> list[float]:
+    """What each prefill node costs: its queue, and this prompt; by the same formula as below."""
+    now, num_tokens = terms.now, terms.num_tokens
+    costs_s = [
+        node.prefill_base_s
+        + node.prefill_s_per_token * num_tokens
+        - (
+            0.0
+            if (begun_s := now - node.prefill_progress_at) <= 0
+            else begun_s
+            if begun_s < node.prefill_front_s
+            else node.prefill_front_s
+        )
+        for node in nodes
+    ]
+    for engine_id in terms.cached:
+        place = terms.fleet.places.get(engine_id)
+        if place is not None and place < len(nodes) and nodes[place].engine_id == engine_id:
+            node = nodes[place]
+            costs_s[place] -= node.prefill_s_per_token * (num_tokens - terms.num_missing(node))
+    return costs_s
+
+
+def decode_costs(terms: CostTerms, nodes: Sequence[NodeView], slowest_s: float) -> list[float]:
+    """The least that each decode node adds to a pair.
+
+    Args:
+        slowest_s: longest time that a prefill node takes: room that comes meanwhile is no wait.
+    """
+    num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
+    num_tokens = terms.num_tokens
+    tail_s = terms.tail_s(num_tokens, terms.best_bytes_per_s)
+    costs_s = [
+        num_steps * (node.step_base_s + node.step_s_per_unit * units)
+        + node.prefill_queue_s
+        + tail_s
+        + (
+            0.0
+            if num_tokens <= node.num_room_tokens
+            else max(room_wait_s(node, num_tokens) - slowest_s, 0.0)
+        )
+        for node in nodes
+    ]
+    if terms.cached:
+        for place, node in enumerate(nodes):
+            if node.engine_id in terms.cached:
+                missing_s = terms.tail_s(terms.num_missing(node), terms.best_bytes_per_s)
+                costs_s[place] += missing_s - tail_s
+    return costs_s
+
+
+# ---------------------------------------------------------------- one node, one place
+
+
+def prefill_terms(terms: CostTerms, node: NodeView) -> PrefillTerms:
+    """What a request costs on one prefill node."""
+    num_missing = terms.num_missing(node)
+    compute_s = node.prefill.base + node.prefill.per_unit * num_missing
+    begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
+    total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
+    return PrefillTerms(node, num_missing, total_s - compute_s, compute_s, total_s)
+
+
+def decode_terms(terms: CostTerms, node: NodeView) -> DecodeTerms:
+    """What a request costs on one decode node."""
+    num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
+    more_s = node.step.per_unit * units
+    return DecodeTerms(
+        node,
+        terms.num_missing(node),
+        room_s=room_wait_s(node, terms.num_tokens),
+        stall_s=node.prefill_queue_s,
+        steps_s=num_steps * (node.step_base_s + more_s),
+        damage_s=num_steps * (node.step_s_per_unit * units - more_s),
+    )
+
+
+def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> Place:
+    """A prompt computed on one node and decoded on another."""
+    bytes_per_s = terms.fleet.bandwidth(prefill.node, decode.node) or DEFAULT_BYTES_PER_S
+    s_per_token = terms.kv_bytes_per_token / bytes_per_s
+    # The link works while the prefill node computes: only what takes longer shows. What is before
+    # this prompt there is before it on the link, too.
+    sent_s = (prefill.node.num_open_tokens + decode.num_missing) * s_per_token
+    arrived_s = max(sent_s, decode.room_s + decode.num_missing * s_per_token)
+    tail_s = terms.tail_s(decode.num_missing, bytes_per_s)
+    exposed_s = LINK_LATENCY_S + max(tail_s, arrived_s - prefill.total_s)
+    terms_s = {
+        "prefill_queue_ms": prefill.wait_s,
+        "prefill_ms": prefill.compute_s,
+        "exposed_transfer_ms": exposed_s,
+        "stall_ms": decode.stall_s,
+        "decode_ms": decode.steps_s,
+        "damage_ms": decode.damage_s,
+    }
+    return Place(sum(terms_s.values()), prefill, decode, terms_s)
+
+
+def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Place:
+    """A prompt computed where it is decoded: everybody there stands still meanwhile."""
+    node = decode.node
+    compute_s = (node.prefill.base + node.prefill.per_unit * decode.num_missing) / node.weight
+    wait_s = max(decode.stall_s, decode.room_s)
+    terms_s = {
+        "local_queue_ms": wait_s,
+        "prefill_ms": compute_s,
+        "stall_ms": compute_s * node.num_batch,
+        "decode_ms": decode.steps_s,
+        "damage_ms": decode.damage_s,
+    }
+    if best_pair_s < float("inf"):
+        terms_s["margin_ms"] = LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s)
+    return Place(sum(terms_s.values()), None, decode, terms_s)
+
+
+def room_wait_s(node: NodeView, num_tokens: int) -> float:
+    """How long until a decode node has room for so many tokens, and a place in its batch.
+
+    By Little's law: what is there goes within the time that a request stays.
+    """
+    if num_tokens <= node.num_room_tokens:
+        return 0.0
+    residence_s, beat, wait_s = node.shared.residence_s, node.beat, 0.0
+    num_lacking = num_tokens + node.block_size - node.num_free_tokens
+    if num_lacking > 0:
+        num_held = max(node.num_blocks * node.block_size - node.num_free_tokens, 1)
+        wait_s = residence_s * num_lacking / num_held
+    if beat.num_waiting:  # their KV is there, and no place in the batch
+        ahead = (beat.num_waiting + 1) / max(beat.num_running, 1)
+        wait_s = max(wait_s, residence_s * ahead)
+    return wait_s

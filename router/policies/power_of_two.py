@@ -1,0 +1,34 @@
+"""PowerOfTwo: the less loaded of two nodes drawn by chance, for each role."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from router.fleet import Fleet
+from router.policies.base import NodeView, Placement, RouteQuery
+from router.policies.least_tokens import load_with
+
+
+class PowerOfTwo:
+    """Nearly as even as looking at all, and several routers do not all pick the same node.
+
+    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001.
+
+    Args:
+        seed: of the draws; the same seed gives the same ones.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._chance = random.Random(seed)
+
+    def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
+        if not fleet.prefills:
+            return None
+        prefill = self._lighter(fleet.prefills, query.num_prompt_tokens)
+        num_tokens = query.num_prompt_tokens + query.max_tokens
+        return Placement(prefill, self._lighter(fleet.reached_by(prefill), num_tokens))
+
+    def _lighter(self, nodes: Sequence[NodeView], num_tokens: int) -> NodeView:
+        drawn = self._chance.sample(nodes, min(2, len(nodes)))
+        return min(drawn, key=lambda node: load_with(node, num_tokens))

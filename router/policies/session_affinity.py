@@ -1,0 +1,47 @@
+"""SessionAffinity: requests of one session go to the same nodes, as long as these keep up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from router.fleet import Fleet
+from router.policies.base import NodeView, Placement, RouteQuery
+from router.policies.least_tokens import LeastTokens
+
+# Times the mean load, above which a node is passed over.
+MAX_LOAD_FACTOR = 1.25
+
+
+class SessionAffinity:
+    """Rendezvous hashing with bounded loads; by tokens where a request has no session.
+
+    When a node goes, only its own sessions move. Thaler and Ravishankar, "Using Name-Based Mappings
+    to Increase Hit Rates", 1998; Mirrokni et al., "Consistent Hashing with Bounded Loads", 2016.
+    """
+
+    def __init__(self) -> None:
+        self._by_tokens = LeastTokens()
+
+    def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
+        if not query.session_id or not fleet.prefills:
+            return self._by_tokens.pick(query, fleet)
+        prefill = _home(query.session_id, fleet.prefills, query.num_prompt_tokens)
+        num_tokens = query.num_prompt_tokens + query.max_tokens
+        return Placement(prefill, _home(query.session_id, fleet.reached_by(prefill), num_tokens))
+
+
+def _home(session_id: str, nodes: Sequence[NodeView], num_tokens: int) -> NodeView:
+    """The first node in the session's order that is not loaded too much."""
+    total = sum(node.num_open_tokens for node in nodes) + num_tokens
+    total_weight = sum(node.weight for node in nodes)
+    limit = MAX_LOAD_FACTOR * total / total_weight
+    # A single request must not be too much for an idle node.
+    free = [n for n in nodes if n.num_open_tokens == 0 or n.num_open_tokens < limit * n.weight]
+    seed = xxhash.xxh3_64_intdigest(session_id.encode())
+
+    def rank(node: NodeView) -> tuple[int, str]:  # by name: it is the same after a restart
+        return xxhash.xxh3_64_intdigest(node.node_name.encode(), seed), node.node_name
+
+    return max(free or nodes, key=rank)

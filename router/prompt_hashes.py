@@ -1,0 +1,45 @@
+"""PromptHashes: the names of a prompt's blocks as nodes compute them, made when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from baton.block_hash import BlockHash, BlockHasher, ShortHash, shorten
+
+
+class HashKind(NamedTuple):
+    """What makes the same prefix have the same names.
+
+    Attributes:
+        block_size: tokens per block.
+        algorithm: a name in HASH_ALGORITHMS.
+    """
+
+    block_size: int
+    algorithm: str
+
+
+class PromptHashes:
+    """Short hashes of one prompt's full blocks.
+
+    Args:
+        token_ids: of the prompt.
+        extra_keys: what else its KV depends on; as on the nodes.
+    """
+
+    def __init__(self, token_ids: Sequence[int], extra_keys: Sequence[str] = ()) -> None:
+        self._token_ids = token_ids
+        self._extra_keys = extra_keys
+        self._known: dict[HashKind, tuple[ShortHash, ...]] = {}
+
+    def of(self, kind: HashKind) -> tuple[ShortHash, ...]:
+        """The names of the prompt's full blocks, the first one first."""
+        hashes = self._known.get(kind)
+        if hashes is None:
+            whole: list[BlockHash] = []
+            if len(self._token_ids) >= kind.block_size:  # a node may say any size
+                hasher = BlockHasher(kind.block_size, kind.algorithm)
+                hasher.extend(whole, self._token_ids, self._extra_keys)
+            hashes = self._known[kind] = shorten(whole)
+        return hashes

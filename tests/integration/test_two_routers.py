@@ -1,0 +1,107 @@
+"""Two routers over the same nodes, as real processes: neither knows of the other."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.client import AsyncClient
+from baton.errors import BatonError
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.outputs import Completion
+from baton.sampling_params import SamplingParams
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+
+PARAMS = SamplingParams(max_tokens=150, temperature=1.0, seed=3, ignore_eos=True)
+PROMPT = "def add(a, b):\n"
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[tuple[LocalDeployment, str]]:
+    """Two decode nodes, and a second router that all nodes join."""
+    second = free_address()
+    config = LocalDeploymentConfig(
+        model=str(DEMO_MODEL),
+        listen=free_address(),
+        num_decode=2,
+        router_args=["--node-token", "t"],
+        node_args=[
+            "--dtype", "float32", "--router", second, "--node-token", "t",
+            "--drain-timeout-s", "60",
+        ],
+        log_folder=tmp_path,
+    )  # fmt: skip
+    command = ["router", "--model", str(DEMO_MODEL), "--listen", second, "--node-token", "t"]
+    with (
+        (tmp_path / "second.log").open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "baton", *command], stdout=log, stderr=log
+        ) as router,
+    ):
+        try:
+            with LocalDeployment(config) as running:
+                running.wait_ready(READY_TIMEOUT_S)
+                yield running, second
+        finally:
+            router.kill()
+
+
+async def _complete(address: str, count: int) -> list[Completion | BaseException]:
+    async with AsyncClient(address) as client:
+        calls = (client.generate(PROMPT, PARAMS, timeout_s=60) for _ in range(count))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _tokens(results: list[Completion | BaseException]) -> set[tuple[int, ...]]:
+    return {result.token_ids for result in results if isinstance(result, Completion)}
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_both_serve_all_nodes_and_the_end_of_one_is_not_the_others(
+    deployment: tuple[LocalDeployment, str],
+) -> None:
+    running, second = deployment
+    first = running.config.listen
+
+    async def scenario() -> None:
+        alone, other = await asyncio.gather(_complete(first, 8), _complete(second, 8))
+        assert len(_tokens(alone)) == len(_tokens(other)) == 1
+        assert _tokens(alone) == _tokens(other)
+        assert all(isinstance(item, Completion) for item in [*alone, *other])
+
+        async def kill_first() -> None:
+            await asyncio.sleep(0.3)
+            running.child("router").process.send_signal(signal.SIGKILL)
+
+        broken, whole, _ = await asyncio.gather(
+            _complete(first, 8), _complete(second, 8), kill_first()
+        )
+        assert all(isinstance(item, Completion | BatonError) for item in broken)
+        assert any(isinstance(item, BatonError) for item in broken)
+        assert all(isinstance(item, Completion) for item in whole)
+        assert _tokens(whole) == _tokens(alone)
+
+        # A node that is told to stop ends what it has: nothing is tried again, nothing is lost.
+        node = running.child("d0").process
+
+        async def stop_node() -> None:
+            await asyncio.sleep(0.3)
+            node.send_signal(signal.SIGTERM)
+
+        drained, _ = await asyncio.gather(_complete(second, 12), stop_node())
+        completions = [item for item in drained if isinstance(item, Completion)]
+        assert len(completions) == 12
+        assert _tokens(drained) == _tokens(alone)
+        receipts = [item.receipt for item in completions if item.receipt is not None]
+        assert {receipt.num_attempts for receipt in receipts} == {1}
+        assert {receipt.decode_node for receipt in receipts} == {"d0", "d1"}
+        assert await asyncio.to_thread(node.wait, 20) == 0
+
+    asyncio.run(scenario())

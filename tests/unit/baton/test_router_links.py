@@ -1,0 +1,287 @@
+"""A node's links to several routers: real gRPC links of this process, nodes and calls by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from baton import router_links
+from baton.drain import Drain
+from baton.errors import ConfigError, NodeUnavailableError
+from baton.link import (
+    AbortAll,
+    CancelCommand,
+    DrainCommand,
+    NodeBeat,
+    NodeRole,
+    PeerUpdate,
+    PrefillCommand,
+    RequestDelta,
+    RouterCommand,
+    ServingState,
+    split_request_id,
+)
+from baton.outputs import RequestOutput
+from baton.router_links import RouterLinks
+from baton.sampling_params import SamplingParams
+from baton.v1 import node_pb2_grpc
+from router.link_service import NodeLinkService
+from router.node import LegDelta, Node
+from router.node_pool import NodePool
+from tests.fakes.nodes import HandNode, make_pool, make_registration
+
+
+def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**arguments: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**arguments), 30))
+
+    return run
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110  # what is waited for is in other objects' fields
+            await asyncio.sleep(0.01)
+
+
+class Inbox(asyncio.Queue[int]):
+    """The tokens of one request."""
+
+    def take(self, item: LegDelta) -> None:
+        for token_id in item.delta.output.token_ids:
+            self.put_nowait(token_id)
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        self.put_nowait(token_id)
+
+
+class Router:
+    """The node side of a router: its pool behind a real server."""
+
+    def __init__(self, token: str = "", listen: str = "127.0.0.1:0") -> None:
+        self.pool: NodePool = make_pool()
+        self.server = grpc.aio.server()
+        service = NodeLinkService(self.pool, token)
+        node_pb2_grpc.add_NodeLinkServicer_to_server(service, self.server)  # type: ignore[no-untyped-call]  # generated
+        host = listen.rpartition(":")[0]
+        self.address = f"{host}:{self.server.add_insecure_port(listen)}"
+
+    @property
+    def node(self) -> Node:
+        [node] = [node for node in self.pool.nodes if node.name == "p0"]
+        return node
+
+    def place(self, request_id: str, epoch: int) -> Inbox:
+        """Send a request to the node; what it says of it comes into the inbox."""
+        inbox = Inbox()
+        self.node.open_leg(request_id, epoch, 3, inbox)
+        self.node.send(
+            PrefillCommand(
+                request_id=request_id,
+                epoch=epoch,
+                prompt_token_ids=[1, 2, 3],
+                sampling_params=SamplingParams(),
+                decode_engine_id="",
+                timeout_s=60,
+            )
+        )
+        return inbox
+
+
+class Scene:
+    """One node, by hand, with links to some routers."""
+
+    def __init__(self, *routers: str, token: str = "", join_timeout_s: float = 5.0) -> None:
+        self.drain = Drain()
+        self.commands: list[RouterCommand | AbortAll] = []
+        self.stops: list[bool] = []
+        self.joins: list[bool] = []
+        self.links = RouterLinks(
+            routers,
+            make_registration("p0", NodeRole.PREFILL),
+            self.commands.append,
+            self.drain,
+            on_joined=self._note,
+            on_stop=lambda: self.stops.append(True),
+            join_timeout_s=join_timeout_s,
+            node_token=token,
+        )
+
+    async def _note(self, joined: bool) -> None:
+        self.joins.append(joined)
+
+    def placed(self) -> list[PrefillCommand]:
+        return [command for command in self.commands if isinstance(command, PrefillCommand)]
+
+    def say(self, command: PrefillCommand, token_id: int) -> None:
+        output = RequestOutput(command.request_id, 0, (token_id,))
+        self.links.emit((RequestDelta(output, command.epoch),))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(self.links.run())
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def served(*routers: Router) -> AsyncIterator[None]:
+    for router in routers:
+        await router.server.start()
+    try:
+        yield
+    finally:
+        for router in routers:
+            await router.server.stop(None)
+
+
+@asynchronous
+async def test_one_request_id_at_two_routers_is_two_requests() -> None:
+    one, other = Router(), Router()
+    scene = Scene(one.address, other.address)
+    async with served(one, other), scene.running():
+        await until(lambda: one.pool.nodes and other.pool.nodes)
+        inboxes = [one.place("same", 1), other.place("same", 2)]
+        await until(lambda: len(scene.placed()) == 2)
+        ids = [command.request_id for command in scene.placed()]
+        assert len(set(ids)) == 2
+        assert {split_request_id(name)[0] for name in ids} == {"same"}
+        for command in scene.placed():
+            scene.say(command, 10 + command.epoch)
+        for inbox, token_id in zip(inboxes, (11, 12), strict=True):
+            assert await inbox.get() == token_id
+            assert inbox.empty()
+        one.node.send(CancelCommand("same", 1))
+        await until(lambda: CancelCommand(scene.placed()[0].request_id, 1) in scene.commands)
+
+
+@asynchronous
+async def test_a_router_that_dies_takes_its_own_requests_with_it_and_no_others() -> None:
+    one, other = Router(), Router()
+    scene = Scene(one.address, other.address)
+    async with served(one, other), scene.running():
+        await until(lambda: one.pool.nodes and other.pool.nodes)
+        one.place("a", 1)
+        inbox = other.place("b", 2)
+        await until(lambda: len(scene.placed()) == 2)
+        await one.server.stop(None)
+        await until(lambda: any(isinstance(command, AbortAll) for command in scene.commands))
+        [abort] = [command for command in scene.commands if isinstance(command, AbortAll)]
+        concerned = {
+            split_request_id(command.request_id)[0]: abort.concerns(command.request_id)
+            for command in scene.placed()
+        }
+        assert concerned == {"a": True, "b": False}
+        assert scene.joins[-1]  # one router is enough to be ready
+        [command] = [c for c in scene.placed() if c.request_id.startswith("b")]
+        scene.say(command, 7)
+        assert await inbox.get() == 7
+
+
+@asynchronous
+async def test_a_peer_is_gone_only_when_no_router_has_it_any_more() -> None:
+    one, other = Router(), Router()
+    scene = Scene(one.address, other.address)
+    async with served(one, other), scene.running():
+        await until(lambda: one.pool.nodes and other.pool.nodes)
+        peers = [
+            HandNode(router.pool, make_registration("d0", NodeRole.DECODE))
+            for router in (one, other)
+        ]
+        await until(lambda: sum(isinstance(c, PeerUpdate) for c in scene.commands) == 2)
+        peers[0].leave()
+        one.node.send(CancelCommand("marker", 1))  # behind it on the same stream
+        await until(lambda: any(isinstance(c, CancelCommand) for c in scene.commands))
+        assert PeerUpdate("d0-0", removed=True) not in scene.commands
+        peers[1].leave()
+        await until(lambda: PeerUpdate("d0-0", removed=True) in scene.commands)
+
+
+@asynchronous
+async def test_a_node_is_drained_when_every_router_knows_and_serves_again() -> None:
+    one, other = Router(), Router()
+    scene = Scene(one.address, other.address)
+    busy = NodeBeat(num_running=1)
+    async with served(one, other), scene.running():
+        await until(lambda: one.pool.nodes and other.pool.nodes)
+        scene.links.beat(busy)
+        one.node.send(DrainCommand())
+        await until(lambda: scene.drain.state is ServingState.DRAINING)
+        scene.links.beat(busy)
+        await until(lambda: one.node.is_draining and other.node.is_draining)
+
+        def is_drained() -> bool:
+            scene.links.beat(NodeBeat())
+            return scene.drain.drained.is_set()
+
+        await until(is_drained)
+        drained = ServingState.DRAINED
+        await until(lambda: one.node.beat.serving_state is drained)
+        await until(lambda: other.node.beat.serving_state is drained)
+        other.node.send(DrainCommand(resume=True))  # any router may say so
+        await until(lambda: scene.drain.state is ServingState.SERVING)
+        scene.links.beat(busy)
+        await until(lambda: not one.node.is_draining and not other.node.is_draining)
+        assert scene.stops == []
+        one.node.send(DrainCommand(stop=True))
+        await until(lambda: scene.stops == [True])
+
+
+@asynchronous
+async def test_a_node_without_the_token_is_refused() -> None:
+    router = Router(token="secret")
+    async with served(router):
+        for token in ("", "Secret", "secret2"):
+            with pytest.raises(ConfigError, match="node_token: is missing or not the one"):
+                await Scene(router.address, token=token).links.run()
+        assert router.pool.nodes == []
+        async with Scene(router.address, token="secret").running():
+            await until(lambda: router.pool.nodes)
+
+
+@asynchronous
+async def test_one_router_that_answers_is_enough_and_none_is_an_error() -> None:
+    router = Router()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        silent = f"127.0.0.1:{probe.getsockname()[1]}"
+    with pytest.raises(NodeUnavailableError, match=r"tried for 0\.2 s"):
+        await Scene(silent, join_timeout_s=0.2).links.run()
+    scene = Scene(silent, router.address, join_timeout_s=1.0)
+    async with served(router), scene.running() as task:
+        await until(lambda: router.pool.nodes)
+        await asyncio.sleep(1.5)
+        assert not task.done()
+
+
+@asynchronous
+async def test_a_name_with_several_addresses_is_several_routers() -> None:
+    one = Router()
+    port = one.address.rpartition(":")[2]
+    other = Router(listen=f"127.0.0.2:{port}")
+    names = {"routers.test": ["127.0.0.1"]}
+    loop = asyncio.get_running_loop()
+
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        if host not in names:
+            raise OSError("unknown name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in names[host]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "getaddrinfo", getaddrinfo)
+        patch.setattr(router_links, "RESOLVE_INTERVAL_S", 0.1)
+        scene = Scene(f"routers.test:{port}", "nobody.test:1")
+        async with served(one, other), scene.running():
+            names["routers.test"] = ["127.0.0.1", "127.0.0.2"]
+            await until(lambda: one.pool.nodes and other.pool.nodes)

@@ -1,0 +1,156 @@
+"""Unit tests of a node's metrics page: an engine's real numbers, over HTTP, as Prometheus reads."""
+
+from __future__ import annotations
+
+import re
+import socket
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.errors import ConfigError
+from baton.ledger import BlockHolding, BlockOwner, Ledger, balance
+from baton.link import NodeRole
+from baton.metrics_page import MetricsPage
+from baton.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
+from engine.metrics import EngineMetrics
+from engine.node_collector import NodeCollector
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+COMMON = {"role": "decode", "node": "d0"}
+
+
+class Source:
+    """Numbers of no engine; a ledger only if there is one."""
+
+    def __init__(self, ledger: Ledger | None) -> None:
+        self.calls: list[Future[Ledger]] = []
+        self._ledger = ledger
+
+    def engine_metrics(self) -> EngineMetrics:
+        names = EngineMetrics.__dataclass_fields__
+        return EngineMetrics(**{name: 10 + i for i, name in enumerate(names)})
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        return HandoffMetrics(
+            open={"PARKED": 2, "GRANTED": 0},
+            ended=dict.fromkeys(TransferOutcome, 3),
+            num_quarantined_blocks=4,
+            received_bytes=5,
+        )
+
+    def connector_metrics(self) -> ConnectorMetrics:
+        return ConnectorMetrics(pairs={("CONNECTED", 'a "path"'): 1}, peer_failures=6)
+
+    def ledger(self) -> Future[Ledger]:
+        call: Future[Ledger] = Future()
+        self.calls.append(call)
+        if self._ledger is not None:
+            call.set_result(self._ledger)
+        return call
+
+
+LEDGER = balance(
+    [
+        BlockHolding(owner=BlockOwner.REQUEST, block_ids=(0, 1, 2)),
+        BlockHolding(owner=BlockOwner.REQUEST, block_ids=(1,)),
+        BlockHolding(owner=BlockOwner.QUARANTINE, block_ids=(4,)),
+    ],
+    {0: 1, 1: 2, 2: 1, 3: 1},
+    num_blocks=8,
+    num_free_blocks=4,
+)
+
+
+def scrape(address: str) -> dict[str, Metric]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def values(families: dict[str, Metric], name: str, label: str) -> dict[str, float]:
+    return {sample.labels[label]: sample.value for sample in families[name].samples}
+
+
+def value(families: dict[str, Metric], name: str) -> float:
+    (sample,) = families[name].samples
+    assert sample.labels == COMMON
+    return sample.value
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source(LEDGER)
+
+
+@pytest.fixture
+def page(source: Source) -> Iterator[MetricsPage]:
+    page = MetricsPage("127.0.0.1:0", NodeCollector(NodeRole.DECODE, "d0", source))
+    yield page
+    page.close()
+
+
+def test_every_exported_name_is_documented_and_every_documented_name_exported(
+    page: MetricsPage,
+) -> None:
+    families = scrape(page.address)
+    exported = {
+        f"{family.name}_total" if family.type == "counter" else family.name
+        for family in families.values()
+    }
+    documented = set(re.findall(r"^\| `(baton_\w+)` \|", DOCUMENT.read_text(), re.MULTILINE))
+    assert exported == documented
+
+
+def test_a_leak_and_an_overdraft_are_seen(page: MetricsPage) -> None:
+    families = scrape(page.address)
+    held = values(families, "baton_blocks_held", "owner")
+    assert set(held) == {owner.value for owner in BlockOwner}
+    assert (held["request"], held["quarantine"], held["grant"]) == (4, 1, 0)
+    assert value(families, "baton_block_references") == 5
+    assert value(families, "baton_block_references_owned") == 5  # one too few, and one too many
+    assert value(families, "baton_blocks_orphaned") == 1
+    assert value(families, "baton_blocks_overdrawn") == 1
+    assert value(families, "baton_ledger_available") == 1
+
+
+def test_every_number_of_the_engine_is_on_the_page(page: MetricsPage, source: Source) -> None:
+    families = scrape(page.address)
+    samples = [sample.value for family in families.values() for sample in family.samples]
+    engine = source.engine_metrics()
+    numbers = [getattr(engine, name) for name in EngineMetrics.__dataclass_fields__]
+    assert [number for number in numbers if samples.count(number) != 1] == []
+    assert values(families, "baton_transfers", "state") == {"PARKED": 2, "GRANTED": 0}
+    assert values(families, "baton_pairs", "transport") == {'a "path"': 1}
+
+
+def test_of_a_node_that_is_stuck_in_a_step_the_page_says_all_but_the_ledger() -> None:
+    source = Source(None)
+    collector = NodeCollector(NodeRole.DECODE, "d0", source, ledger_timeout_s=0.01)
+    page = MetricsPage("127.0.0.1:0", collector)
+    try:
+        families = scrape(page.address)
+    finally:
+        page.close()
+    assert value(families, "baton_ledger_available") == 0
+    assert value(families, "baton_blocks_quarantined") == 4
+    assert "baton_blocks_held" not in families
+    (call,) = source.calls
+    assert call.cancelled()
+
+
+def test_an_address_that_is_taken_is_one_line(source: Source) -> None:
+    collector = NodeCollector(NodeRole.DECODE, "d0", source)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"metrics_listen: cannot listen on {listen}: Addr"):
+            MetricsPage(listen, collector)
+    with pytest.raises(ConfigError, match="metrics_listen: must be host:port, got 'here'"):
+        MetricsPage("here", collector)
