@@ -349,8 +349,8 @@ def main() -> None:
     parser.add_argument("--skip-relay", action="store_true")
     parser.add_argument("--held", type=int, nargs="+", default=[256, 2_000, 8_000])
     options = parser.parse_args()
-    os.sched_setaffinity(0, {1})
     environment = record_environment()
+    os.sched_setaffinity(0, {1})
     with tempfile.TemporaryDirectory() as folder:
         results = uvloop.run(run(options, large_model(Path(folder))))
     write_results("router_cost", environment, results)
