@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 
 
 class Client:

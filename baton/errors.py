@@ -1,4 +1,4 @@
-"""Errors: the one exception tree, and the one table that maps it to gRPC status codes.
+"""Errors: the one exception tree, and the one table from it to gRPC's and HTTP's status codes.
 
     BatonError
     ├── InvalidRequestError     a request's field is outside its limit          INVALID_ARGUMENT
@@ -100,3 +100,21 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
     TransferError: "UNAVAILABLE",
     EngineDeadError: "INTERNAL",
 }
+
+# By gRPC's status, so that both APIs always say the same of an error.
+HTTP_STATUS_OF: dict[str, int] = {
+    "INVALID_ARGUMENT": 400,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+    "CANCELLED": 499,  # nobody's standard, but what proxies say of a request that was given up
+    "INTERNAL": 500,
+}
+
+
+def status_name(error: BatonError) -> str:
+    """The name of an error's gRPC status; the nearest class in the table counts."""
+    for kind in type(error).__mro__:
+        if kind in STATUS_OF_ERROR:
+            return STATUS_OF_ERROR[kind]
+    return "INTERNAL"

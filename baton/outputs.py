@@ -142,6 +142,12 @@ class Receipt:
         after_first = self.num_output_tokens - 1
         return (self.total_s - self.ttft_s) / after_first if after_first > 0 else 0.0
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, found in the prefix cache of the node that computed the rest of it."""
+        computed_by = self.prefill or self.decode
+        return computed_by.num_cached_tokens if computed_by is not None else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:

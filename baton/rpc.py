@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.error_details import details_trailer, receipt_trailer
-from baton.errors import STATUS_OF_ERROR, BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, status_name
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 def status_of(error: BatonError) -> grpc.StatusCode:
     """The status code of one of our errors; the nearest class in the table counts."""
-    for kind in type(error).__mro__:
-        if kind in STATUS_OF_ERROR:
-            return grpc.StatusCode[STATUS_OF_ERROR[kind]]
-    return grpc.StatusCode.INTERNAL
+    return grpc.StatusCode[status_name(error)]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only

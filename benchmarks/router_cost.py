@@ -154,7 +154,8 @@ def router_site(model: Path, interval_s: float, num_processes: int = 1) -> Itera
     listen, *links = free_addresses(1 + num_processes)
     commands: list[tuple[int, Sequence[str]]] = []
     for link in links:
-        options = ["--listen", listen, "--node-listen", link, "--log-level", "warning"]
+        options = ["--listen", listen, "--node-listen", link, "--http-listen", ""]
+        options += ["--log-level", "warning"]
         command = ["-m", "baton", "router", "--model", str(model), *options]
         commands.append((0, [*command, *(["--reuse-port"] if num_processes > 1 else [])]))
     with running(commands) as routers:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.client import DEFAULT_ADDRESS
+from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
@@ -52,6 +52,13 @@ def router(
         float,
         typer.Option(help="A node that says nothing for so long is lost, seconds."),
     ] = 1.0,
+    node_token: Annotated[
+        str,
+        typer.Option(
+            help="Only nodes that bring this token may join; anybody if empty.",
+            envvar="BATON_NODE_TOKEN",
+        ),
+    ] = "",
     node_listen: Annotated[
         str,
         typer.Option(
@@ -69,12 +76,15 @@ def router(
         float,
         typer.Option(help="A resumable request that nobody reads is kept for so long, seconds."),
     ] = 10.0,
-    node_token: Annotated[
+    http_listen: Annotated[
+        str, typer.Option(help='host:port of the OpenAI-compatible HTTP API; "": none.')
+    ] = DEFAULT_HTTP_ADDRESS,
+    http_cors_origin: Annotated[
         str,
-        typer.Option(
-            help="Only nodes that bring this token may join; anybody if empty.",
-            envvar="BATON_NODE_TOKEN",
-        ),
+        typer.Option(help='Web pages of this origin may call the HTTP API; "*": of all.'),
+    ] = "",
+    served_model_name: Annotated[
+        str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
     ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -91,10 +101,13 @@ def router(
                 max_attempts=max_attempts,
                 pair_timeout_s=pair_timeout_s,
                 node_timeout_s=node_timeout_s,
+                node_token=node_token,
                 node_listen=node_listen,
                 reuse_port=reuse_port,
                 resume_grace_s=resume_grace_s,
-                node_token=node_token,
+                http_listen=http_listen,
+                http_cors_origin=http_cors_origin,
+                served_model_name=served_model_name,
             )
         )
 

@@ -71,8 +71,8 @@ class Dispatcher:
         self.policy = policy
         self.options = options or RetryOptions()
         self.budget = budget or RetryBudget()
-        self.wake_ups = WakeUps()
         self.decisions = DecisionLog()
+        self.wake_ups = WakeUps()
         self._open: dict[str, _OpenCall] = {}
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.

@@ -28,6 +28,7 @@ from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
 from router.link_service import NodeLinkService
+from router.metrics import RouterMetrics
 from router.node_pool import NodePool
 from router.policies import POLICIES
 from router.retry_budget import RetryOptions
@@ -40,7 +41,12 @@ STOP_GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Options of the router; see `baton router --help`."""
+    """Options of the router; see `baton router --help`.
+
+    Attributes:
+        http_listen: empty for no HTTP.
+        served_model_name: what clients call the model; empty: as ``model``.
+    """
 
     model: str
     listen: str = DEFAULT_ADDRESS
@@ -50,10 +56,13 @@ class RouterConfig:
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
     node_timeout_s: float = 1.0
+    node_token: str = field(default="", repr=False)
     node_listen: str = ""
     reuse_port: bool = False
     resume_grace_s: float = 10.0
-    node_token: str = field(default="", repr=False)
+    http_listen: str = ""
+    http_cors_origin: str = ""
+    served_model_name: str = ""
 
     def __post_init__(self) -> None:
         if self.reuse_port and not self.node_listen:
@@ -80,23 +89,54 @@ async def serve(config: RouterConfig) -> None:
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options)
+    metrics = RouterMetrics(pool)
     intake = Intake(
         dispatcher,
         Tokenizer(folder) if Tokenizer.exists_in(folder) else None,
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
+        metrics=metrics,
     )
     servers = _make_servers(config, intake, pool)
     stopping = stop_event(asyncio.get_running_loop())
-    for listen, server in servers.items():
-        address = await server.start(listen)
-        await server.set_serving(True)
-        warn_if_public(address)
-        logger.info("router of %s listens on %s", config.model, address)
-    async with _watching(pool):
-        await stopping.wait()
-    logger.info("stopping")
-    await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers.values()))
+    try:
+        for listen, server in servers.items():
+            address = await server.start(listen)
+            await server.set_serving(True)
+            warn_if_public(address)
+            logger.info("router of %s listens on %s", config.model, address)
+        async with _watching(pool), _serving_http(config, intake, pool, metrics):
+            await stopping.wait()
+            logger.info("stopping")
+    finally:
+        await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers.values()))
+
+
+@contextlib.asynccontextmanager
+async def _serving_http(
+    config: RouterConfig, intake: Intake, pool: NodePool, metrics: RouterMetrics
+) -> AsyncIterator[None]:
+    if not config.http_listen:
+        yield
+        return
+    # Imported here: who serves no HTTP does not wait for it.
+    from router.http.server import HttpServer
+
+    server = HttpServer(
+        intake,
+        pool,
+        metrics,
+        model_name=config.served_model_name or config.model,
+        cors_origin=config.http_cors_origin,
+        grace_s=STOP_GRACE_S,
+    )
+    address = await server.start(config.http_listen)
+    warn_if_public(address)
+    logger.info("HTTP API on http://%s", address)
+    try:
+        yield
+    finally:
+        await server.stop()
 
 
 @contextlib.asynccontextmanager
@@ -122,7 +162,8 @@ def _make_servers(config: RouterConfig, intake: Intake, pool: NodePool) -> dict[
     admin = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
     journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
-    service = InferenceService(intake, model=config.model, journal=journal)
+    model_name = config.served_model_name or config.model
+    service = InferenceService(intake, model=model_name, journal=journal)
 
     def add_public(server: object) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated

@@ -32,7 +32,8 @@ def free_addresses(number: int) -> list[str]:
 @contextlib.contextmanager
 def router(model: str, listen: str, node_listen: str) -> Iterator[None]:
     command = [sys.executable, "-m", "baton", "router", "--model", model, "--listen", listen]
-    process = subprocess.Popen([*command, "--node-listen", node_listen, "--reuse-port"])
+    options = ["--node-listen", node_listen, "--reuse-port", "--http-listen", ""]
+    process = subprocess.Popen([*command, *options])
     try:
         with grpc.insecure_channel(node_listen) as channel:
             grpc.channel_ready_future(channel).result(timeout=30)
