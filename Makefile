@@ -44,6 +44,7 @@ bench: setup ## measure scheduler, prefix index, engine and hand-off (some minut
 	$(BIN)/python benchmarks/prefix_index.py
 	$(BIN)/python benchmarks/engine_overhead.py
 	$(BIN)/python benchmarks/handoff.py
+	$(BIN)/python benchmarks/router_cost.py
 
 chaos: setup ## kill, stop and restart real processes under load; JSON in benchmarks/results
 	$(BIN)/python benchmarks/chaos.py
