@@ -21,7 +21,7 @@ from baton.errors import (
     OverloadedError,
     RequestCancelledError,
 )
-from baton.outputs import Completion, FinishReason, TextDelta
+from baton.outputs import Completion, FinishReason, TextDelta, join_deltas
 from baton.sampling_params import MAX_TOKEN_ID, SamplingParams
 from baton.v1 import inference_pb2, types_pb2
 
@@ -156,16 +156,16 @@ def _checked_text(field: str, text: object) -> str:
 
 def join(deltas: Sequence[TextDelta]) -> Completion:
     """The completion that pieces make."""
-    last = deltas[-1]
+    whole = join_deltas(deltas)
     return Completion(
-        request_id=last.request_id,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        finish_reason=last.finish_reason or FinishReason.ABORT,
-        receipt=last.receipt,
-        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
-        prompt_logprobs=tuple(one for delta in deltas for one in delta.prompt_logprobs),
-        choice_index=last.choice_index,
+        request_id=whole.request_id,
+        text=whole.text,
+        token_ids=whole.token_ids,
+        finish_reason=whole.finish_reason or FinishReason.ABORT,
+        receipt=whole.receipt,
+        logprobs=whole.logprobs,
+        prompt_logprobs=whole.prompt_logprobs,
+        choice_index=whole.choice_index,
     )
 
 

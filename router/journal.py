@@ -6,12 +6,11 @@ Keeps what they said, for who comes back. Bounded in streams and in bytes. Knows
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, InvalidRequestError, OverloadedError
-from baton.outputs import TextDelta
+from baton.outputs import TextDelta, join_deltas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,21 +144,6 @@ class Journal:
             raise OverloadedError(
                 f"resumable: no more fit: {self.num_streams} requests, {self.num_bytes} bytes"
             )
-
-
-def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Pieces that follow each other, as one."""
-    first, last = deltas[0], deltas[-1]
-    if first is last:
-        return first
-    return dataclasses.replace(
-        last,
-        output_index=first.output_index,
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        text="".join(delta.text for delta in deltas),
-        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
-        prompt_logprobs=first.prompt_logprobs,
-    )
 
 
 def _position(deltas: Sequence[TextDelta], output_index: int) -> int:

@@ -13,13 +13,11 @@ from baton.error_details import receipt_trailer
 from baton.errors import InvalidRequestError
 from baton.outputs import TextDelta
 from baton.rpc import Context
-from baton.sampling_params import MAX_STOP_TOKEN_IDS
-from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.choices import merge_streams, split_choices
+from baton.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from router.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake import ChatPrompt, GenerationRequest, Intake, Prompt
 from router.journal import Journal
-
-MAX_BATCH_OUTPUTS = 1024
 
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
 
@@ -62,15 +60,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateBatchRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Stream the outputs of several prompts as they come. All are checked before one begins."""
-        streams: list[AsyncGenerator[TextDelta, None]] = []
-        places = []
-        for prompt_index, parts in enumerate(_split_batch(request, context.time_remaining())):
-            for choice_index, part in enumerate(parts):
-                streams.append(self._intake.stream(await self._intake.accept(part)))
-                places.append((prompt_index, choice_index))
+        first, more_prompts = _batch_from_proto(
+            request, time.perf_counter(), context.time_remaining()
+        )
+        calls = await accept_choices(self._intake, first, more_prompts)
+        streams = [self._intake.stream(call) for call in calls]
         async with contextlib.aclosing(merge_streams(streams)) as merged:
             async for number, delta in merged:
-                prompt_index, choice_index = places[number]
+                prompt_index, choice_index = divmod(number, request.n or 1)
                 yield wire.text_delta_to_proto(
                     dataclasses.replace(delta, prompt_index=prompt_index, choice_index=choice_index)
                 )
@@ -116,11 +113,9 @@ def _request_from_proto(
     request: inference_pb2.GenerateRequest, received_at: float, timeout_s: float | None
 ) -> GenerationRequest:
     """Raises InvalidRequestError."""
-    if len(request.sampling_params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS}")
     return GenerationRequest(
         prompt=_prompt_from_proto(request),
-        sampling_params=wire_types.sampling_params_from_proto(request.sampling_params),
+        sampling_params=_params_from_proto(request.sampling_params),
         request_id=request.request_id,
         received_at=received_at,
         timeout_s=timeout_s,
@@ -129,37 +124,32 @@ def _request_from_proto(
     )
 
 
-def _split_batch(
-    request: inference_pb2.GenerateBatchRequest, timeout_s: float | None
-) -> list[list[GenerationRequest]]:
-    """Requests by prompt and output; raises InvalidRequestError."""
-    received_at = time.perf_counter()
+def _batch_from_proto(
+    request: inference_pb2.GenerateBatchRequest, received_at: float, timeout_s: float | None
+) -> tuple[GenerationRequest, list[Prompt]]:
+    """A request for `n` outputs of the first prompt, and the other prompts.
+
+    Raises InvalidRequestError.
+    """
     n = request.n or 1
-    num_outputs = n * len(request.prompts)
-    if not 1 <= num_outputs <= MAX_BATCH_OUTPUTS:
-        raise InvalidRequestError(
-            "prompts", f"must make 1 to {MAX_BATCH_OUTPUTS} outputs, got {num_outputs}"
-        )
-    if len(request.sampling_params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS}")
-    params = dataclasses.replace(
-        wire_types.sampling_params_from_proto(request.sampling_params), n=n
+    check_num_outputs("prompts", n * len(request.prompts))
+    prompt, *more_prompts = map(_prompt_from_proto, request.prompts)
+    generation = GenerationRequest(
+        prompt=prompt,
+        sampling_params=dataclasses.replace(_params_from_proto(request.sampling_params), n=n),
+        request_id=request.request_id,
+        received_at=received_at,
+        timeout_s=timeout_s,
+        session_id=request.session_id,
+        priority=request.priority,
     )
-    request_id = request.request_id or uuid.uuid4().hex
-    return [
-        split_choices(
-            GenerationRequest(
-                prompt=_prompt_from_proto(prompt),
-                sampling_params=params,
-                request_id=f"{request_id}.{index}",
-                received_at=received_at,
-                timeout_s=timeout_s,
-                session_id=request.session_id,
-                priority=request.priority,
-            )
-        )
-        for index, prompt in enumerate(request.prompts)
-    ]
+    return generation, more_prompts
+
+
+def _params_from_proto(params: types_pb2.SamplingParams) -> SamplingParams:
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS}")
+    return wire_types.sampling_params_from_proto(params)
 
 
 def _prompt_from_proto(request: AnyPrompt) -> Prompt:

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from aiohttp import hdrs, web
 
-from baton.outputs import Receipt, TextDelta
+from baton.outputs import Receipt, TextDelta, join_deltas
 from router.call import Call
-from router.http.choices import join_deltas, merge, receipt_of
+from router.choices import merge_streams
 from router.http.errors import ApiError, known_error
 from router.http.responses import Receipts, Response, usage_of
 from router.http.sampling import as_client_wrote
@@ -79,7 +79,7 @@ class Exchange:
                 async for index, delta in merged:
                     deltas[index].append(delta)
         outputs = [join_deltas(parts) for parts in deltas]
-        receipts = [receipt_of(output) for output in outputs]
+        receipts = [_receipt_of(output) for output in outputs]
         response = self._response(
             self.dialect.object,
             [self.dialect.choice(index, output) for index, output in enumerate(outputs)],
@@ -113,7 +113,7 @@ class Exchange:
             async for index, delta in merged:
                 ended = []
                 if delta.finish_reason is not None:
-                    ended = [receipt_of(delta)]
+                    ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
                 choice = self.dialect.chunk(index, delta)
                 if choice is not None:
@@ -129,7 +129,7 @@ class Exchange:
         await events.finish()
 
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        return merge([self.intake.stream(call) for call in self.calls])
+        return merge_streams([self.intake.stream(call) for call in self.calls])
 
     def _response(self, kind: str, choices: list[Any], receipts: list[Receipt]) -> Response:
         response = Response(
@@ -165,6 +165,12 @@ async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> 
     if body.model != model_name:
         raise unknown_model(body.model, model_name)
     return body
+
+
+def _receipt_of(delta: TextDelta) -> Receipt:
+    """Of an output's last delta."""
+    assert delta.receipt is not None
+    return delta.receipt
 
 
 def unknown_model(model: str, model_name: str) -> ApiError:
