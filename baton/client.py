@@ -59,9 +59,14 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> Completion:
         """The whole completion of one prompt; raises a BatonError."""
-        return join(list(self.stream(prompt, sampling_params, timeout_s=timeout_s)))
+        deltas = self.stream(
+            prompt, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
+        return join(list(deltas))
 
     def stream(
         self,
@@ -71,15 +76,25 @@ class Client:
         timeout_s: float | None = None,
         request_id: str = "",
         resumable: bool = False,
+        session_id: str = "",
+        priority: int = 0,
     ) -> Iterator[TextDelta]:
         """The completion piece by piece, as it is made; leaving the loop cancels the request.
 
         Args:
             resumable: when the connection breaks, go on where it broke, within some seconds.
+            session_id: requests with the same one share a beginning, such as a conversation's.
+            priority: where requests wait, smaller goes first.
         """
-        progress = Progress(
-            make_request(prompt, sampling_params, request_id, resumable=resumable), timeout_s
+        request = make_request(
+            prompt,
+            sampling_params,
+            request_id,
+            resumable=resumable,
+            session_id=session_id,
+            priority=priority,
         )
+        progress = Progress(request, timeout_s)
         while True:
             call = progress.next_call(self._stub)
             try:
@@ -106,9 +121,13 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> list[list[Completion]]:
         """The ``n`` completions of each prompt, in order; raises a BatonError."""
-        deltas = self.stream_batch(prompts, sampling_params, timeout_s=timeout_s)
+        deltas = self.stream_batch(
+            prompts, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
         return join_batch(list(deltas))
 
     def stream_batch(
@@ -117,9 +136,13 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> Iterator[TextDelta]:
         """Pieces of all completions as they are made; they say of which prompt and choice."""
-        request = make_batch_request(prompts, sampling_params)
+        request = make_batch_request(
+            prompts, sampling_params, session_id=session_id, priority=priority
+        )
         yield from self._read(self._stub.GenerateBatch(request, timeout=timeout_s))
 
     def tokenize(self, prompt: Prompt) -> list[int]:
@@ -186,9 +209,13 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> Completion:
         """The whole completion of one prompt; raises a BatonError."""
-        deltas = self.stream(prompt, sampling_params, timeout_s=timeout_s)
+        deltas = self.stream(
+            prompt, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
         return join([delta async for delta in deltas])
 
     async def stream(
@@ -199,15 +226,25 @@ class AsyncClient:
         timeout_s: float | None = None,
         request_id: str = "",
         resumable: bool = False,
+        session_id: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
         """The completion piece by piece, as it is made; closing the iterator cancels it.
 
         Args:
             resumable: when the connection breaks, go on where it broke, within some seconds.
+            session_id: requests with the same one share a beginning, such as a conversation's.
+            priority: where requests wait, smaller goes first.
         """
-        progress = Progress(
-            make_request(prompt, sampling_params, request_id, resumable=resumable), timeout_s
+        request = make_request(
+            prompt,
+            sampling_params,
+            request_id,
+            resumable=resumable,
+            session_id=session_id,
+            priority=priority,
         )
+        progress = Progress(request, timeout_s)
         while True:
             call = progress.next_call(self._stub)
             try:
@@ -235,9 +272,13 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> list[list[Completion]]:
         """The ``n`` completions of each prompt, in order; raises a BatonError."""
-        deltas = self.stream_batch(prompts, sampling_params, timeout_s=timeout_s)
+        deltas = self.stream_batch(
+            prompts, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
         return join_batch([delta async for delta in deltas])
 
     async def stream_batch(
@@ -246,9 +287,13 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
         """Pieces of all completions as they are made; they say of which prompt and choice."""
-        request = make_batch_request(prompts, sampling_params)
+        request = make_batch_request(
+            prompts, sampling_params, session_id=session_id, priority=priority
+        )
         async for delta in self._read(self._stub.GenerateBatch(request, timeout=timeout_s)):
             yield delta
 

@@ -22,6 +22,7 @@ from baton.errors import (
     RequestCancelledError,
 )
 from baton.outputs import Completion, FinishReason, TextDelta, join_deltas
+from baton.prompt import check_priority
 from baton.sampling_params import MAX_TOKEN_ID, SamplingParams
 from baton.v1 import inference_pb2, types_pb2
 
@@ -88,22 +89,35 @@ def make_request(
     request_id: str = "",
     *,
     resumable: bool = False,
+    session_id: str = "",
+    priority: int = 0,
 ) -> inference_pb2.GenerateRequest:
     """The request message of a prompt; raises InvalidRequestError."""
+    check_priority(priority)
     params = wire_types.sampling_params_to_proto(sampling_params or SamplingParams())
     request = inference_pb2.GenerateRequest(
-        request_id=request_id, sampling_params=params, resumable=resumable
+        request_id=request_id,
+        sampling_params=params,
+        resumable=resumable,
+        session_id=_checked_text("session_id", session_id),
+        priority=priority,
     )
     _fill_prompt(request, prompt)
     return request
 
 
 def make_batch_request(
-    prompts: Sequence[Prompt], sampling_params: SamplingParams | None, request_id: str = ""
+    prompts: Sequence[Prompt],
+    sampling_params: SamplingParams | None,
+    request_id: str = "",
+    *,
+    session_id: str = "",
+    priority: int = 0,
 ) -> inference_pb2.GenerateBatchRequest:
     """The request message of several prompts; raises InvalidRequestError."""
     if isinstance(prompts, str):
         raise InvalidRequestError("prompts", "must be a list of prompts, got a text")
+    check_priority(priority)
     params = sampling_params or SamplingParams()
     one = dataclasses.replace(params, n=1)
     return inference_pb2.GenerateBatchRequest(
@@ -111,6 +125,8 @@ def make_batch_request(
         prompts=map(make_prompt, prompts),
         sampling_params=wire_types.sampling_params_to_proto(one),
         n=params.n,
+        session_id=_checked_text("session_id", session_id),
+        priority=priority,
     )
 
 

@@ -10,7 +10,7 @@ from baton.errors import InvalidRequestError
 from baton.outputs import FinishReason, TextDelta
 from router.choices import accept_choices
 from router.http.conversation import chat_prompt, forced_call, output_parser
-from router.http.exchange import REQUEST_ID, Exchange, read_body
+from router.http.exchange import Exchange, generation_request, read_body
 from router.http.logprobs import TokenTexts
 from router.http.responses import (
     AssistantMessage,
@@ -25,7 +25,7 @@ from router.http.responses import (
 from router.http.sampling import as_client_wrote, sampling_params
 from router.http.schema import ChatRequest
 from router.http.tool_calls import OutputParser, ParsedCall
-from router.intake import GenerationRequest, Intake
+from router.intake import Intake
 
 
 class ChatDialect:
@@ -114,12 +114,7 @@ async def chat_completions(
         logprobs=_num_logprobs(body),
         structured_output=forced,
     )
-    generation = GenerationRequest(
-        prompt=prompt,
-        sampling_params=params,
-        request_id=request[REQUEST_ID],
-        received_at=received_at,
-    )
+    generation = generation_request(request, body, prompt, params, received_at)
     with as_client_wrote(body):
         calls = await accept_choices(intake, generation)
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None

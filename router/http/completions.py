@@ -10,12 +10,12 @@ from aiohttp import web
 from baton.errors import InvalidRequestError
 from baton.outputs import TextDelta
 from router.choices import accept_choices, check_num_outputs
-from router.http.exchange import REQUEST_ID, Exchange, read_body
+from router.http.exchange import Exchange, generation_request, read_body
 from router.http.logprobs import TokenTexts
 from router.http.responses import CompletionChoice, CompletionLogprobs
 from router.http.sampling import as_client_wrote, sampling_params
 from router.http.schema import CompletionRequest
-from router.intake import GenerationRequest, Intake
+from router.intake import Intake
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -79,12 +79,7 @@ async def completions(request: web.Request, intake: Intake, model_name: str) -> 
     given = _prompts(body.prompt)
     check_num_outputs("prompt", len(given) * params.n)
     prompts = [await intake.tokenize(prompt) for prompt in given]
-    generation = GenerationRequest(
-        prompt=prompts[0],
-        sampling_params=params,
-        request_id=request[REQUEST_ID],
-        received_at=received_at,
-    )
+    generation = generation_request(request, body, prompts[0], params, received_at)
     with as_client_wrote(body):
         calls = await accept_choices(intake, generation, prompts[1:])
     echoes = [

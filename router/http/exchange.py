@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from baton.outputs import Receipt, TextDelta, join_deltas
+from baton.sampling_params import SamplingParams
 from router.call import Call
 from router.choices import merge_streams
 from router.http.errors import ApiError, known_error
@@ -20,11 +21,13 @@ from router.http.responses import Receipts, Response, usage_of
 from router.http.sampling import as_client_wrote
 from router.http.schema import SamplingRequest, decode
 from router.http.sse import EventStream
-from router.intake import Intake
+from router.intake import GenerationRequest, Intake, Prompt
 
 T = TypeVar("T", bound=SamplingRequest)
 
 REQUEST_ID = web.RequestKey("request_id", str)
+CLIENT = web.RequestKey("client", str)
+SESSION_ID_HEADER = "X-Session-Id"
 BODY_TIMEOUT_S = 30.0
 # A client that takes nothing for so long after its deadline is cut off.
 READ_GRACE_S = 30.0
@@ -142,6 +145,25 @@ class Exchange:
         if self.body.include_receipt and receipts:
             response.baton = Receipts(receipts)
         return response
+
+
+def generation_request(
+    request: web.Request,
+    body: SamplingRequest,
+    prompt: Prompt,
+    params: SamplingParams,
+    received_at: float,
+) -> GenerationRequest:
+    """What a client asks for in body and headers."""
+    return GenerationRequest(
+        prompt=prompt,
+        sampling_params=params,
+        request_id=request[REQUEST_ID],
+        received_at=received_at,
+        session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
+        priority=body.priority or 0,
+        client=request.get(CLIENT, ""),
+    )
 
 
 async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> T:

@@ -14,13 +14,13 @@ from baton.rpc import RpcServer
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
 from router.policies.least_tokens import LeastTokens
 from router.retry_budget import RetryOptions
 from router.service import InferenceService
 from tests.fakes.nodes import HandNode, make_pool, make_registration, token, token_1
+from tests.fakes.router_scene import RecordingDispatcher
 
 TOKENIZER = Tokenizer(Path(__file__).parents[2] / "examples" / "demo_model")
 
@@ -75,7 +75,7 @@ class GrpcScene:
         self.decode = AnsweringNode(self, NodeRole.DECODE)
         self.prefill.reach(self.decode)
         retries = RetryOptions(max_attempts=1, pair_timeout_s=0)
-        self.dispatcher = Dispatcher(self.pool, LeastTokens(), retries)
+        self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), retries)
         intake = Intake(self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
         self.journal = Journal(options)
         self.service = InferenceService(intake, model="demo", journal=self.journal)
