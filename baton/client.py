@@ -16,6 +16,7 @@ from baton.client_messages import (
     ModelDescription,
     Progress,
     Prompt,
+    credentials,
     error_of,
     join,
     join_batch,
@@ -46,9 +47,11 @@ class Client:
 
     Args:
         address: ``host:port`` of the router.
+        api_key: for routers that want one; as ``BATON_API_KEY`` in the environment if None.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+        self._metadata = credentials(api_key)
         self._address = address
         self._channel = rpc.open_sync_channel(address)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
@@ -94,7 +97,7 @@ class Client:
             session_id=session_id,
             priority=priority,
         )
-        progress = Progress(request, timeout_s)
+        progress = Progress(request, timeout_s, self._metadata)
         while True:
             call = progress.next_call(self._stub)
             try:
@@ -113,7 +116,7 @@ class Client:
         request = inference_pb2.ResumeRequest(
             request_id=request_id, next_output_index=next_output_index
         )
-        yield from self._read(self._stub.Resume(request, timeout=timeout_s))
+        yield from self._read(self._stub.Resume, request, timeout_s)
 
     def generate_batch(
         self,
@@ -143,7 +146,7 @@ class Client:
         request = make_batch_request(
             prompts, sampling_params, session_id=session_id, priority=priority
         )
-        yield from self._read(self._stub.GenerateBatch(request, timeout=timeout_s))
+        yield from self._read(self._stub.GenerateBatch, request, timeout_s)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as the model would see them."""
@@ -161,7 +164,8 @@ class Client:
             self._call(self._stub.ListModels, inference_pb2.ListModelsRequest())
         )
 
-    def _read(self, call: Any) -> Iterator[TextDelta]:
+    def _read(self, method: Any, request: object, timeout_s: float | None) -> Iterator[TextDelta]:
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
             for response in call:
                 yield wire.text_delta_from_proto(response)
@@ -172,7 +176,7 @@ class Client:
 
     def _call(self, method: Any, request: object) -> Any:
         try:
-            return method(request)
+            return method(request, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error, self._address) from None
 
@@ -196,9 +200,11 @@ class AsyncClient:
 
     Args:
         address: ``host:port`` of the router.
+        api_key: for routers that want one; as ``BATON_API_KEY`` in the environment if None.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+        self._metadata = credentials(api_key)
         self._address = address
         self._channel = rpc.open_channel(address)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
@@ -244,7 +250,7 @@ class AsyncClient:
             session_id=session_id,
             priority=priority,
         )
-        progress = Progress(request, timeout_s)
+        progress = Progress(request, timeout_s, self._metadata)
         while True:
             call = progress.next_call(self._stub)
             try:
@@ -263,7 +269,7 @@ class AsyncClient:
         request = inference_pb2.ResumeRequest(
             request_id=request_id, next_output_index=next_output_index
         )
-        async for delta in self._read(self._stub.Resume(request, timeout=timeout_s)):
+        async for delta in self._read(self._stub.Resume, request, timeout_s):
             yield delta
 
     async def generate_batch(
@@ -294,7 +300,7 @@ class AsyncClient:
         request = make_batch_request(
             prompts, sampling_params, session_id=session_id, priority=priority
         )
-        async for delta in self._read(self._stub.GenerateBatch(request, timeout=timeout_s)):
+        async for delta in self._read(self._stub.GenerateBatch, request, timeout_s):
             yield delta
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
@@ -313,7 +319,10 @@ class AsyncClient:
             await self._call(self._stub.ListModels, inference_pb2.ListModelsRequest())
         )
 
-    async def _read(self, call: Any) -> AsyncGenerator[TextDelta, None]:
+    async def _read(
+        self, method: Any, request: object, timeout_s: float | None
+    ) -> AsyncGenerator[TextDelta, None]:
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for response in call:
                 yield wire.text_delta_from_proto(response)
@@ -324,7 +333,7 @@ class AsyncClient:
 
     async def _call(self, method: Any, request: object) -> Any:
         try:
-            return await method(request)
+            return await method(request, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error, self._address) from None
 

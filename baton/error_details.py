@@ -21,6 +21,7 @@ from baton.errors import (
     OverloadedError,
     RequestCancelledError,
     TransferError,
+    UnauthenticatedError,
 )
 from baton.outputs import Receipt
 from baton.v1 import types_pb2
@@ -30,6 +31,7 @@ DETAILS_KEY = "grpc-status-details-bin"  # where gRPC's own libraries look for t
 RECEIPT_KEY = "baton-receipt-bin"
 
 _KINDS: dict[str, type[BatonError]] = {
+    "UNAUTHENTICATED": UnauthenticatedError,
     "OVERLOADED": OverloadedError,
     "NODE_UNAVAILABLE": NodeUnavailableError,
     "DEADLINE_EXCEEDED": DeadlineExceededError,

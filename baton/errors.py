@@ -2,6 +2,7 @@
 
     BatonError
     ├── InvalidRequestError     a request's field is outside its limit          INVALID_ARGUMENT
+    ├── UnauthenticatedError    a call brings no key that is known              UNAUTHENTICATED
     ├── ConfigError             a program's option or file is wrong              (start-up only)
     │   └── ModelLoadError      a model folder is missing, broken or unsupported
     ├── OverloadedError         no room now; try again later                     RESOURCE_EXHAUSTED
@@ -50,6 +51,10 @@ class InvalidRequestError(BatonError, ValueError):
         self.problem = problem
 
 
+class UnauthenticatedError(BatonError):
+    """A call brings no API key, or none that the router knows."""
+
+
 class ConfigError(BatonError, ValueError):
     """A program's option, file or environment is wrong; raised at start-up only."""
 
@@ -93,6 +98,7 @@ class EngineDeadError(BatonError):
 
 STATUS_OF_ERROR: dict[type[BatonError], str] = {
     InvalidRequestError: "INVALID_ARGUMENT",
+    UnauthenticatedError: "UNAUTHENTICATED",
     OverloadedError: "RESOURCE_EXHAUSTED",
     NodeUnavailableError: "UNAVAILABLE",
     DeadlineExceededError: "DEADLINE_EXCEEDED",
@@ -104,6 +110,7 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
 # By gRPC's status, so that both APIs always say the same of an error.
 HTTP_STATUS_OF: dict[str, int] = {
     "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,

@@ -49,6 +49,7 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def status_of(error: BatonError) -> grpc.StatusCode:
@@ -120,9 +121,17 @@ async def _abort(context: Context, error: Exception) -> None:
 
 def has_token(context: Context, token: str) -> bool:
     """Whether a call brings ``authorization: Bearer <token>``; takes as long for any wrong one."""
-    metadata = dict(context.invocation_metadata() or ())
-    given = metadata.get("authorization", "")
-    return hmac.compare_digest(str(given).encode(), f"Bearer {token}".encode())
+    return hmac.compare_digest(authorization_of(context).encode(), f"Bearer {token}".encode())
+
+
+def bearer(token: str) -> Metadata:
+    """Metadata that `has_token` and `authorization_of` look at."""
+    return (("authorization", f"Bearer {token}"),)
+
+
+def authorization_of(context: Context) -> str:
+    """What a call shows of who makes it; empty when it shows nothing."""
+    return str(dict(context.invocation_metadata() or ()).get("authorization", ""))
 
 
 class RpcServer:
@@ -190,13 +199,12 @@ def split_address(option: str, address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def warn_if_public(address: str) -> None:
-    """Log a warning when others than this machine can call: there is no authentication yet."""
+def warn_if_public(address: str, *, authenticated: bool = False) -> None:
+    """Log a warning when others than this machine can call, and in what it is not protected."""
     host, _ = split_address("listen", address)
     if host not in ("localhost", "[::1]") and not host.startswith("127."):
-        logger.warning(
-            "%s can be reached from other machines, without authentication or TLS", address
-        )
+        missing = "TLS" if authenticated else "authentication or TLS"
+        logger.warning("%s can be reached from other machines, without %s", address, missing)
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

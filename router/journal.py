@@ -29,6 +29,7 @@ class JournalOptions:
 @dataclass(slots=True, eq=False)
 class _Stream:
     content: bytes
+    client: str
     task: asyncio.Task[None] | None = None
     deltas: list[TextDelta] = field(default_factory=list)
     is_done: bool = False
@@ -64,22 +65,32 @@ class Journal:
         return stream is not None
 
     def keep(
-        self, request_id: str, content: bytes, deltas: AsyncGenerator[TextDelta, None]
+        self,
+        request_id: str,
+        content: bytes,
+        deltas: AsyncGenerator[TextDelta, None],
+        *,
+        client: str = "",
     ) -> None:
-        """Run a stream from now on, whoever reads it; raises OverloadedError when full."""
+        """Run a stream from now on, whoever of this client reads it.
+
+        Raises OverloadedError when full.
+        """
         self._make_room()
-        stream = self._streams[request_id] = _Stream(content)
+        stream = self._streams[request_id] = _Stream(content, client)
         stream.task = asyncio.create_task(self._run(stream, deltas))
         self._expect_reader(request_id, stream)
 
-    async def read(self, request_id: str, output_index: int) -> AsyncGenerator[TextDelta, None]:
+    async def read(
+        self, request_id: str, output_index: int, *, client: str = ""
+    ) -> AsyncGenerator[TextDelta, None]:
         """What a stream says from an index on; what is there already is one piece.
 
         Raises InvalidRequestError for an id that is not kept, or an index where no piece ended; and
         what the stream itself ended with.
         """
         stream = self._streams.get(request_id)
-        if stream is None:
+        if stream is None or stream.client != client:
             raise InvalidRequestError("request_id", f"{request_id!r} is not (or no longer) kept")
         position = _position(stream.deltas, output_index)
         stream.num_readers += 1

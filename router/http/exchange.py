@@ -162,7 +162,7 @@ def generation_request(
         received_at=received_at,
         session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
         priority=body.priority or 0,
-        client=request.get(CLIENT, ""),
+        client=request[CLIENT],
     )
 
 
