@@ -187,6 +187,7 @@ class _OpenCall:
         decode = attempt.decode.engine_id if attempt.decode else ""
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
         self._choice.note_failure(prefill, decode, item)
+        self._blame(attempt, item, error)
         if error.code == "PREEMPTED":
             self._num_preemptions += 1
             if self._num_preemptions > options.max_preemptions:
@@ -205,6 +206,24 @@ class _OpenCall:
         if not is_first_loss and not self._dispatcher.budget.take():
             raise NodeUnavailableError(f"{error.message} (too many retries in the cluster)")
         logger.info("request %s is tried again: %s", self._call.request_id, error.message)
+
+    @staticmethod
+    def _blame(attempt: Attempt, item: LegDelta, error: RequestError) -> None:
+        """Tell the health of the nodes that an attempt failed.
+
+        One whose engine cannot continue is at fault alone; what else is wrong may be the other's
+        fault. One that is lost is gone anyway, and being short of memory is no fault.
+        """
+        prefill, decode = attempt.prefill, attempt.decode
+        if item.node_lost or error.code not in _RETRYABLE:
+            return
+        if error.code == "INTERNAL" or prefill is None or decode is None:
+            node = prefill if item.role is NodeRole.PREFILL else decode
+            if node is not None:
+                node.health.note_failure("", error.message)
+            return
+        prefill.health.note_failure(decode.engine_id, error.message)
+        decode.health.note_failure(prefill.engine_id, error.message)
 
     async def _begin(self, failure: str) -> Attempt:
         """Begin an attempt behind the tokens that the client has.

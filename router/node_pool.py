@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from baton.block_hash import HASH_ALGORITHMS
 from baton.link import (
@@ -30,6 +30,7 @@ from baton.link import (
 )
 from baton.outputs import RequestOutput
 from router.fleet import Fleet
+from router.health import NodeHealth, spared
 from router.node import Node
 from router.node_load import SharedRates
 from router.pairing import Reach, incompatibility
@@ -148,7 +149,11 @@ class NodePool:
                 continue
             node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
             other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
-        node.meet(self._rates)
+        is_canary = any(
+            other.registration.role is node.registration.role and other.num_open
+            for other in self._nodes.values()
+        )
+        node.meet(self._rates, NodeHealth(node.name, self._note_change, is_canary=is_canary))
         self._nodes[node.engine_id] = node
         registration = node.registration
         if registration.prefix_hash in HASH_ALGORITHMS:
@@ -186,6 +191,7 @@ class NodePool:
         """
         for node in self.nodes:
             node.send(RouterBeat())
+            node.watch()
             node.num_missed_beats += 1
             # (The first is no miss: the beat of this interval may be on its way.)
             if node.num_missed_beats > self._max_missed_beats + 1:
@@ -235,14 +241,25 @@ class NodePool:
             prefills, decodes = (
                 [node for node in ready if node.registration.role is role] for role in NodeRole
             )
-            alone = [node for node in decodes if node.registration.computes_prompts]
-            self._fleet = Fleet(
-                [node.load for node in prefills],
-                [node.load for node in decodes],
-                self._reach.bandwidths,
-                self_prefilling=[node.load for node in alone] if self._may_self_prefill else (),
+            unwanted = {node.engine_id for nodes in (prefills, decodes) for node in spared(nodes)}
+            # (Those that are left may not reach each other.)
+            self._fleet = self._make_fleet(prefills, decodes, unwanted) or self._make_fleet(
+                prefills, decodes, set()
             )
         return self._fleet
+
+    def _make_fleet(
+        self, prefills: Sequence[Node], decodes: Sequence[Node], without: Set[str]
+    ) -> Fleet:
+        alone = [node for node in decodes if node.registration.computes_prompts]
+        return Fleet(
+            [node.load for node in prefills if node.engine_id not in without],
+            [node.load for node in decodes if node.engine_id not in without],
+            self._reach.bandwidths,
+            self_prefilling=[node.load for node in alone if node.engine_id not in without]
+            if self._may_self_prefill
+            else (),
+        )
 
     def is_eligible(self, node: Node) -> bool:
         """Whether a node may get new requests."""

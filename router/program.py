@@ -24,6 +24,8 @@ from baton.v1 import (
     node_pb2_grpc,
 )
 from router.admin_service import AdminService
+from router.admission import Admission, AdmissionOptions
+from router.capacity import Capacity
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
@@ -56,6 +58,7 @@ class RouterConfig:
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
     node_timeout_s: float = 1.0
+    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     node_token: str = field(default="", repr=False)
     node_listen: str = ""
     reuse_port: bool = False
@@ -90,12 +93,16 @@ async def serve(config: RouterConfig) -> None:
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options)
     metrics = RouterMetrics(pool)
+    admission = Admission(
+        Capacity(lambda: pool.fleet, config.admission.prefill_window_s), config.admission
+    )
     intake = Intake(
         dispatcher,
         Tokenizer(folder) if Tokenizer.exists_in(folder) else None,
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
+        admission=admission,
     )
     servers = _make_servers(config, intake, pool)
     stopping = stop_event(asyncio.get_running_loop())
