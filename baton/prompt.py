@@ -1,4 +1,4 @@
-"""Checks that need the model, the same at every edge: the router's, a node's, offline."""
+"""Checks of a request and what is drawn for it, the same at every edge: router, node, offline."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from baton.errors import InvalidRequestError
 from baton.sampling_params import MAX_SEED, SamplingParams
+
+MAX_PRIORITY = 2**31 - 1
 
 
 def check_prompt(
@@ -44,6 +46,14 @@ def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> N
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequestError(
             field, f"token ids must be 0 to {vocab_size - 1} (the vocabulary), got {wrong}"
+        )
+
+
+def check_priority(priority: int) -> None:
+    """Raise InvalidRequestError unless it fits where messages carry it."""
+    if not -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY:
+        raise InvalidRequestError(
+            "priority", f"must be {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, got {priority}"
         )
 
 

@@ -19,6 +19,8 @@ class Call:
         received_at: when it reached the router, by `time.perf_counter`.
         timeout_s: from now.
         session_id: calls with the same one go to the same nodes, if the policy looks at it.
+        priority: where calls wait, smaller goes first.
+        client: name of the API key that it came with; empty without keys.
     """
 
     request_id: str
@@ -27,6 +29,8 @@ class Call:
     received_at: float
     timeout_s: float
     session_id: str = ""
+    priority: int = 0
+    client: str = ""
 
 
 class CallOutput(msgspec.Struct, frozen=True, gc=False):

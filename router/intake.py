@@ -16,7 +16,7 @@ from typing import Any
 from baton.errors import InvalidRequestError
 from baton.grammars import GrammarThreads, check_structured_output
 from baton.outputs import FinishReason, TextDelta
-from baton.prompt import check_prompt, check_sampling_params, draw_seed
+from baton.prompt import check_priority, check_prompt, check_sampling_params, draw_seed
 from baton.sampling_params import SamplingParams
 from baton.stop_strings import OutputText
 from baton.structured_output import StructuredOutput
@@ -28,6 +28,7 @@ from router.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_SESSION_ID_CHARS = 256
 # Longer texts are tokenized on a thread, so that they do not hold up the tokens of others.
 _LONG_TEXT_CHARS = 20_000
 
@@ -58,6 +59,9 @@ class GenerationRequest:
         request_id: made up when empty.
         received_at: when it reached the router, by `time.perf_counter`.
         timeout_s: until the client's deadline; None when it has none.
+        session_id: requests with the same one share a beginning; empty: unknown.
+        priority: where requests wait, smaller goes first.
+        client: name of the API key that it came with; empty without keys.
     """
 
     prompt: Prompt
@@ -65,6 +69,9 @@ class GenerationRequest:
     request_id: str = ""
     received_at: float
     timeout_s: float | None = None
+    session_id: str = ""
+    priority: int = 0
+    client: str = ""
 
 
 class Intake:
@@ -111,12 +118,9 @@ class Intake:
             return await self._check(request)
 
     async def _check(self, request: GenerationRequest) -> Call:
-        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-            raise InvalidRequestError(
-                "request_id",
-                f"must have at most {MAX_REQUEST_ID_CHARS} characters, "
-                f"got {len(request.request_id)}",
-            )
+        _check_length("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
+        _check_length("session_id", request.session_id, MAX_SESSION_ID_CHARS)
+        check_priority(request.priority)
         params = request.sampling_params
         check_sampling_params(params, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
@@ -136,6 +140,9 @@ class Intake:
             sampling_params=params,
             received_at=request.received_at,
             timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
+            session_id=request.session_id,
+            priority=request.priority,
+            client=request.client,
         )
 
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
@@ -223,3 +230,8 @@ class Intake:
         await asyncio.wrap_future(
             self._grammar_threads.submit(check_structured_output, structured_output)
         )
+
+
+def _check_length(field: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(text)}")

@@ -124,6 +124,8 @@ def _request_from_proto(
         request_id=request.request_id,
         received_at=received_at,
         timeout_s=timeout_s,
+        session_id=request.session_id,
+        priority=request.priority,
     )
 
 
@@ -152,6 +154,8 @@ def _split_batch(
                 request_id=f"{request_id}.{index}",
                 received_at=received_at,
                 timeout_s=timeout_s,
+                session_id=request.session_id,
+                priority=request.priority,
             )
         )
         for index, prompt in enumerate(request.prompts)

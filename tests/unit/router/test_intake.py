@@ -1,0 +1,52 @@
+"""Unit tests of intake: what of a request reaches its call, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import InvalidRequestError
+from baton.sampling_params import SamplingParams
+from router.dispatcher import Dispatcher
+from router.intake import GenerationRequest, Intake
+from router.policies.least_tokens import LeastTokens
+from tests.fakes.nodes import make_pool
+from tests.fakes.router_scene import asynchronous
+
+REQUEST = GenerationRequest(
+    prompt=[1, 2, 3],
+    sampling_params=SamplingParams(max_tokens=1),
+    received_at=0.0,
+    session_id="s",
+    priority=-7,
+    client="alice",
+)
+
+
+def make_intake() -> Intake:
+    dispatcher = Dispatcher(make_pool(), LeastTokens())
+    return Intake(dispatcher, None, vocab_size=10, default_timeout_s=60.0)
+
+
+@asynchronous
+async def test_a_call_knows_its_session_priority_and_client() -> None:
+    call = await make_intake().accept(REQUEST)
+    assert (call.session_id, call.priority, call.client) == ("s", -7, "alice")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("request_id", "x" * 129, "must have at most 128 characters, got 129"),
+        ("session_id", "x" * 257, "must have at most 256 characters, got 257"),
+        ("priority", 2**31, "must be -2147483648 to 2147483647, got 2147483648"),
+    ],
+)
+def test_what_is_out_of_its_limit_is_named(field: str, value: object, problem: str) -> None:
+    @asynchronous
+    async def run() -> None:
+        with pytest.raises(InvalidRequestError, match=f"^{field}: {problem}$"):
+            await make_intake().accept(replace(REQUEST, **{field: value}))  # type: ignore[arg-type]
+
+    run()
