@@ -23,6 +23,7 @@ from router.capacity import PREFILL_WINDOW_S, Capacity
 
 # How soon it is seen that nodes have room again while requests wait.
 _PUMP_INTERVAL_S = 0.005
+_MAX_GONE = 64  # tickets that are in the heap and out of the queue, and as many as wait
 _RETRY_DELAY_LIMITS_S = (0.1, 60.0)
 
 
@@ -173,7 +174,7 @@ class Admission:
             num_queued=self._num_queued,
             num_queued_tokens=self._num_queued_tokens,
             num_begun=self._num_begun,
-            expected_wait_s=self._wait_s(0, 0),
+            expected_wait_s=self._wait_s(0, 0, 0),
             num_refused=dict(self._refused),
         )
 
@@ -222,29 +223,29 @@ class Admission:
     def _refusal(self, reason: str, problem: str) -> OverloadedError:
         self._refused[reason] += 1
         least_s, most_s = _RETRY_DELAY_LIMITS_S
-        delay_s = min(max(self._wait_s(0, 0), least_s), most_s)
+        delay_s = min(max(self._wait_s(0, 0, 0), least_s), most_s)
         error = OverloadedError(problem)
         error.retry_delay_s = delay_s
         return error
 
-    def _wait_s(self, num_prompt_tokens: int, num_kv_tokens: int) -> float:
+    def _wait_s(self, num_requests: int, num_prompt_tokens: int, num_kv_tokens: int) -> float:
+        """Until all that wait, and this much more or less, have their first tokens."""
         return self._capacity.wait_s(
+            self._num_queued + num_requests,
             self._num_queued_tokens + num_prompt_tokens,
             self._num_queued_kv_tokens + num_kv_tokens,
         )
 
     def _wait_ahead_s(self, ticket: Ticket) -> float:
         """Until its first token; those that wait and are less urgent come behind it."""
-        behind = [
-            other for other in self._queue if other.turn is not None and ticket < other
-        ] if ticket.order[0] < self._least_urgent() else []  # fmt: skip
+        behind: list[Ticket] = []
+        if self._num_queued and ticket.order[0] < max(other.order[0] for other in self._queue):
+            behind = [o for o in self._queue if o.turn is not None and ticket < o]
         return self._wait_s(
+            1 - len(behind),
             ticket.num_prompt_tokens - sum(other.num_prompt_tokens for other in behind),
             ticket.num_kv_tokens - sum(other.num_kv_tokens for other in behind),
         )
-
-    def _least_urgent(self) -> int:
-        return max((other.order[0] for other in self._queue), default=0)
 
     # ------------------------------------------------------------------ waiting
 
@@ -282,6 +283,9 @@ class Admission:
         self._num_queued_kv_tokens -= ticket.num_kv_tokens
         if not turn.done():
             turn.set_result(None)
+        if len(self._queue) > 2 * self._num_queued + _MAX_GONE:
+            self._queue = [other for other in self._queue if other.turn is not None]
+            heapq.heapify(self._queue)
 
     async def _begin_all(self) -> None:
         """Begin what there is room for, most urgent first, as long as anything waits."""
@@ -291,6 +295,7 @@ class Admission:
                 await asyncio.sleep(0 if self._begin_next() else _PUMP_INTERVAL_S)
         finally:
             self._pump = None
+            self._queue.clear()
 
     def _begin_next(self) -> bool:
         while self._queue and self._queue[0].turn is None:

@@ -54,17 +54,15 @@ class Capacity:
             return num_prompt_tokens
         return num_prompt_tokens + int(min(max_tokens, decodes[0].shared.output_tokens))
 
-    def wait_s(self, num_prompt_tokens: int, num_kv_tokens: int) -> float:
-        """Until requests of so many prompt tokens, which hold so much KV, are all computed.
-
-        They are those that wait and the one in question.
-        """
+    def wait_s(self, num_requests: int, num_prompt_tokens: int, num_kv_tokens: int) -> float:
+        """Until so many more requests, with so many tokens in all, have their first tokens."""
         fleet = self._fleet()
         prefills, decodes = fleet.prefills, fleet.decodes
         if not prefills or not decodes:
             return 0.0
-        per_token_s = sum(node.prefill.per_unit for node in prefills) / len(prefills)
-        work_s = sum(node.prefill_queue_s for node in prefills) + per_token_s * num_prompt_tokens
+        work_s = sum(node.prefill_queue_s for node in prefills)
+        work_s += num_requests * sum(node.prefill.base for node in prefills) / len(prefills)
+        work_s += num_prompt_tokens * sum(n.prefill.per_unit for n in prefills) / len(prefills)
         room = sum(_room(node) for node in decodes)
         num_free = sum(node.num_free_tokens for node in decodes) - room * _KV_HEADROOM
         num_held = max(room - num_free, 1.0)

@@ -169,6 +169,8 @@ class Intake:
             num_prompt_tokens=len(call.prompt_token_ids),
             max_tokens=call.sampling_params.max_tokens,
             timeout_s=call.timeout_s,
+            priority=call.priority,
+            client=call.client,
         ) as ticket:
             yield dataclasses.replace(call, timeout_s=call.timeout_s - ticket.waited_s)
 

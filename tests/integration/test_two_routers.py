@@ -30,7 +30,7 @@ def deployment(tmp_path: Path) -> Iterator[tuple[LocalDeployment, str]]:
         model=str(DEMO_MODEL),
         listen=free_address(),
         num_decode=2,
-        router_args=["--node-token", "t"],
+        router_args=["--node-token", "t", "--policy", "round_robin"],
         node_args=[
             "--dtype", "float32", "--router", second, "--node-token", "t",
             "--drain-timeout-s", "60",
@@ -38,6 +38,7 @@ def deployment(tmp_path: Path) -> Iterator[tuple[LocalDeployment, str]]:
         log_folder=tmp_path,
     )  # fmt: skip
     command = ["router", "--model", str(DEMO_MODEL), "--listen", second, "--node-token", "t"]
+    command += ["--policy", "round_robin"]  # so that both decode nodes have something to do
     with (
         (tmp_path / "second.log").open("wb") as log,
         subprocess.Popen(
