@@ -52,6 +52,14 @@ def router(
             envvar="BATON_NODE_TOKEN",
         ),
     ] = "",
+    admin_token: Annotated[
+        str,
+        typer.Option(
+            help="That admin calls must bring, and that the router brings to nodes. If empty "
+            "anybody may look, and change something if only this machine can reach the router.",
+            envvar="BATON_ADMIN_TOKEN",
+        ),
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -67,6 +75,7 @@ def router(
                 pair_timeout_s=pair_timeout_s,
                 node_timeout_s=node_timeout_s,
                 node_token=node_token,
+                admin_token=admin_token,
             )
         )
 

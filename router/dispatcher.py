@@ -20,14 +20,16 @@ from baton.errors import (
     RequestCancelledError,
 )
 from baton.link import NodeRole, RequestDelta, RequestError
-from baton.outputs import DecodeReceipt, Receipt, RequestOutput
+from baton.outputs import DecodeReceipt, FinishReason, Receipt, RequestOutput
 from router.attempt import Attempt
 from router.call import Call, CallOutput
+from router.decisions import DecisionLog
 from router.node import LegDelta
 from router.node_pool import NodePool
 from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
+from router.request_log import Following, RequestLog
 from router.retry_budget import RetryBudget, RetryOptions
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,10 @@ class Dispatcher:
         policy: picks the pair.
         options: limits of one call.
         budget: of all calls together.
+
+    Attributes:
+        decisions: where the last calls went, and why.
+        log: what became of the last calls.
     """
 
     def __init__(
@@ -64,6 +70,8 @@ class Dispatcher:
         self.policy = policy
         self.options = options or RetryOptions()
         self.budget = budget or RetryBudget()
+        self.decisions = DecisionLog()
+        self.log = RequestLog()
         self._open: dict[str, _OpenCall] = {}
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
@@ -85,24 +93,38 @@ class Dispatcher:
         if call.request_id in self._open:
             raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
         self.budget.note_call()
-        opened = self._open[call.request_id] = _OpenCall(self, call)
-        try:
-            async with contextlib.aclosing(opened.outputs()) as outputs:
-                async for output in outputs:
-                    yield output
-        finally:
-            opened.close()
-            del self._open[call.request_id]
+        with self.log.follow(call) as following:
+            opened = self._open[call.request_id] = _OpenCall(self, call, following)
+            try:
+                async with contextlib.aclosing(opened.outputs()) as outputs:
+                    async for output in outputs:
+                        following.note_output(output)
+                        yield output
+            finally:
+                opened.close()
+                del self._open[call.request_id]
 
     def receipt(self, request_id: str) -> Receipt:
         """The receipt of an open call as of now, for who is about to end it; after token 1."""
-        return self._open[request_id].receipt(None)
+        opened = self._open[request_id]
+        receipt = opened.receipt(None)
+        opened.following.finish(FinishReason.STOP, receipt)
+        return receipt
+
+    def abort(self, request_id: str, why: str) -> bool:
+        """End a call from outside; its client gets CANCELLED. Returns whether it was open."""
+        opened = self._open.get(request_id)
+        if opened is not None:
+            opened.end(RequestError("CANCELLED", why))
+            self.pool.note_eligibility_change()  # it may wait for nodes
+        return opened is not None
 
 
 class _OpenCall:
     """A call, its attempts one after the other, and the one stream that they make."""
 
-    def __init__(self, dispatcher: Dispatcher, call: Call) -> None:
+    def __init__(self, dispatcher: Dispatcher, call: Call, following: Following) -> None:
+        self.following = following
         self._dispatcher = dispatcher
         self._options = dispatcher.options
         self._call = call
@@ -114,9 +136,10 @@ class _OpenCall:
         self._num_preemptions = 0
         self._choice = PairChoice()
         self._ttft_s = 0.0
+        self._ended_by: RequestError | None = None  # from outside
         loop = asyncio.get_running_loop()
         self._expires_at = loop.time() + call.timeout_s
-        self._deadline = loop.call_at(self._expires_at, self._time_out)
+        self._deadline = loop.call_at(self._expires_at, self.end, _DEADLINE)
 
     async def outputs(self) -> AsyncGenerator[CallOutput, None]:
         """What the legs of all attempts say, strictly by output index.
@@ -163,6 +186,14 @@ class _OpenCall:
         if self._attempt is not None:
             self._attempt.close()
 
+    def end(self, error: RequestError) -> None:
+        """End the call from outside, whatever it is doing."""
+        self._ended_by = error
+        if self._attempt is not None:
+            output = RequestOutput(self._call.request_id, 0, ())
+            delta = RequestDelta(output, self._attempt.epoch, error=error)
+            self._attempt.fail(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
+
     # ------------------------------------------------------------------ attempts
 
     def _check_retry(self, attempt: Attempt, item: LegDelta) -> None:
@@ -171,6 +202,7 @@ class _OpenCall:
         assert error is not None
         decode = attempt.decode.engine_id if attempt.decode else ""
         self._choice.note_failure(attempt.prefill.engine_id, decode, item)
+        self.following.note_failure(error.code, error.message)
         if error.code == "PREEMPTED":
             self._num_preemptions += 1
             if self._num_preemptions > options.max_preemptions:
@@ -213,6 +245,7 @@ class _OpenCall:
             or num_tokens + 1 >= dispatcher.pool.max_model_len
         )
         self._num_attempts += 1
+        self.following.note_attempt(prefill.name, "" if ends_with_next else decode.name)
         self._attempt = Attempt(
             call,
             prefill,
@@ -248,7 +281,10 @@ class _OpenCall:
             now=time.monotonic(),
         )
         fleet = self._dispatcher.pool.fleet.with_room_for(query.num_prompt_tokens + 1)
-        return self._dispatcher.policy.pick(query, self._choice.narrow(fleet))
+        placement = self._dispatcher.policy.pick(query, self._choice.narrow(fleet))
+        if placement is not None:
+            self._dispatcher.decisions.note(self._call.request_id, query, placement)
+        return placement
 
     async def _pause(self) -> None:
         """Back off, the longer the more often this call failed; not past the deadline."""
@@ -260,17 +296,11 @@ class _OpenCall:
         await asyncio.sleep(min(pause_s, self._remaining_s()))
 
     def _remaining_s(self) -> float:
-        """Until the deadline; raises DeadlineExceededError behind it."""
+        """Until the deadline; raises the error of a call that was ended."""
         remaining_s = self._expires_at - asyncio.get_running_loop().time()
-        if remaining_s <= 0:
-            raise _error(_DEADLINE)
+        if self._ended_by is not None or remaining_s <= 0:
+            raise _error(self._ended_by or _DEADLINE)
         return remaining_s
-
-    def _time_out(self) -> None:
-        if self._attempt is not None:
-            output = RequestOutput(self._call.request_id, 0, ())
-            delta = RequestDelta(output, self._attempt.epoch, error=_DEADLINE)
-            self._attempt.fail(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
 
 
 def _error(error: RequestError) -> BatonError:

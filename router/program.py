@@ -8,12 +8,13 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from baton.admin_gate import AdminGate
 from baton.client import DEFAULT_ADDRESS
 from baton.errors import ConfigError
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
 from baton.process import stop_event
-from baton.rpc import RpcServer, warn_if_public
+from baton.rpc import RpcServer, is_public, warn_if_public
 from baton.tokenizer import Tokenizer
 from baton.v1 import (
     admin_pb2,
@@ -23,7 +24,8 @@ from baton.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
-from router.admin_service import AdminService
+from router.admin.node_calls import NodeCalls
+from router.admin.service import AdminService
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.link_service import NodeLinkService
@@ -49,6 +51,7 @@ class RouterConfig:
     pair_timeout_s: float = 5.0
     node_timeout_s: float = 1.0
     node_token: str = field(default="", repr=False)
+    admin_token: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if not self.node_timeout_s >= 2 * BEAT_INTERVAL_S:
@@ -75,13 +78,19 @@ async def serve(config: RouterConfig) -> None:
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
     )
+    admin = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
     server = RpcServer(
         [
             inference_pb2.DESCRIPTOR.services_by_name["Inference"],
             node_pb2.DESCRIPTOR.services_by_name["NodeLink"],
-            admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+            admin,
         ],
-        lambda grpc_server: _register(grpc_server, intake, pool, config),
+        lambda grpc_server: _register(grpc_server, dispatcher, intake, config),
+        [
+            AdminGate(
+                admin.full_name, config.admin_token, is_public=is_public("listen", config.listen)
+            )
+        ],
     )
     stopping = stop_event(asyncio.get_running_loop())
     address = await server.start(config.listen)
@@ -110,7 +119,15 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
         task.cancel()
 
 
-def _register(server: object, intake: Intake, pool: NodePool, config: RouterConfig) -> None:
+def _register(server: object, dispatcher: Dispatcher, intake: Intake, config: RouterConfig) -> None:
+    links = NodeLinkService(dispatcher.pool, config.node_token)
+    admin = AdminService(
+        dispatcher,
+        intake,
+        model=config.model,
+        policy=config.policy,
+        calls=NodeCalls(config.admin_token),
+    )
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(intake), server)  # type: ignore[no-untyped-call]  # generated
-    node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool, config.node_token), server)  # type: ignore[no-untyped-call]  # generated
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(pool, config.model), server)  # type: ignore[no-untyped-call]  # generated
+    node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)  # type: ignore[no-untyped-call]  # generated

@@ -1,0 +1,72 @@
+"""DecisionLog: why requests went where they went, for the last ones; see `baton admin explain`."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.policies.base import Candidate, Placement, RouteQuery
+
+_Noted = tuple[float, int, int, Placement]  # placed at, prompt tokens, max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One attempt's placement.
+
+    Attributes:
+        placed_at: by `time.time`.
+        num_cached_tokens: that the node which computes the prompt was thought to have.
+        candidates: the best of the places that the policy looked at, the chosen one first.
+    """
+
+    request_id: str
+    placed_at: float
+    num_prompt_tokens: int
+    max_tokens: int
+    num_cached_tokens: int
+    prefill_node: str
+    decode_node: str
+    candidates: Sequence[Candidate]
+
+
+class DecisionLog:
+    """The decisions on the last requests. What a policy makes of them is told when asked for.
+
+    Args:
+        max_requests: kept.
+    """
+
+    def __init__(self, max_requests: int = 1000) -> None:
+        self._max_requests = max_requests
+        self._noted: OrderedDict[str, list[_Noted]] = OrderedDict()
+
+    def note(self, request_id: str, query: RouteQuery, placement: Placement) -> None:
+        """A request was placed; an earlier one of the same id is another attempt at it."""
+        # (Not the query: it has the prompt.)
+        noted = (time.time(), query.num_prompt_tokens, query.max_tokens, placement)
+        self._noted.setdefault(request_id, []).append(noted)
+        self._noted.move_to_end(request_id)
+        if len(self._noted) > self._max_requests:
+            self._noted.popitem(last=False)
+
+    def get(self, request_id: str) -> list[Decision]:
+        """The decisions on a request, one per attempt; empty if it is not (or no longer) known."""
+        return [_decision(request_id, *item) for item in self._noted.get(request_id, ())]
+
+
+def _decision(
+    request_id: str, placed_at: float, num_prompt_tokens: int, max_tokens: int, placement: Placement
+) -> Decision:
+    return Decision(
+        request_id=request_id,
+        placed_at=placed_at,
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
+        num_cached_tokens=placement.num_cached_tokens,
+        prefill_node=placement.prefill.node_name if placement.prefill else "",
+        decode_node=placement.decode.node_name,
+        candidates=placement.explain(),
+    )
