@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from types import TracebackType
-from typing import NoReturn, cast
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from baton import rpc, wire, wire_types
-from baton.errors import (
-    BatonError,
-    DeadlineExceededError,
-    InvalidRequestError,
-    NodeUnavailableError,
-    OverloadedError,
-    RequestCancelledError,
+from baton import rpc, wire
+from baton.client_messages import (
+    ModelDescription,
+    Progress,
+    Prompt,
+    error_of,
+    join,
+    join_batch,
+    make_batch_request,
+    make_prompt,
+    make_request,
+    models_from_proto,
 )
-from baton.outputs import Completion, FinishReason, TextDelta
-from baton.sampling_params import MAX_TOKEN_ID, SamplingParams
-from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from baton.outputs import Completion, TextDelta
+from baton.sampling_params import SamplingParams
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "AsyncClient",
+    "Client",
+    "ModelDescription",
+    "Prompt",
+    "make_request",
+]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages such as ``[{"role": "user", "content": "Hello"}]``."""
+DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 
 
 class Client:
@@ -48,7 +61,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> Completion:
         """The whole completion of one prompt; raises a BatonError."""
-        return _join(list(self.stream(prompt, sampling_params, timeout_s=timeout_s)))
+        return join(list(self.stream(prompt, sampling_params, timeout_s=timeout_s)))
 
     def stream(
         self,
@@ -56,16 +69,89 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        request_id: str = "",
+        resumable: bool = False,
     ) -> Iterator[TextDelta]:
-        """The completion piece by piece, as it is made; leaving the loop cancels the request."""
-        call = self._stub.Generate(make_request(prompt, sampling_params), timeout=timeout_s)
+        """The completion piece by piece, as it is made; leaving the loop cancels the request.
+
+        Args:
+            resumable: when the connection breaks, go on where it broke, within some seconds.
+        """
+        progress = Progress(
+            make_request(prompt, sampling_params, request_id, resumable=resumable), timeout_s
+        )
+        while True:
+            call = progress.next_call(self._stub)
+            try:
+                for response in call:
+                    yield progress.take(response)
+                return
+            except grpc.RpcError as error:
+                time.sleep(progress.pause_after(error, self._address))
+            finally:
+                call.cancel()
+
+    def resume(
+        self, request_id: str, next_output_index: int = 0, *, timeout_s: float | None = None
+    ) -> Iterator[TextDelta]:
+        """The rest of a resumable request: what comes behind ``next_output_index`` tokens."""
+        request = inference_pb2.ResumeRequest(
+            request_id=request_id, next_output_index=next_output_index
+        )
+        yield from self._read(self._stub.Resume(request, timeout=timeout_s))
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[list[Completion]]:
+        """The ``n`` completions of each prompt, in order; raises a BatonError."""
+        deltas = self.stream_batch(prompts, sampling_params, timeout_s=timeout_s)
+        return join_batch(list(deltas))
+
+    def stream_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Iterator[TextDelta]:
+        """Pieces of all completions as they are made; they say of which prompt and choice."""
+        request = make_batch_request(prompts, sampling_params)
+        yield from self._read(self._stub.GenerateBatch(request, timeout=timeout_s))
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, as the model would see them."""
+        request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt))
+        return list(self._call(self._stub.Tokenize, request).token_ids)
+
+    def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has."""
+        request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt))
+        return int(self._call(self._stub.CountTokens, request).num_tokens)
+
+    def models(self) -> list[ModelDescription]:
+        """What the router serves."""
+        return models_from_proto(
+            self._call(self._stub.ListModels, inference_pb2.ListModelsRequest())
+        )
+
+    def _read(self, call: Any) -> Iterator[TextDelta]:
         try:
             for response in call:
                 yield wire.text_delta_from_proto(response)
         except grpc.RpcError as error:
-            _raise(error, self._address)
+            raise error_of(error, self._address) from None
         finally:
             call.cancel()
+
+    def _call(self, method: Any, request: object) -> Any:
+        try:
+            return method(request)
+        except grpc.RpcError as error:
+            raise error_of(error, self._address) from None
 
     def close(self) -> None:
         self._channel.close()
@@ -103,7 +189,7 @@ class AsyncClient:
     ) -> Completion:
         """The whole completion of one prompt; raises a BatonError."""
         deltas = self.stream(prompt, sampling_params, timeout_s=timeout_s)
-        return _join([delta async for delta in deltas])
+        return join([delta async for delta in deltas])
 
     async def stream(
         self,
@@ -111,16 +197,91 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        request_id: str = "",
+        resumable: bool = False,
     ) -> AsyncGenerator[TextDelta, None]:
-        """The completion piece by piece, as it is made; closing the iterator cancels it."""
-        call = self._stub.Generate(make_request(prompt, sampling_params), timeout=timeout_s)
+        """The completion piece by piece, as it is made; closing the iterator cancels it.
+
+        Args:
+            resumable: when the connection breaks, go on where it broke, within some seconds.
+        """
+        progress = Progress(
+            make_request(prompt, sampling_params, request_id, resumable=resumable), timeout_s
+        )
+        while True:
+            call = progress.next_call(self._stub)
+            try:
+                async for response in call:
+                    yield progress.take(response)
+                return
+            except grpc.RpcError as error:
+                await asyncio.sleep(progress.pause_after(error, self._address))
+            finally:
+                call.cancel()
+
+    async def resume(
+        self, request_id: str, next_output_index: int = 0, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
+        """The rest of a resumable request: what comes behind ``next_output_index`` tokens."""
+        request = inference_pb2.ResumeRequest(
+            request_id=request_id, next_output_index=next_output_index
+        )
+        async for delta in self._read(self._stub.Resume(request, timeout=timeout_s)):
+            yield delta
+
+    async def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[list[Completion]]:
+        """The ``n`` completions of each prompt, in order; raises a BatonError."""
+        deltas = self.stream_batch(prompts, sampling_params, timeout_s=timeout_s)
+        return join_batch([delta async for delta in deltas])
+
+    async def stream_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Pieces of all completions as they are made; they say of which prompt and choice."""
+        request = make_batch_request(prompts, sampling_params)
+        async for delta in self._read(self._stub.GenerateBatch(request, timeout=timeout_s)):
+            yield delta
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, as the model would see them."""
+        request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt))
+        return list((await self._call(self._stub.Tokenize, request)).token_ids)
+
+    async def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has."""
+        request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt))
+        return int((await self._call(self._stub.CountTokens, request)).num_tokens)
+
+    async def models(self) -> list[ModelDescription]:
+        """What the router serves."""
+        return models_from_proto(
+            await self._call(self._stub.ListModels, inference_pb2.ListModelsRequest())
+        )
+
+    async def _read(self, call: Any) -> AsyncGenerator[TextDelta, None]:
         try:
             async for response in call:
                 yield wire.text_delta_from_proto(response)
         except grpc.RpcError as error:
-            _raise(error, self._address)
+            raise error_of(error, self._address) from None
         finally:
             call.cancel()
+
+    async def _call(self, method: Any, request: object) -> Any:
+        try:
+            return await method(request)
+        except grpc.RpcError as error:
+            raise error_of(error, self._address) from None
 
     async def close(self) -> None:
         await self._channel.close(None)
@@ -135,71 +296,3 @@ class AsyncClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
-
-
-def make_request(
-    prompt: Prompt, sampling_params: SamplingParams | None, request_id: str = ""
-) -> inference_pb2.GenerateRequest:
-    """The request message of a prompt; raises InvalidRequestError."""
-    params = wire_types.sampling_params_to_proto(sampling_params or SamplingParams())
-    request = inference_pb2.GenerateRequest(request_id=request_id, sampling_params=params)
-    if isinstance(prompt, str):
-        request.text = _checked_text("prompt", prompt)
-        return request
-    items = list(prompt)
-    if items and all(isinstance(item, Mapping) for item in items):
-        for message in cast("list[Mapping[str, str]]", items):
-            if not isinstance(message.get("role"), str):
-                raise InvalidRequestError("chat", "each message needs a role and a content")
-            request.chat.messages.add(
-                role=_checked_text("chat", message["role"]),
-                content=_checked_text("chat", message.get("content", "")),
-            )
-        return request
-    for token_id in items:
-        if not isinstance(token_id, int) or not 0 <= token_id <= MAX_TOKEN_ID:
-            raise InvalidRequestError("prompt", f"{token_id!r} is not a token id")
-    request.token_ids.CopyFrom(types_pb2.TokenIds(ids=cast("list[int]", items)))
-    return request
-
-
-def _checked_text(field: str, text: object) -> str:
-    """The text, if it can be sent; a terminal may hand over bytes that are no characters."""
-    if not isinstance(text, str):
-        raise InvalidRequestError(field, f"must be text, got {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(field, f"is not valid Unicode at {error.start}") from None
-    return text
-
-
-def _join(deltas: Sequence[TextDelta]) -> Completion:
-    last = deltas[-1]
-    return Completion(
-        request_id=last.request_id,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        finish_reason=last.finish_reason or FinishReason.ABORT,
-        receipt=last.receipt,
-        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
-        prompt_logprobs=tuple(one for delta in deltas for one in delta.prompt_logprobs),
-    )
-
-
-def _raise(error: grpc.RpcError, address: str) -> NoReturn:
-    """Turn a status back into the exception that made it."""
-    code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        field, _, problem = details.partition(": ")
-        raise InvalidRequestError(field, problem) from None
-    if code is grpc.StatusCode.UNAVAILABLE:
-        if "failed to connect" in details.lower() or "connection refused" in details.lower():
-            details = f"the router at {address} cannot be reached"
-        raise NodeUnavailableError(details) from None
-    kinds: dict[grpc.StatusCode, type[BatonError]] = {
-        grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
-        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
-        grpc.StatusCode.CANCELLED: RequestCancelledError,
-    }
-    raise kinds.get(code, BatonError)(details or code.name) from None

@@ -1,4 +1,4 @@
-"""Errors: the one exception tree, and the one table that maps it to gRPC status codes.
+"""Errors: the one exception tree, and the one table from it to gRPC's and HTTP's status codes.
 
     BatonError
     ├── InvalidRequestError     a request's field is outside its limit          INVALID_ARGUMENT
@@ -17,9 +17,24 @@ Status codes are named by string so that this file needs no gRPC.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from baton.outputs import Receipt
+
 
 class BatonError(Exception):
-    """Base of every error that Baton raises on purpose."""
+    """Base of every error that Baton raises on purpose.
+
+    Attributes:
+        retryable: whether the same request may succeed later.
+        retry_delay_s: how long to wait before; None when it is not retryable.
+        receipt: what the request had cost when it failed, as far as it is known.
+    """
+
+    retryable: ClassVar[bool] = False
+    retry_delay_s: float | None = None
+    receipt: Receipt | None = None
 
 
 class InvalidRequestError(BatonError, ValueError):
@@ -51,9 +66,15 @@ class NotFoundError(BatonError):
 class OverloadedError(BatonError):
     """There is no room for the request now; the same request may succeed later."""
 
+    retryable = True
+    retry_delay_s = 1.0
+
 
 class NodeUnavailableError(BatonError):
     """A node (or the router) that the request needs is not there."""
+
+    retryable = True
+    retry_delay_s = 0.5
 
 
 class DeadlineExceededError(BatonError):
@@ -66,6 +87,9 @@ class RequestCancelledError(BatonError):
 
 class TransferError(BatonError):
     """KV blocks did not arrive at the decode node."""
+
+    retryable = True
+    retry_delay_s = 0.5
 
 
 class EngineDeadError(BatonError):
@@ -82,3 +106,22 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
     TransferError: "UNAVAILABLE",
     EngineDeadError: "INTERNAL",
 }
+
+# By gRPC's status, so that both APIs always say the same of an error.
+HTTP_STATUS_OF: dict[str, int] = {
+    "INVALID_ARGUMENT": 400,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+    "CANCELLED": 499,  # nobody's standard, but what proxies say of a request that was given up
+    "INTERNAL": 500,
+}
+
+
+def status_name(error: BatonError) -> str:
+    """The name of an error's gRPC status; the nearest class in the table counts."""
+    for kind in type(error).__mro__:
+        if kind in STATUS_OF_ERROR:
+            return STATUS_OF_ERROR[kind]
+    return "INTERNAL"

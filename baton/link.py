@@ -35,6 +35,8 @@ class NodeRegistration:
 
     Attributes:
         prefix_hash: algorithm that names blocks (`baton/block_hash.py`); empty: no prefix cache.
+        kv_bytes_per_token: of all layers; 0: unknown.
+        computes_prompts: a decode node that takes requests without a prefill node.
     """
 
     node_name: str
@@ -49,6 +51,7 @@ class NodeRegistration:
     block_size: int
     prefix_hash: str = ""
     kv_bytes_per_token: float = 0.0
+    computes_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +225,8 @@ class DecodeCommand:
     """Park a request until its KV arrives, then decode it from token 2 on.
 
     Attributes:
+        prefill_engine_id: whose KV will come; empty: nobody's. Then the prompt is computed here,
+            and the first token is sampled here, too.
         output_token_ids: sampled in earlier attempts; their KV arrives with the prompt's.
     """
 

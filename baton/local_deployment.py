@@ -35,6 +35,7 @@ class LocalDeploymentConfig:
 
     Attributes:
         listen: of the router.
+        http_listen: of its HTTP API; empty: none.
         router_args: more arguments of `baton router`.
         node_args: more arguments of every `baton prefill` and `baton decode`.
         decode_args: more arguments of every `baton decode`.
@@ -44,6 +45,7 @@ class LocalDeploymentConfig:
 
     model: str
     listen: str
+    http_listen: str = ""
     num_prefill: int = 1
     num_decode: int = 1
     router_args: Sequence[str] = ()
@@ -192,9 +194,12 @@ class LocalDeployment:
         cores = list(divide_cores(sorted(os.sched_getaffinity(0)), num_nodes))
         self._start(
             "router",
-            ["router", "--model", config.model, "--listen", config.listen, *config.router_args],
+            [
+                "router", "--model", config.model, "--listen", config.listen,
+                "--http-listen", config.http_listen, *config.router_args,
+            ],
             None,
-        )
+        )  # fmt: skip
         names = [("prefill", f"p{i}") for i in range(config.num_prefill)]
         names += [("decode", f"d{i}") for i in range(config.num_decode)]
         for (command, name), share in zip(names, cores, strict=True):

@@ -115,6 +115,7 @@ class Receipt:
             ended it at the router: the decode node, still at work, was told to stop and gave no
             account.
         num_attempts: 1, unless nodes were lost, did not reach each other or were short of memory.
+        router_queue_s: request received -> sent to the nodes of the attempt that gave token 1.
     """
 
     num_prompt_tokens: int
@@ -126,12 +127,26 @@ class Receipt:
     prefill: PrefillReceipt | None
     decode: DecodeReceipt | None
     num_attempts: int = 1
+    router_queue_s: float = 0.0
+
+    @property
+    def network_s(self) -> float:
+        """What is left of the time to token 1: on the way between router and nodes, and waiting
+        for a turn there. With queues and prefill it sums to ``ttft_s``."""
+        prefill_s = self.prefill.queue_s + self.prefill.prefill_s if self.prefill else 0.0
+        return self.ttft_s - self.router_queue_s - prefill_s
 
     @property
     def time_per_token_s(self) -> float:
         """Mean seconds per token after the first; 0 when there is only one."""
         after_first = self.num_output_tokens - 1
         return (self.total_s - self.ttft_s) / after_first if after_first > 0 else 0.0
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, found in the prefix cache of the node that computed the rest of it."""
+        computed_by = self.prefill or self.decode
+        return computed_by.num_cached_tokens if computed_by is not None else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +181,7 @@ class TextDelta:
 
     Attributes:
         choice_index: which of a prompt's ``n`` outputs it belongs to.
+        prompt_index: which prompt of a batch.
     """
 
     request_id: str
@@ -177,6 +193,7 @@ class TextDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     choice_index: int = 0
+    prompt_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.errors import STATUS_OF_ERROR, BatonError, ConfigError
+from baton.error_details import details_trailer, receipt_trailer
+from baton.errors import BatonError, ConfigError, status_name
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,6 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Without this a second server on the same port would start and take half of the calls.
-    ("grpc.so_reuseport", 0),
 ]
 
 
@@ -51,10 +50,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 def status_of(error: BatonError) -> grpc.StatusCode:
     """The status code of one of our errors; the nearest class in the table counts."""
-    for kind in type(error).__mro__:
-        if kind in STATUS_OF_ERROR:
-            return grpc.StatusCode[STATUS_OF_ERROR[kind]]
-    return grpc.StatusCode.INTERNAL
+    return grpc.StatusCode[status_name(error)]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
@@ -110,7 +106,11 @@ async def _abort(context: Context, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, BatonError):
-        await context.abort(status_of(error), str(error))
+        status, message = status_of(error), str(error)
+        trailers = [details_trailer(status.value[0], message, error)]
+        if error.receipt is not None:
+            trailers.append(receipt_trailer(error.receipt))
+        await context.abort(status, message, tuple(trailers))
     logger.error("unexpected error in a call", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
@@ -133,6 +133,8 @@ class RpcServer:
         services: full names of the services that `register` adds, for reflection.
         register: adds the servicers to the server.
         interceptors: see each call before its handler does.
+        reuse_port: whether other processes may serve on the same port, each a part of the
+            connections. Without it a second server on the port does not start.
     """
 
     def __init__(
@@ -140,9 +142,12 @@ class RpcServer:
         services: Sequence[ServiceDescriptor],
         register: Callable[[grpc.aio.Server], None],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
+        *,
+        reuse_port: bool = False,
     ) -> None:
+        options = [*_SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors], options=_SERVER_OPTIONS
+            interceptors=[ErrorInterceptor(), *interceptors], options=options
         )
         register(self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # lazy there

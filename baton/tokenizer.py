@@ -13,10 +13,12 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 
 from baton.errors import InvalidRequestError, ModelLoadError
+from baton.token_pieces import piece_decoder
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -26,6 +28,7 @@ class Tokenizer:
 
     Attributes:
         has_chat_template: whether `encode_chat` can be used.
+        takes_tools: whether the chat template looks at tools.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,6 +43,8 @@ class Tokenizer:
             self._tokenizer.no_padding()
         except Exception as error:  # the library raises bare Exception
             raise ModelLoadError(f"tokenizer: {path} is broken: {error}") from error
+        self._added_token_ids = frozenset(self._tokenizer.get_added_tokens_decoder())
+        self._bytes_of = piece_decoder(json.loads(self._tokenizer.to_str()).get("decoder"))
         config = _read_json(folder / "tokenizer_config.json")
         source = _chat_template_source(folder, config)
         self.has_chat_template = source is not None
@@ -49,6 +54,7 @@ class Tokenizer:
             if config.get(name)
         }
         self._template = _compile_template(source, folder) if source is not None else None
+        self.takes_tools = source is not None and "tools" in _variables(source)
 
     @classmethod
     def exists_in(cls, folder: Path) -> bool:
@@ -60,19 +66,32 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Args:
+            tools: functions that the model may call, as OpenAI's API describes them.
+            template_options: more variables of the template, such as ``enable_thinking``.
 
         Raises InvalidRequestError when there is no template or it refuses the messages.
         """
         if self._template is None:
             raise InvalidRequestError("chat", "this checkpoint has no chat template")
         try:
-            text = self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
+            variables = {
                 **self._special_tokens,
-            )
+                "add_generation_prompt": True,
+                **(template_options or {}),
+                "messages": [dict(message) for message in messages],
+                "tools": list(tools) or None,  # templates ask whether there are any
+            }
+            text = self._template.render(variables)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidRequestError("chat", f"the chat template refused it: {error}") from error
         # The template writes the special tokens itself.
@@ -83,6 +102,15 @@ class Tokenizer:
         """Text of token ids, without special tokens."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; not always whole characters."""
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:  # the model has more than the tokenizer: padding
+            return b""
+        if token_id in self._added_token_ids:
+            return piece.encode()
+        return self._bytes_of(piece)
 
 
 class Detokenizer:
@@ -144,8 +172,22 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
     return source if isinstance(source, str) else None
 
 
+def _variables(source: str) -> set[str]:
+    """Names that a template that compiles expects to be given."""
+    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
+
+
 def _compile_template(source: str, folder: Path) -> jinja2.Template:
-    """The environment that Hugging Face templates are written for; a checkpoint is not trusted."""
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelLoadError(f"tokenizer: the chat template in {folder} is broken: {error}") from (
+            error
+        )
+
+
+def _environment() -> jinja2.Environment:
+    """What Hugging Face templates are written for; a checkpoint is not trusted."""
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -158,9 +200,4 @@ def _compile_template(source: str, folder: Path) -> jinja2.Template:
     environment.filters["tojson"] = lambda value, **options: json.dumps(
         value, ensure_ascii=False, **options
     )
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ModelLoadError(f"tokenizer: the chat template in {folder} is broken: {error}") from (
-            error
-        )
+    return environment

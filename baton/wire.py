@@ -45,6 +45,8 @@ def text_delta_to_proto(delta: TextDelta) -> inference_pb2.GenerateResponse:
         receipt=receipt_to_proto(delta.receipt) if delta.receipt else None,
         logprobs=map(logprobs_to_proto, delta.logprobs),
         prompt_logprobs=prompt_logprobs_to_proto(delta.prompt_logprobs),
+        prompt_index=delta.prompt_index,
+        choice_index=delta.choice_index,
     )
 
 
@@ -58,6 +60,8 @@ def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
         receipt=receipt_from_proto(message.receipt) if message.HasField("receipt") else None,
         logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
         prompt_logprobs=prompt_logprobs_from_proto(message.prompt_logprobs),
+        prompt_index=message.prompt_index,
+        choice_index=message.choice_index,
     )
 
 
@@ -79,6 +83,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             block_size=registration.block_size,
             prefix_hash=registration.prefix_hash,
             kv_bytes_per_token=registration.kv_bytes_per_token,
+            computes_prompts=registration.computes_prompts,
         )
     )
 
@@ -101,6 +106,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         block_size=message.block_size,
         prefix_hash=message.prefix_hash,
         kv_bytes_per_token=message.kv_bytes_per_token,
+        computes_prompts=message.computes_prompts,
     )
 
 

@@ -205,6 +205,7 @@ def receipt_to_proto(receipt: Receipt) -> types_pb2.Receipt:
         prefill=prefill_receipt_to_proto(receipt.prefill) if receipt.prefill else None,
         decode=decode_receipt_to_proto(receipt.decode) if receipt.decode else None,
         num_attempts=receipt.num_attempts,
+        router_queue_s=receipt.router_queue_s,
     )
 
 
@@ -220,6 +221,7 @@ def receipt_from_proto(message: types_pb2.Receipt) -> Receipt:
         prefill=prefill_receipt_from_proto(message.prefill) if has("prefill") else None,
         decode=decode_receipt_from_proto(message.decode) if has("decode") else None,
         num_attempts=message.num_attempts,
+        router_queue_s=message.router_queue_s,
     )
 
 

@@ -57,6 +57,9 @@ class GrantQueue:
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
         self._coming: dict[BlockHash, Key] = {}
+        # The head that got nothing when it was looked up, and how many blocks were free and how
+        # many requests in line then. To look it up takes time for each block of its prompt.
+        self._refused: tuple[Key, int, int] | None = None
 
     def add(self, key: Key, request: Request) -> None:
         """Queue a parked request whose prefill node waits for its grant."""
@@ -69,6 +72,8 @@ class GrantQueue:
             if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:  # it ended meanwhile
                 self._waiting.popleft()
                 continue
+            if self._is_refused(key):
+                return None
             num_cached, lacking = self._engine.find_initial_prefix(request)
             brings = self._coming.get(lacking[0]) if lacking else None
             if brings is not None:
@@ -76,10 +81,10 @@ class GrantQueue:
                 self._receiving[brings].behind.append((key, request))
                 continue
             num_tokens = request.num_initial_tokens - num_cached
-            if not self._has_budget(num_tokens):
-                return None
-            granted = self._engine.grant(request.request_id)
+            has_budget = self._has_budget(num_tokens)
+            granted = self._engine.grant(request.request_id) if has_budget else None
             if granted is None:
+                self._refused = (key, self._engine.num_free_blocks, self._engine.num_waiting)
                 return None
             self._waiting.popleft()
             self._receiving[key] = _Transfer(num_tokens, lacking)
@@ -93,11 +98,20 @@ class GrantQueue:
         transfer = self._receiving.pop(key, None)
         if transfer is None:
             return
+        self._refused = None
         self._num_tokens -= transfer.num_tokens
         for block_hash in transfer.hashes:
             if self._coming.get(block_hash) == key:
                 del self._coming[block_hash]
         self._waiting.extendleft(reversed(transfer.behind))
+
+    def _is_refused(self, key: Key) -> bool:
+        """Whether the head would get nothing again: no transfer ended since, and none was freed."""
+        if self._refused is None:
+            return False
+        refused, num_free, num_waiting = self._refused
+        freed = self._engine.num_free_blocks > num_free
+        return refused == key and not freed and self._engine.num_waiting == num_waiting
 
     def _has_budget(self, num_tokens: int) -> bool:
         if not self._receiving:

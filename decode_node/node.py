@@ -198,7 +198,7 @@ class DecodeNode:
             output_token_ids=command.output_token_ids,
         )
         take = self.reservations.park
-        if self._is_short(request):
+        if not command.prefill_engine_id or self._is_short(request):
             engine.add(request)
             take = self.reservations.decline
         reservation = take(request, command.epoch, command.prefill_engine_id, received_at)

@@ -135,6 +135,11 @@ class Engine:
     def num_free_blocks(self) -> int:
         return self._block_pool.num_free
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that could run, were there room; parked ones are not among them."""
+        return self._scheduler.num_waiting
+
     def add(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""
         self._scheduler.add(request)

@@ -50,6 +50,7 @@ class LoadedEngine:
             num_blocks=self.engine.num_blocks,
             block_size=spec.block_size,
             prefix_hash=self.prefix_hash,
+            computes_prompts=role is NodeRole.DECODE,
             kv_bytes_per_token=spec.block_bytes * spec.num_groups / spec.block_size,
         )
 

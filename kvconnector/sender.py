@@ -22,7 +22,6 @@ from kvconnector.layout import LayerRange, check_block_ids
 from kvconnector.messages import (
     Beat,
     Cancel,
-    Commit,
     Digests,
     Grant,
     HelloAck,
@@ -335,22 +334,8 @@ class Sender:
             self._commit(transfer)
 
     def _commit(self, transfer: Transfer) -> None:
-        last = transfer.last
-        assert last is not None
-        assert last.token_id is not None
-        commit = Commit(
-            engine_id=self._info.engine_id,
-            request_id=transfer.request_id,
-            epoch=transfer.epoch,
-            token_id=last.token_id,
-            num_tokens=last.num_tokens,
-            num_bytes=transfer.num_bytes,
-            num_blocks=transfer.num_blocks_pushed,
-            transport=self._endpoint.peers[transfer.engine_id].path,
-            exposed_transfer_s=self._clock() - transfer.last_at,
-            num_descriptors=transfer.num_descriptors,
-            posting_s=transfer.posting_s,
-        )
+        path = self._endpoint.peers[transfer.engine_id].path
+        commit = transfer.commit_record(self._info.engine_id, path, self._clock())
         if not self._send(transfer.engine_id, commit):
             self._fail(transfer, "the decode node cannot be reached")
             self._finish_if_quiet(transfer)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from baton.node_metrics import ConnectorMetrics
 from kvconnector.base import BlockPush, PendingWrite
 from kvconnector.layout import LayerRange, count_runs
-from kvconnector.messages import Grant
+from kvconnector.messages import Commit, Grant
 
 MAX_ATTEMPTS = 3  # at writing again what arrived wrong
 
@@ -116,6 +116,24 @@ class Transfer:
             return False
         is_computed = self.pieces[0].is_computed
         return is_computed is None or is_computed()
+
+    def commit_record(self, engine_id: str, transport: str, now: float) -> Commit:
+        """What the decode node goes on from, of the node ``engine_id``; once all is written."""
+        assert self.last is not None
+        assert self.last.token_id is not None
+        return Commit(
+            engine_id=engine_id,
+            request_id=self.request_id,
+            epoch=self.epoch,
+            token_id=self.last.token_id,
+            num_tokens=self.last.num_tokens,
+            num_bytes=self.num_bytes,
+            num_blocks=self.num_blocks_pushed,
+            transport=transport,
+            exposed_transfer_s=now - self.last_at,
+            num_descriptors=self.num_descriptors,
+            posting_s=self.posting_s,
+        )
 
     def post(self, write: Write, remote: list[int], posting_s: float) -> None:
         """Note a piece that was posted, in that time, to the decode node's blocks ``remote``."""

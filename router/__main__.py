@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.client import DEFAULT_ADDRESS
+from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
@@ -23,7 +23,14 @@ def router(
     listen: Annotated[str, typer.Option(help="host:port to serve on.")] = DEFAULT_ADDRESS,
     policy: Annotated[
         str, typer.Option(help=f"Routing policy: {', '.join(POLICIES.names())}.")
-    ] = "least_tokens",
+    ] = "cost",
+    local_prefill: Annotated[
+        bool,
+        typer.Option(
+            help="With the cost policy: let a decode node compute a prompt itself when that is "
+            "clearly faster, or when there is no prefill node."
+        ),
+    ] = True,
     request_timeout_s: Annotated[
         float, typer.Option(help="Deadline of calls that come without one, seconds.")
     ] = 600.0,
@@ -60,6 +67,33 @@ def router(
             envvar="BATON_ADMIN_TOKEN",
         ),
     ] = "",
+    node_listen: Annotated[
+        str,
+        typer.Option(
+            help="host:port for nodes and `baton admin`, when it is not to be that of the public."
+        ),
+    ] = "",
+    reuse_port: Annotated[
+        bool,
+        typer.Option(
+            help="Share the public port with other routers, each with its own --node-listen; "
+            "the system gives each a part of the connections."
+        ),
+    ] = False,
+    resume_grace_s: Annotated[
+        float,
+        typer.Option(help="A resumable request that nobody reads is kept for so long, seconds."),
+    ] = 10.0,
+    http_listen: Annotated[
+        str, typer.Option(help='host:port of the OpenAI-compatible HTTP API; "": none.')
+    ] = DEFAULT_HTTP_ADDRESS,
+    http_cors_origin: Annotated[
+        str,
+        typer.Option(help='Web pages of this origin may call the HTTP API; "*": of all.'),
+    ] = "",
+    served_model_name: Annotated[
+        str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -70,12 +104,19 @@ def router(
                 model=model,
                 listen=listen,
                 policy=policy,
+                local_prefill=local_prefill,
                 request_timeout_s=request_timeout_s,
                 max_attempts=max_attempts,
                 pair_timeout_s=pair_timeout_s,
                 node_timeout_s=node_timeout_s,
                 node_token=node_token,
                 admin_token=admin_token,
+                node_listen=node_listen,
+                reuse_port=reuse_port,
+                resume_grace_s=resume_grace_s,
+                http_listen=http_listen,
+                http_cors_origin=http_cors_origin,
+                served_model_name=served_model_name,
             )
         )
 

@@ -1,4 +1,4 @@
-"""Attempt: one try of a call on one pair of nodes. Knows its two legs and no other tries."""
+"""Attempt: one try of a call on two nodes, or on a decode node alone. Knows no other tries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Attempt:
     Reads its two legs: puts what they say in order, and into the buffer.
 
     Args:
-        decode: None when the next token is the last.
+        prefill: None when the decode node computes the prompt itself.
+        decode: None when the next token is the last, and the prefill node's.
+        num_cached_tokens: of the prompt, on the node that computes it, as far as is known.
         epoch: tells this attempt's deltas from all others'.
         timeout_s: until the call's deadline.
         buffer: takes the tokens; has those of earlier attempts.
@@ -34,9 +36,10 @@ class Attempt:
     def __init__(
         self,
         call: Call,
-        prefill: Node,
+        prefill: Node | None,
         decode: Node | None,
         *,
+        num_cached_tokens: int = 0,
         epoch: int,
         timeout_s: float,
         buffer: OutputBuffer,
@@ -53,29 +56,40 @@ class Attempt:
         self._kv_arrived = False
         self._finished_on: NodeRole | None = None
         self._closed = False
+        self._num_cached_tokens = num_cached_tokens
         self._send_legs(call, tuple(buffer.token_ids), timeout_s + NODE_EXTRA_TIMEOUT_S)
 
     def _send_legs(self, call: Call, output_token_ids: tuple[int, ...], timeout_s: float) -> None:
-        num_prompt_tokens = len(call.prompt_token_ids)
+        num_tokens = len(call.prompt_token_ids) + len(output_token_ids)
+        num_uncomputed = max(num_tokens - self._num_cached_tokens, 1)
         params = call.sampling_params
         if output_token_ids:  # the client has them
             params = dataclasses.replace(params, prompt_logprobs=None)
         if self.decode is not None:
-            num_tokens = num_prompt_tokens + params.max_tokens
-            self.decode.open_leg(call.request_id, self.epoch, num_tokens, self)
+            self.decode.open_leg(
+                call.request_id,
+                self.epoch,
+                len(call.prompt_token_ids) + params.max_tokens,
+                self,
+                num_uncomputed=0 if self.prefill else num_uncomputed,
+                num_arriving=num_tokens,
+            )
             self.decode.send(
                 DecodeCommand(
                     request_id=call.request_id,
                     epoch=self.epoch,
                     prompt_token_ids=call.prompt_token_ids,
                     sampling_params=params,
-                    prefill_engine_id=self.prefill.engine_id,
+                    prefill_engine_id=self.prefill.engine_id if self.prefill else "",
                     timeout_s=timeout_s,
                     output_token_ids=output_token_ids,
                 )
             )
-        num_tokens = num_prompt_tokens + len(output_token_ids)
-        self.prefill.open_leg(call.request_id, self.epoch, num_tokens, self)
+        if self.prefill is None:
+            return
+        self.prefill.open_leg(
+            call.request_id, self.epoch, num_uncomputed, self, num_uncomputed=num_uncomputed
+        )
         self.prefill.send(
             PrefillCommand(
                 request_id=call.request_id,
@@ -128,18 +142,22 @@ class Attempt:
 
     def _note_forwarded(self, item: LegDelta) -> None:
         """A delta is about to be forwarded."""
-        if not self._began and item.role is NodeRole.DECODE:
-            # It had (nearly) all in its cache and computed the rest itself.
-            self.prefill.send(CancelCommand(self._request_id, self.epoch))
-        if item.delta.prefill is not None:
-            self.prefill_receipt = item.delta.prefill
-            self.prefill.relieve_leg(self.epoch)
+        if self.prefill is not None:
+            self._note_forwarded_of_two(self.prefill, item)
         self._began = True
         self.decoded |= item.role is NodeRole.DECODE
-        if self._kv_arrived:  # the prefill node has no more to say
-            self.prefill.close_leg(self.epoch)
         if item.delta.output.finish_reason is not None:
             self._finished_on = item.role
+
+    def _note_forwarded_of_two(self, prefill: Node, item: LegDelta) -> None:
+        if not self._began and item.role is NodeRole.DECODE:
+            # It had (nearly) all in its cache and computed the rest itself.
+            prefill.send(CancelCommand(self._request_id, self.epoch))
+        if item.delta.prefill is not None:
+            self.prefill_receipt = item.delta.prefill
+            prefill.relieve_leg(self.epoch)
+        if self._kv_arrived:  # the prefill node has no more to say
+            prefill.close_leg(self.epoch)
 
     def close(self) -> None:
         """Forget both legs; on nodes that may still work on the call, cancel it. Once is enough."""

@@ -18,6 +18,7 @@ class Call:
         sampling_params: with a seed.
         received_at: when it reached the router, by `time.perf_counter`.
         timeout_s: from now.
+        session_id: calls with the same one go to the same nodes, if the policy looks at it.
     """
 
     request_id: str
@@ -25,6 +26,7 @@ class Call:
     sampling_params: SamplingParams
     received_at: float
     timeout_s: float
+    session_id: str = ""
 
 
 class CallOutput(msgspec.Struct, frozen=True, gc=False):

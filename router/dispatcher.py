@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -29,8 +30,10 @@ from router.node_pool import NodePool
 from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
+from router.prompt_hashes import PromptHashes
 from router.request_log import Following, RequestLog
 from router.retry_budget import RetryBudget, RetryOptions
+from router.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ class Dispatcher:
         self.budget = budget or RetryBudget()
         self.decisions = DecisionLog()
         self.log = RequestLog()
+        self.wake_ups = WakeUps()
         self._open: dict[str, _OpenCall] = {}
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
@@ -100,6 +104,9 @@ class Dispatcher:
                     async for output in outputs:
                         following.note_output(output)
                         yield output
+            except BatonError as error:
+                error.receipt = opened.receipt(None)
+                raise
             finally:
                 opened.close()
                 del self._open[call.request_id]
@@ -128,7 +135,7 @@ class _OpenCall:
         self._dispatcher = dispatcher
         self._options = dispatcher.options
         self._call = call
-        self._buffer = OutputBuffer(call.request_id)
+        self._buffer = OutputBuffer(call.request_id, dispatcher.wake_ups)
         self._output_token_ids = self._buffer.token_ids
         self._attempt: Attempt | None = None
         self._num_attempts = 0
@@ -137,6 +144,7 @@ class _OpenCall:
         self._choice = PairChoice()
         self._ttft_s = 0.0
         self._ended_by: RequestError | None = None  # from outside
+        self._router_queue_s = 0.0
         loop = asyncio.get_running_loop()
         self._expires_at = loop.time() + call.timeout_s
         self._deadline = loop.call_at(self._expires_at, self.end, _DEADLINE)
@@ -167,17 +175,19 @@ class _OpenCall:
     def receipt(self, decode: DecodeReceipt | None) -> Receipt:
         """What the call cost up to now; ``decode``: the decode node's part, with its last token."""
         attempt = self._attempt
-        assert attempt is not None
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
             num_output_tokens=len(self._output_token_ids),
             ttft_s=self._ttft_s,
             total_s=time.perf_counter() - self._call.received_at,
-            prefill_node=attempt.prefill.name,
-            decode_node=attempt.decode.name if attempt.decode and attempt.decoded else "",
-            prefill=attempt.prefill_receipt,
+            prefill_node=attempt.prefill.name if attempt and attempt.prefill else "",
+            decode_node=attempt.decode.name
+            if attempt and attempt.decode and attempt.decoded
+            else "",
+            prefill=attempt.prefill_receipt if attempt else None,
             decode=decode,
             num_attempts=self._num_attempts,
+            router_queue_s=self._router_queue_s,
         )
 
     def close(self) -> None:
@@ -201,7 +211,8 @@ class _OpenCall:
         error, options = item.delta.error, self._options
         assert error is not None
         decode = attempt.decode.engine_id if attempt.decode else ""
-        self._choice.note_failure(attempt.prefill.engine_id, decode, item)
+        prefill = attempt.prefill.engine_id if attempt.prefill else ""
+        self._choice.note_failure(prefill, decode, item)
         self.following.note_failure(error.code, error.message)
         if error.code == "PREEMPTED":
             self._num_preemptions += 1
@@ -233,11 +244,10 @@ class _OpenCall:
         if self._choice.has_failed(placement):  # nothing better is left: give it some time
             await self._pause()
             placement = await self._wait_for_placement(failure)
-        assert placement.prefill is not None
-        prefill = dispatcher.pool.node(placement.prefill.engine_id)
+        prefill = dispatcher.pool.node(placement.prefill.engine_id) if placement.prefill else None
         decode = dispatcher.pool.node(placement.decode.engine_id)
-        assert prefill is not None
         assert decode is not None
+        assert prefill is not None or placement.prefill is None
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
         num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
         ends_with_next = (
@@ -245,11 +255,17 @@ class _OpenCall:
             or num_tokens + 1 >= dispatcher.pool.max_model_len
         )
         self._num_attempts += 1
-        self.following.note_attempt(prefill.name, "" if ends_with_next else decode.name)
+        if not self._output_token_ids:
+            self._router_queue_s = time.perf_counter() - call.received_at
+        used_decode = None if ends_with_next and prefill is not None else decode
+        self.following.note_attempt(
+            prefill.name if prefill else "", used_decode.name if used_decode else ""
+        )
         self._attempt = Attempt(
             call,
             prefill,
-            None if ends_with_next else decode,
+            used_decode,
+            num_cached_tokens=placement.num_cached_tokens,
             epoch=next(dispatcher.epochs) % 2**32,
             timeout_s=self._remaining_s(),
             buffer=self._buffer,
@@ -273,17 +289,24 @@ class _OpenCall:
         return placement
 
     def _place(self) -> Placement | None:
-        num_output_tokens = len(self._output_token_ids)
+        call, dispatcher = self._call, self._dispatcher
+        pool = dispatcher.pool
+        token_ids = [*call.prompt_token_ids, *self._output_token_ids]
+        hashes = PromptHashes(token_ids)
         query = RouteQuery(
-            num_prompt_tokens=len(self._call.prompt_token_ids) + num_output_tokens,
-            max_tokens=self._call.sampling_params.max_tokens - num_output_tokens,
+            num_prompt_tokens=len(token_ids),
+            max_tokens=call.sampling_params.max_tokens - len(self._output_token_ids),
+            session_id=call.session_id,
             timeout_s=self._expires_at - asyncio.get_running_loop().time(),
             now=time.monotonic(),
+            find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
         )
-        fleet = self._dispatcher.pool.fleet.with_room_for(query.num_prompt_tokens + 1)
-        placement = self._dispatcher.policy.pick(query, self._choice.narrow(fleet))
+        fleet = pool.fleet.with_room_for(query.num_prompt_tokens + 1)
+        placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
         if placement is not None:
-            self._dispatcher.decisions.note(self._call.request_id, query, placement)
+            dispatcher.decisions.note(call.request_id, query, placement)
+            for node in filter(None, (placement.prefill, placement.decode)):
+                pool.prefix_index.note_placement(node.engine_id, hashes)
         return placement
 
     async def _pause(self) -> None:

@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from baton.errors import InvalidRequestError
 from baton.grammars import GrammarThreads, check_structured_output
@@ -22,6 +23,7 @@ from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
 from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
+from router.metrics import RouterMetrics
 
 MAX_REQUEST_ID_CHARS = 128
 # Longer texts are tokenized on a thread, so that they do not hold up the tokens of others.
@@ -30,9 +32,16 @@ _LONG_TEXT_CHARS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, to be rendered with the checkpoint's chat template."""
+    """A conversation, to be rendered with the checkpoint's chat template.
 
-    messages: Sequence[Mapping[str, str]]
+    Attributes:
+        tools: functions that the model may call.
+        template_options: more variables of the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 Prompt = str | Sequence[int] | ChatPrompt
@@ -64,6 +73,10 @@ class Intake:
         tokenizer: None for a checkpoint without one; it then serves token ids only.
         vocab_size: of the model.
         default_timeout_s: for requests that come without a deadline.
+        metrics: count every request.
+
+    Attributes:
+        tokenizer: as given.
     """
 
     def __init__(
@@ -73,15 +86,26 @@ class Intake:
         *,
         vocab_size: int,
         default_timeout_s: float,
+        metrics: RouterMetrics | None = None,
     ) -> None:
         self._dispatcher = dispatcher
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self._metrics = metrics or RouterMetrics()
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
         self._grammar_threads = GrammarThreads(1)
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens, prompt and output, of a request."""
+        return self._dispatcher.pool.max_model_len
+
     async def accept(self, request: GenerationRequest) -> Call:
         """Check everything a client can get wrong; raises InvalidRequestError."""
+        with self._metrics.accepting():
+            return await self._check(request)
+
+    async def _check(self, request: GenerationRequest) -> Call:
         if len(request.request_id) > MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError(
                 "request_id",
@@ -90,7 +114,7 @@ class Intake:
             )
         params = request.sampling_params
         check_sampling_params(params, vocab_size=self._vocab_size)
-        if params.stop and self._tokenizer is None:
+        if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
         if params.structured_output is not None:
             await self._check_structured_output(params.structured_output)
@@ -111,12 +135,16 @@ class Intake:
 
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
         """Run a call; ending the iteration early cancels it. Raises what the dispatcher does."""
-        text = OutputText(self._tokenizer, call.sampling_params) if self._tokenizer else None
-        async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
-            async for item in outputs:
-                delta = self._text_delta(item, text)
-                yield delta
-                if delta.finish_reason is not None:  # not always the nodes': they know no text
+        text = OutputText(self.tokenizer, call.sampling_params) if self.tokenizer else None
+        with self._metrics.running() as record:
+            async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+                async for item in outputs:
+                    delta = self._text_delta(item, text)
+                    if delta.finish_reason is None:
+                        yield delta
+                        continue
+                    record.finish(delta)  # not always the nodes' end: they know no text
+                    yield delta
                     return
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
@@ -128,17 +156,24 @@ class Intake:
                     "prompt", f"must have at most {limit} tokens, got {len(prompt)}"
                 )
             return list(prompt)
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidRequestError(
                 "prompt", "this checkpoint has no tokenizer.json: give token ids"
             )
         if isinstance(prompt, ChatPrompt):
             if not prompt.messages:
                 raise InvalidRequestError("chat", "must have at least 1 message, got 0")
-            return await asyncio.to_thread(self._tokenizer.encode_chat, prompt.messages)
+            if prompt.tools and not self.tokenizer.takes_tools:
+                raise InvalidRequestError("tools", "this checkpoint's chat template takes none")
+            return await asyncio.to_thread(
+                self.tokenizer.encode_chat,
+                prompt.messages,
+                tools=prompt.tools,
+                template_options=prompt.template_options,
+            )
         if len(prompt) > _LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self._tokenizer.encode, prompt)
-        return self._tokenizer.encode(prompt)
+            return await asyncio.to_thread(self.tokenizer.encode, prompt)
+        return self.tokenizer.encode(prompt)
 
     def _text_delta(self, item: CallOutput, text: OutputText | None) -> TextDelta:
         """New tokens with what they add to the text; ends the output where a stop string does."""
@@ -165,7 +200,7 @@ class Intake:
         )
 
     async def _check_structured_output(self, structured_output: StructuredOutput) -> None:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
         await asyncio.wrap_future(
             self._grammar_threads.submit(check_structured_output, structured_output)

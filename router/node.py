@@ -1,6 +1,6 @@
-"""Node: one joined node as its router sees it, with the open legs of requests on it.
+"""Node: one joined node as the router holds it: its link, its open legs, what is known of its load.
 
-Hands what the node says to those who wait for it. Knows no other node.
+Takes what the node says and hands it to who waits for it. Knows no other nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LegReader(Protocol):
 
 @dataclass(slots=True)
 class _Leg:
-    """An open request on a node; see `NodeLoad.note_opened`."""
+    """An open attempt on a node; see `NodeLoad.note_opened`."""
 
     request_id: str
     reader: LegReader
@@ -145,16 +145,17 @@ class Node:
     def deliver_step(self, step: StepDeltas) -> None:
         """Hand the rows and deltas of an engine step to their attempts."""
         legs, role = self.legs, self.registration.role
+        is_decode = role is NodeRole.DECODE
         rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)  # from a peer
         for epoch, output_index, token_id in rows:
             leg = legs.get(epoch)
             if leg is not None:
-                if leg.begun_at is None:
-                    self._note_begun(leg)
+                if leg.begun_at is None and is_decode:
+                    self._begin(leg)
                 leg.reader.take_token(role, output_index, token_id)
         for delta in step.deltas:
             self.deliver(delta)
-        if role is NodeRole.DECODE:
+        if is_decode:
             self.load.note_step()
 
     def _learn(self, leg: _Leg, delta: RequestDelta) -> None:
@@ -163,15 +164,13 @@ class Node:
             self.load.note_prefilled(delta.prefill)
         if self.registration.role is NodeRole.PREFILL or delta.error is not None:
             return
-        if leg.begun_at is None:
-            self._note_begun(leg)
-        if delta.decode is not None and leg.begun_at is not None:
-            self.load.note_decoded(delta.decode, time.monotonic() - leg.begun_at)
+        begun_at = self._begin(leg) if leg.begun_at is None else leg.begun_at
+        if delta.decode is not None:
+            self.load.note_decoded(delta.decode, time.monotonic() - begun_at)
 
-    def _note_begun(self, leg: _Leg) -> None:
-        """The first of a leg's tokens came; on a decode node, its KV is there."""
-        if self.registration.role is NodeRole.PREFILL:
-            return
+    def _begin(self, leg: _Leg) -> float:
+        """An attempt's first token on a decode node came."""
         leg.begun_at = time.monotonic()
         self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
         leg.num_arriving = leg.num_uncomputed = 0
+        return leg.begun_at

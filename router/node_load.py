@@ -82,6 +82,7 @@ class NodeLoad:
         self._has_beat = False
         self._num_uncomputed = 0  # prompt tokens to be computed here, of requests placed from here
         self._num_uncomputed_requests = 0
+        self._num_foreign = 0
         self._num_decoding = 0
         self._stepped_at: float | None = None
         if registration.kv_bytes_per_token:
@@ -167,6 +168,9 @@ class NodeLoad:
         """A node's own account came."""
         self.beat = beat
         self._has_beat = True
+        # What the node has to compute beyond what was placed from here: other routers' requests,
+        # and prompts of which less was cached than thought.
+        self._num_foreign = max(0, beat.num_uncomputed_tokens - self._num_uncomputed)
         self.prefill.refresh()
         self.step.refresh()
         self._derive()
@@ -203,12 +207,9 @@ class NodeLoad:
     def _derive(self) -> None:
         """What policies read; made when something changes, as more is read than changes."""
         beat = self.beat
-        # What the node has to compute beyond what was placed from here: other routers' requests,
-        # and prompts of which less was cached than thought.
-        num_foreign = max(0, beat.num_uncomputed_tokens - self._num_uncomputed)
         line, weight, num_requests = self.prefill, self._weight, self._num_uncomputed_requests
         self.prefill_queue_s = line.base * num_requests + line.per_unit * (
-            self._num_uncomputed + num_foreign
+            self._num_uncomputed + self._num_foreign
         )
         self.prefill_base_s = (self.prefill_queue_s + line.base) / weight
         self.prefill_s_per_token = line.per_unit / weight

@@ -33,6 +33,7 @@ from baton.outputs import RequestOutput
 from router.fleet import Fleet
 from router.node import Node
 from router.node_load import SharedRates
+from router.pairing import Reach, incompatibility
 from router.prefix_index import PrefixIndex
 from router.prompt_hashes import HashKind
 
@@ -76,8 +77,7 @@ class NodePool:
         self._expelled: set[str] = set()  # engine ids of nodes that may not come back
         self._roles_seen: set[NodeRole] = set()
         self._eligibility = eligibility
-        # prefill node -> decode node -> bytes per second, by engine id
-        self._reach: dict[str, dict[str, float]] = {}
+        self._reach = Reach()
         self._rates = SharedRates()
         self._may_self_prefill = may_self_prefill
         self._fleet: Fleet | None = None  # None: to be made anew
@@ -171,10 +171,9 @@ class NodePool:
         del self._nodes[node.engine_id]
         self.prefix_index.remove(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
-        self._reach.pop(node.engine_id, None)
+        self._reach.forget(node.engine_id)
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
-            self._reach.get(other.engine_id, {}).pop(node.engine_id, None)
             other.send(PeerUpdate(node.engine_id, removed=True))
         error = RequestError(
             "UNAVAILABLE", f"{node.registration.role.value} node {node.name} {why}"
@@ -255,18 +254,26 @@ class NodePool:
         """Nodes that may get requests now, and which pairs of them can reach each other."""
         if self._fleet is None:
             ready = [node for node in self._nodes.values() if self.is_eligible(node)]
-            decodes = [node.load for node in ready if node.registration.role is NodeRole.DECODE]
+            prefills, decodes = (
+                [node for node in ready if node.registration.role is role] for role in NodeRole
+            )
+            alone = [node for node in decodes if node.registration.computes_prompts]
             self._fleet = Fleet(
-                [node.load for node in ready if node.registration.role is NodeRole.PREFILL],
-                decodes,
-                self._reach,
-                self_prefilling=decodes if self._may_self_prefill else (),
+                [node.load for node in prefills],
+                [node.load for node in decodes],
+                self._reach.bandwidths,
+                self_prefilling=[node.load for node in alone] if self._may_self_prefill else (),
             )
         return self._fleet
 
     def is_eligible(self, node: Node) -> bool:
         """Whether a node may get new requests."""
         return not node.is_draining and all(allows(node) for allows in self._eligibility)
+
+    def allow_self_prefill(self, may_self_prefill: bool) -> None:
+        """Whether decode nodes may be given prompts to compute, from now on."""
+        self._may_self_prefill = may_self_prefill
+        self._note_change()
 
     def note_eligibility_change(self) -> None:
         """Ask again which nodes are eligible."""
@@ -294,13 +301,8 @@ class NodePool:
             return
         is_prefill = node.registration.role is NodeRole.PREFILL
         prefill, decode = (node, peer) if is_prefill else (peer, node)
-        reached = self._reach.setdefault(prefill.engine_id, {})
-        if _connected(prefill, decode):
-            reports = (prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id))
-            measured = [report.bandwidth_bytes_per_s for report in reports if report]
-            reached[decode.engine_id] = max(measured)
-        else:
-            reached.pop(decode.engine_id, None)
+        there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
+        self._reach.note(prefill.engine_id, decode.engine_id, there, back)
 
     def _note_change(self) -> None:
         self._fleet = None
@@ -316,18 +318,3 @@ class NodePool:
             for other in self._nodes.values()
             if other.registration.role is not node.registration.role
         ]
-
-
-def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
-    """Why two nodes must not be paired, naming the first thing that differs; empty if nothing."""
-    for key in sorted(one.compatibility.keys() | other.compatibility.keys()):
-        mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
-        if mine != theirs:
-            return f"{key} differs: {one.node_name} has {mine}, {other.node_name} has {theirs}"
-    return ""
-
-
-def _connected(prefill: Node, decode: Node) -> bool:
-    """Whether the prefill node says yes and the decode node does not say no."""
-    there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
-    return there is not None and there.connected and (back is None or not back.problem)

@@ -12,10 +12,15 @@ from array import array
 from baton.link import RequestDelta
 from baton.outputs import DecodeReceipt, FinishReason, RequestOutput, TokenLogprobs
 from router.node import LegDelta
+from router.wake_ups import WakeUps
 
 
 class OutputBuffer:
     """One writer at a time, one reader.
+
+    Args:
+        wake_ups: when the reader hears of tokens. It hears of the first one, the last one and of
+            failures at once.
 
     token_ids  [ taken by the reader | not taken yet ]
                                      ^ _num_taken
@@ -26,16 +31,18 @@ class OutputBuffer:
         failure: what ended the attempt; nothing comes in until the reader has cleared it.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, wake_ups: WakeUps) -> None:
         self.token_ids = array("I")
         self.decode_receipt: DecodeReceipt | None = None
         self.failure: LegDelta | None = None
         self._request_id = request_id
+        self._wake_ups = wake_ups
         self._num_taken = 0
         self._finish_reason: FinishReason | None = None
         self._logprobs: list[TokenLogprobs] = []  # of what is not taken yet
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None  # nobody has asked to wake it yet
+        self._sleeper: asyncio.Future[None] | None = None
 
     # ------------------------------------------------------------------ the writer
 
@@ -43,7 +50,8 @@ class OutputBuffer:
         """The next token, with nothing else to it."""
         self.token_ids.append(token_id)
         if self._waiter is not None:
-            self._wake()
+            self._wake_ups.add(self._waiter)
+            self._waiter = None
 
     def add(self, delta: RequestDelta) -> None:
         """The next tokens and what came with them."""
@@ -61,20 +69,25 @@ class OutputBuffer:
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """At once, also when it would be woken soon."""
+        if self._sleeper is not None and not self._sleeper.done():
+            self._sleeper.set_result(None)
 
     # ------------------------------------------------------------------ the reader
 
     async def wait(self) -> None:
-        """Wait until there is something to take, or a failure."""
-        if self._num_pending or self._finish_reason or self.failure:
+        """Wait until there is something to take, and time for it, or a failure."""
+        if self._finish_reason or self.failure or (self._num_pending and not self._num_taken):
             return
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._sleeper = asyncio.get_running_loop().create_future()
+        if self._num_pending:
+            self._wake_ups.add(self._sleeper)
+        else:
+            self._waiter = self._sleeper
         try:
-            await self._waiter
+            await self._sleeper
         finally:
-            self._waiter = None
+            self._waiter = self._sleeper = None
 
     def take(self) -> RequestOutput | None:
         """All that came since the last time, as one; None if nothing did."""

@@ -28,7 +28,9 @@ from router.admin.node_calls import NodeCalls
 from router.admin.service import AdminService
 from router.dispatcher import Dispatcher
 from router.intake import Intake
+from router.journal import Journal, JournalOptions
 from router.link_service import NodeLinkService
+from router.metrics import RouterMetrics
 from router.node_pool import NodePool
 from router.policies import POLICIES
 from router.retry_budget import RetryOptions
@@ -41,19 +43,35 @@ STOP_GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Options of the router; see `baton router --help`."""
+    """Options of the router; see `baton router --help`.
+
+    Attributes:
+        http_listen: empty for no HTTP.
+        served_model_name: what HTTP clients call the model; empty: as ``model``.
+    """
 
     model: str
     listen: str = DEFAULT_ADDRESS
-    policy: str = "least_tokens"
+    policy: str = "cost"
+    local_prefill: bool = True
     request_timeout_s: float = 600.0
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
     node_timeout_s: float = 1.0
     node_token: str = field(default="", repr=False)
     admin_token: str = field(default="", repr=False)
+    node_listen: str = ""
+    reuse_port: bool = False
+    resume_grace_s: float = 10.0
+    http_listen: str = ""
+    http_cors_origin: str = ""
+    served_model_name: str = ""
 
     def __post_init__(self) -> None:
+        if self.reuse_port and not self.node_listen:
+            raise ConfigError(
+                "reuse_port: needs node_listen, or nodes would join any one of the processes"
+            )
         if not self.node_timeout_s >= 2 * BEAT_INTERVAL_S:
             raise ConfigError(
                 f"node_timeout_s: must be {2 * BEAT_INTERVAL_S:g} or more (two beats), "
@@ -69,38 +87,58 @@ async def serve(config: RouterConfig) -> None:
         model_digest=config_digest(folder),
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
+        may_self_prefill=_may_self_prefill(config, config.policy),
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options)
+    metrics = RouterMetrics(pool)
     intake = Intake(
         dispatcher,
         Tokenizer(folder) if Tokenizer.exists_in(folder) else None,
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
+        metrics=metrics,
     )
-    admin = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
-    server = RpcServer(
-        [
-            inference_pb2.DESCRIPTOR.services_by_name["Inference"],
-            node_pb2.DESCRIPTOR.services_by_name["NodeLink"],
-            admin,
-        ],
-        lambda grpc_server: _register(grpc_server, dispatcher, intake, config),
-        [
-            AdminGate(
-                admin.full_name, config.admin_token, is_public=is_public("listen", config.listen)
-            )
-        ],
-    )
+    servers = _make_servers(config, dispatcher, intake)
     stopping = stop_event(asyncio.get_running_loop())
-    address = await server.start(config.listen)
-    await server.set_serving(True)
+    try:
+        for listen, server in servers.items():
+            address = await server.start(listen)
+            await server.set_serving(True)
+            warn_if_public(address)
+            logger.info("router of %s listens on %s", config.model, address)
+        async with _watching(pool), _serving_http(config, intake, pool, metrics):
+            await stopping.wait()
+            logger.info("stopping")
+    finally:
+        await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers.values()))
+
+
+@contextlib.asynccontextmanager
+async def _serving_http(
+    config: RouterConfig, intake: Intake, pool: NodePool, metrics: RouterMetrics
+) -> AsyncIterator[None]:
+    if not config.http_listen:
+        yield
+        return
+    # Imported here: who serves no HTTP does not wait for it.
+    from router.http.server import HttpServer
+
+    server = HttpServer(
+        intake,
+        pool,
+        metrics,
+        model_name=config.served_model_name or config.model,
+        cors_origin=config.http_cors_origin,
+        grace_s=STOP_GRACE_S,
+    )
+    address = await server.start(config.http_listen)
     warn_if_public(address)
-    logger.info("router of %s listens on %s", config.model, address)
-    async with _watching(pool):
-        await stopping.wait()
-    logger.info("stopping")
-    await server.stop(STOP_GRACE_S)
+    logger.info("HTTP API on http://%s", address)
+    try:
+        yield
+    finally:
+        await server.stop()
 
 
 @contextlib.asynccontextmanager
@@ -119,15 +157,50 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
         task.cancel()
 
 
-def _register(server: object, dispatcher: Dispatcher, intake: Intake, config: RouterConfig) -> None:
-    links = NodeLinkService(dispatcher.pool, config.node_token)
-    admin = AdminService(
+def _make_servers(
+    config: RouterConfig, dispatcher: Dispatcher, intake: Intake
+) -> dict[str, RpcServer]:
+    """By address: one for all; or one for the public and one for nodes (and operators)."""
+    inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+    link = node_pb2.DESCRIPTOR.services_by_name["NodeLink"]
+    admin = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+
+    journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
+    service = InferenceService(intake, model=config.model, journal=journal)
+
+    def add_public(server: object) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
+
+    def add_private(server: object) -> None:
+        links = NodeLinkService(dispatcher.pool, config.node_token)
+        node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
+        admin_service = _make_admin(config, dispatcher, intake)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
+
+    def add_all(server: object) -> None:
+        add_public(server)
+        add_private(server)
+
+    private = config.node_listen or config.listen
+    gate = AdminGate(admin.full_name, config.admin_token, is_public=is_public("listen", private))
+    if not config.node_listen:
+        return {config.listen: RpcServer([inference, link, admin], add_all, [gate])}
+    return {
+        config.node_listen: RpcServer([link, admin], add_private, [gate]),
+        config.listen: RpcServer([inference], add_public, reuse_port=config.reuse_port),
+    }
+
+
+def _make_admin(config: RouterConfig, dispatcher: Dispatcher, intake: Intake) -> AdminService:
+    return AdminService(
         dispatcher,
         intake,
         model=config.model,
         policy=config.policy,
         calls=NodeCalls(config.admin_token),
+        on_policy=lambda name: dispatcher.pool.allow_self_prefill(_may_self_prefill(config, name)),
     )
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(intake), server)  # type: ignore[no-untyped-call]  # generated
-    node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
-    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)  # type: ignore[no-untyped-call]  # generated
+
+
+def _may_self_prefill(config: RouterConfig, policy: str) -> bool:
+    return config.local_prefill and policy == "cost"  # other policies know pairs only

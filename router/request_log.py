@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from baton.errors import BatonError
+from baton.errors import BatonError, status_name
 from baton.outputs import FinishReason, Receipt
-from baton.rpc import status_of
 from router.call import Call, CallOutput
 
 
@@ -171,7 +170,7 @@ class Following:
         if record.finish_reason is None:
             record.ended_s = self._now_s()
             if isinstance(error, BatonError):
-                record.error_code, record.error = status_of(error).name, str(error)
+                record.error_code, record.error = status_name(error), str(error)
             elif isinstance(error, Exception):
                 record.error_code, record.error = "INTERNAL", type(error).__name__
             else:

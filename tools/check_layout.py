@@ -20,6 +20,8 @@ PACKAGES = {
     "router": "router",
     "prefill_node": "prefill_node",
     "decode_node": "decode_node",
+    "sim_node": "sim_node",
+    "loadtest": "loadtest",
     "engine": "engine",
     "kvconnector": "kvconnector",
     "models": "models",

@@ -21,6 +21,7 @@ PROGRAMS: Registry[typer.Typer] = Registry(
         "router": "router.__main__:app",
         "prefill": "prefill_node.__main__:app",
         "decode": "decode_node.__main__:app",
+        "sim-node": "sim_node.__main__:app",
     },
 )
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from baton.client import DEFAULT_ADDRESS
+from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.errors import BatonError
 from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 from baton.process import print_error
@@ -26,7 +26,13 @@ def up(
     prefill: Annotated[int, typer.Option(help="Prefill nodes.", min=1)] = 1,
     decode: Annotated[int, typer.Option(help="Decode nodes.", min=1)] = 1,
     listen: Annotated[str, typer.Option(help="host:port of the router.")] = DEFAULT_ADDRESS,
-    policy: Annotated[str, typer.Option(help="Routing policy.")] = "least_tokens",
+    http_listen: Annotated[
+        str, typer.Option(help='host:port of the OpenAI-compatible HTTP API; "": none.')
+    ] = DEFAULT_HTTP_ADDRESS,
+    served_model_name: Annotated[
+        str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
+    ] = "",
+    policy: Annotated[str, typer.Option(help="Routing policy.")] = "cost",
     dtype: Annotated[str, typer.Option(help="Weights and KV cache.")] = "auto",
     kv_cache_memory: Annotated[
         str, typer.Option(help="KV memory of each node, such as 2G; auto: measured at start.")
@@ -53,9 +59,10 @@ def up(
     config = LocalDeploymentConfig(
         model=model,
         listen=listen,
+        http_listen=http_listen,
         num_prefill=prefill,
         num_decode=decode,
-        router_args=["--policy", policy],
+        router_args=["--policy", policy, "--served-model-name", served_model_name],
         node_args=["--dtype", dtype, "--kv-cache-memory", kv_cache_memory, *node_args.split()],
         decode_args=decode_args.split(),
         log_folder=log_folder,
@@ -75,6 +82,8 @@ def up(
         with LocalDeployment(config) as deployment:
             wait_ready(deployment, console, ready_timeout_s)
             console.print(f'[green]ready[/]  baton generate --router {listen} "def add(a, b):"')
+            if http_listen and not http_listen.endswith(":0"):  # else the router's log says it
+                console.print(f"       OpenAI API: http://{http_listen}/v1")
             console.print("[dim]Ctrl-C stops everything[/]")
             while not stopping.wait(0.5):
                 deployment.check(may_leave=True)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\xbb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParamsB\x08\n\x06prompt\"\x8d\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0coutput_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\"\n\x07receipt\x18\x06 \x01(\x0b\x32\x11.baton.v1.Receipt\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.baton.v1.TokenLogprobs2P\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\xce\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x11\n\tresumable\x18\x06 \x01(\x08\x42\x08\n\x06prompt\"k\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x42\x08\n\x06prompt\"\x8b\x01\n\x14GenerateBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x07prompts\x18\x02 \x03(\x0b\x32\x10.baton.v1.Prompt\x12\x31\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\t\n\x01n\x18\x04 \x01(\r\">\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11next_output_index\x18\x02 \x01(\r\"3\n\x0fTokenizeRequest\x12 \n\x06prompt\x18\x01 \x01(\x0b\x32\x10.baton.v1.Prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"6\n\x12\x43ountTokensRequest\x12 \n\x06prompt\x18\x01 \x01(\x0b\x32\x10.baton.v1.Prompt\")\n\x13\x43ountTokensResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\",\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\xb9\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0coutput_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\"\n\x07receipt\x18\x06 \x01(\x0b\x32\x11.baton.v1.Receipt\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x14\n\x0cprompt_index\x18\n \x01(\r\x12\x14\n\x0c\x63hoice_index\x18\x0b \x01(\r2\xb8\x03\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12M\n\rGenerateBatch\x12\x1e.baton.v1.GenerateBatchRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12?\n\x06Resume\x12\x17.baton.v1.ResumeRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12J\n\x0b\x43ountTokens\x12\x1c.baton.v1.CountTokensRequest\x1a\x1d.baton.v1.CountTokensResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,9 +37,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=106
   _globals['_CHAT']._serialized_end=153
   _globals['_GENERATEREQUEST']._serialized_start=156
-  _globals['_GENERATEREQUEST']._serialized_end=343
-  _globals['_GENERATERESPONSE']._serialized_start=346
-  _globals['_GENERATERESPONSE']._serialized_end=615
-  _globals['_INFERENCE']._serialized_start=617
-  _globals['_INFERENCE']._serialized_end=697
+  _globals['_GENERATEREQUEST']._serialized_end=362
+  _globals['_PROMPT']._serialized_start=364
+  _globals['_PROMPT']._serialized_end=471
+  _globals['_GENERATEBATCHREQUEST']._serialized_start=474
+  _globals['_GENERATEBATCHREQUEST']._serialized_end=613
+  _globals['_RESUMEREQUEST']._serialized_start=615
+  _globals['_RESUMEREQUEST']._serialized_end=677
+  _globals['_TOKENIZEREQUEST']._serialized_start=679
+  _globals['_TOKENIZEREQUEST']._serialized_end=730
+  _globals['_TOKENIZERESPONSE']._serialized_start=732
+  _globals['_TOKENIZERESPONSE']._serialized_end=769
+  _globals['_COUNTTOKENSREQUEST']._serialized_start=771
+  _globals['_COUNTTOKENSREQUEST']._serialized_end=825
+  _globals['_COUNTTOKENSRESPONSE']._serialized_start=827
+  _globals['_COUNTTOKENSRESPONSE']._serialized_end=868
+  _globals['_LISTMODELSREQUEST']._serialized_start=870
+  _globals['_LISTMODELSREQUEST']._serialized_end=889
+  _globals['_LISTMODELSRESPONSE']._serialized_start=891
+  _globals['_LISTMODELSRESPONSE']._serialized_end=944
+  _globals['_MODEL']._serialized_start=946
+  _globals['_MODEL']._serialized_end=990
+  _globals['_GENERATERESPONSE']._serialized_start=993
+  _globals['_GENERATERESPONSE']._serialized_end=1306
+  _globals['_INFERENCE']._serialized_start=1309
+  _globals['_INFERENCE']._serialized_end=1749
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.client_messages import trailers_of
+from baton.error_details import error_from_trailers
 from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError
 from baton.link import NodeRegistration
 from baton.rpc import open_channel
@@ -80,9 +82,9 @@ class NodeCalls:
 
 def _error(node: NodeRegistration, error: grpc.aio.AioRpcError) -> BatonError:
     code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        field_name, _, problem = details.partition(": ")
-        return InvalidRequestError(field_name, problem)
+    ours = error_from_trailers(details, trailers_of(error))
+    if isinstance(ours, InvalidRequestError):
+        return ours
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return NodeUnavailableError(
             f"{node.node_name}: the router cannot reach it at {node.address} ({code.name})"

@@ -49,6 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         calls: to nodes.
         health: what the router thinks of a node, by engine id; None: it does not judge.
         admission: what waits; None: there is no admission control.
+        on_policy: called with the name of a policy that was chosen.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         calls: NodeCalls,
         health: Callable[[str], HealthView | None] = lambda engine_id: None,
         admission: Callable[[], AdmissionView | None] = lambda: None,
+        on_policy: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._dispatcher = dispatcher
         self._pool = dispatcher.pool
@@ -70,6 +72,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._calls = calls
         self._health = health
         self._admission = admission
+        self._on_policy = on_policy
 
     # ------------------------------------------------------------------ nodes
 
@@ -201,6 +204,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise InvalidRequestError("policy", str(error)) from None
         _note(context, f"policy set {request.policy}, was {self._policy}")
         self._dispatcher.policy, self._policy = policy, request.policy
+        self._on_policy(request.policy)
         return await self.GetPolicy(admin_pb2.GetPolicyRequest(), context)
 
     async def GetVersion(  # gRPC's naming

@@ -183,10 +183,10 @@ def _shortlist(
     Those nearly as good as the best count as good as it.
     """
     best_s = min(costs_s)
-    limit_s = best_s + near_s
-    if len(costs_s) > MAX_NODES:
-        limit_s = max(limit_s, heapq.nsmallest(MAX_NODES, costs_s)[-1])
     near_s += best_s
+    limit_s = float("inf")
+    if len(costs_s) > MAX_NODES:
+        limit_s = max(near_s, heapq.nsmallest(MAX_NODES, costs_s)[-1])
     chosen = [
         (best_s if cost_s <= near_s else cost_s, nodes[i].num_placed_tokens, i)
         for i, cost_s in enumerate(costs_s)

@@ -241,8 +241,14 @@ class Cluster:
         prompt: list[int],
         params: SamplingParams,
         output_token_ids: Sequence[int] = (),
+        *,
+        alone: bool = False,
     ) -> None:
-        """Send both legs of a new attempt, which goes on behind the output of earlier ones."""
+        """Send both legs of a new attempt, which goes on behind the output of earlier ones.
+
+        Args:
+            alone: the decode node computes the prompt itself; there is no other leg.
+        """
         outputs = tuple(output_token_ids)
         self.attempts[request_id, epoch] = Attempt(prompt, params, dict(enumerate(outputs)))
         self.attempts[request_id, epoch].num_initial = len(outputs)
@@ -253,10 +259,12 @@ class Cluster:
                 prompt_token_ids=prompt,
                 sampling_params=params,
                 output_token_ids=outputs,
-                prefill_engine_id=self.p_id,
+                prefill_engine_id="" if alone else self.p_id,
                 timeout_s=1e6,
             )
         )
+        if alone:
+            return
         self.p.submit(
             PrefillCommand(
                 request_id=request_id,

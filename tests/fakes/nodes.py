@@ -42,9 +42,17 @@ DECODE_RECEIPT = DecodeReceipt(
 
 
 def make_pool(
-    max_model_len: int = 1000, eligibility: Sequence[Callable[[Node], bool]] = ()
+    max_model_len: int = 1000,
+    eligibility: Sequence[Callable[[Node], bool]] = (),
+    *,
+    may_self_prefill: bool = False,
 ) -> NodePool:
-    return NodePool(model_digest=MODEL, max_model_len=max_model_len, eligibility=eligibility)
+    return NodePool(
+        model_digest=MODEL,
+        max_model_len=max_model_len,
+        eligibility=eligibility,
+        may_self_prefill=may_self_prefill,
+    )
 
 
 def make_registration(

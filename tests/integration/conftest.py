@@ -32,6 +32,7 @@ def deployment() -> Iterator[LocalDeployment]:
     config = LocalDeploymentConfig(
         model=str(DEMO_MODEL),
         listen=free_address(),
+        router_args=["--no-local-prefill"],  # what is tested is the split
         node_args=["--dtype", "float32", "--long-prefill-token-threshold", "256"],
     )
     with LocalDeployment(config) as running:

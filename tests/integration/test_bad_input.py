@@ -147,6 +147,8 @@ def test_wrong_node_option(option: str, value: str, demo_model: Path) -> None:
 def test_wrong_router_option(demo_model: Path) -> None:
     assert_one_error_line(["router", "--model", str(demo_model), "--policy", "magic"], "policy")
     assert_one_error_line(["router", "--model", str(demo_model), "--listen", "x"], "listen")
+    wrong_http = ["--listen", free_address(), "--http-listen", "x"]
+    assert_one_error_line(["router", "--model", str(demo_model), *wrong_http], "http_listen")
 
 
 # ------------------------------------------------------------------ requests
@@ -225,9 +227,10 @@ def test_no_prompt_at_all(deployment: LocalDeployment) -> None:
 def test_router_without_nodes_says_so(demo_model: Path) -> None:
     address = free_address()
     router = subprocess.Popen(
-        [sys.executable, "-m", "baton", "router", "--model", str(demo_model), "--listen", address],
+        [sys.executable, "-m", "baton", "router", "--model", str(demo_model), "--listen", address,
+         "--http-listen", ""],
         stderr=subprocess.DEVNULL,
-    )
+    )  # fmt: skip
     try:
         with grpc.insecure_channel(address) as channel:
             grpc.channel_ready_future(channel).result(timeout=30)

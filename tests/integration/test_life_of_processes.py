@@ -24,7 +24,8 @@ def baton_up(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.
     """A ready `baton up` and its children."""
     process = subprocess.Popen(
         [sys.executable, "-m", "baton", "up", "--model", str(DEMO_MODEL),
-         "--listen", free_address(), "--kv-cache-memory", "64M", "--log-folder", str(folder)],
+         "--listen", free_address(), "--http-listen", free_address(), "--kv-cache-memory", "64M",
+         "--log-folder", str(folder)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:

@@ -10,7 +10,7 @@ from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
 from decode_node import gone_peers
 from kvconnector.base import TransferEventKind
-from kvconnector.messages import Grant
+from kvconnector.messages import Grant, Watermark, decode
 from kvconnector.peer_info import PeerInfo
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport
@@ -291,6 +291,40 @@ def test_blocks_of_a_cancelled_request_are_not_reused_before_the_last_write_has_
     assert cluster.d.requests()[0].num_blocks == 0  # "b" waits for room
     cluster.settle()
     assert cluster.attempts["b", 1].is_complete  # and its KV was right: see CheckedEngine
+    assert_clean(cluster)
+
+
+def test_of_two_watermarks_that_change_places_the_higher_one_counts() -> None:
+    cluster = make_cluster(20)
+    place(cluster, "a", 18)
+    messages, writes = cluster.network.messages, cluster.network.writes
+    cluster.step("d")
+    cluster.step("p")
+    for engine_id in "pdd":  # it is granted before the second chunk
+        cluster.round(engine_id)
+        cluster.step("d")
+        deliver_all(cluster)
+    for _ in range(2):  # a chunk each
+        cluster.round("p")
+        while writes:
+            cluster.network.land(0)
+        cluster.round("p")
+        cluster.step("p")
+    held = [m for m in messages if isinstance(decode(m.payload), Watermark)]
+    messages[:] = [m for m in messages if m not in held]
+    low, high = (decode(message.payload) for message in held[:2])
+    assert isinstance(low, Watermark)
+    assert isinstance(high, Watermark)
+    assert 0 < low.num_tokens < high.num_tokens
+    reservation = cluster.d.reservations._open["a", 1]
+    for message in (held[1], held[0]):
+        messages[:] = [message]
+        deliver_all(cluster)
+        cluster.round("d")
+        cluster.step("d")
+        assert reservation.num_received_tokens == high.num_tokens
+    cluster.settle()
+    assert_right(cluster)
     assert_clean(cluster)
 
 

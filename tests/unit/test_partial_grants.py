@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from baton.block_hash import BlockHash
 from baton.decode_options import DecodeOptions
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from decode_node import gone_peers, reservations
+from engine.request import Request
 from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
@@ -179,3 +181,35 @@ def test_half_of_the_cache_is_the_budget_if_none_is_given() -> None:
 def test_options_of_a_decode_node_check_themselves(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{name}: must be . or more, got {value}"):
         DecodeOptions(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "options"),
+    [(11, DecodeOptions(max_receiving_tokens=100)), (40, DecodeOptions(max_receiving_requests=1))],
+    ids=["no memory", "no budget"],
+)
+def test_who_waits_is_looked_up_again_only_when_something_was_freed(
+    num_blocks: int, options: DecodeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster(num_blocks, options=options)
+    lookups: list[str] = []
+    find = cluster.d_engine.find_initial_prefix
+
+    def count(request: Request) -> tuple[int, list[BlockHash]]:
+        lookups.append(request.request_id)
+        return find(request)
+
+    monkeypatch.setattr(cluster.d_engine, "find_initial_prefix", count)
+    cluster.place("a", 1, prompt_of(0, 18), GREEDY)
+    cluster.place("b", 1, prompt_of(1, 18), GREEDY)
+    start_all(cluster)
+    assert sorted(states(cluster).values()) == ["GRANTED", "PARKED"]
+    lookups.clear()
+    for _ in range(10):
+        cluster.step("d")
+    assert lookups == []
+    cluster.settle()
+    assert all(attempt.is_complete for attempt in cluster.attempts.values())
+    assert lookups != []
+    assert_right(cluster)
+    assert_clean(cluster)

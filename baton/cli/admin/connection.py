@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -12,14 +11,15 @@ import grpc
 import typer
 
 from baton.client import DEFAULT_ADDRESS
+from baton.client_messages import trailers_of
+from baton.error_details import error_from_trailers
+from baton.errors import InvalidRequestError, NotFoundError
 from baton.process import print_error
 from baton.rpc import open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 TIMEOUT_S = 15.0  # the router waits for nodes for up to 10 s
 _COMPLETION_TIMEOUT_S = 1.0
-# What gRPC says of connections; all other UNAVAILABLE is a router's own word.
-_BROKEN = r"(?i)failed to connect|connection|socket|dns|name resolution"
 
 
 class ExitCode(enum.IntEnum):
@@ -94,14 +94,17 @@ class AdminError(Exception):
     def of(cls, error: grpc.RpcError, router: str) -> AdminError:
         """What a failed call means."""
         code, details = error.code(), error.details() or ""
-        if code is grpc.StatusCode.NOT_FOUND:
+        ours = error_from_trailers(details, trailers_of(error))
+        if isinstance(ours, NotFoundError):
             return cls(details, ExitCode.NOT_FOUND)
-        if code is grpc.StatusCode.INVALID_ARGUMENT:
+        if isinstance(ours, InvalidRequestError):
             return cls(details, ExitCode.USAGE)
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return cls(f"router: {router} is of another version and cannot do this")
-        is_broken = code is grpc.StatusCode.UNAVAILABLE and re.search(_BROKEN, details)
-        if is_broken or code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        if ours is None and code in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        ):
             return cls(f"router: {router} cannot be reached ({code.name})")
         return cls(details or code.name)
 

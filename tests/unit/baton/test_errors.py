@@ -1,4 +1,4 @@
-"""Unit tests of the error tree and of the one table from errors to gRPC status codes."""
+"""Unit tests of the error tree and of the one table from errors to status codes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from baton.errors import (
+    HTTP_STATUS_OF,
     STATUS_OF_ERROR,
     BatonError,
     ConfigError,
@@ -36,6 +37,12 @@ def test_every_error_has_a_status_or_is_of_start_up_only(kind: type[BatonError])
 
 def test_every_status_in_the_table_is_one_that_grpc_knows() -> None:
     assert all(grpc.StatusCode[name].name == name for name in STATUS_OF_ERROR.values())
+
+
+def test_every_status_has_its_own_of_http() -> None:
+    assert set(HTTP_STATUS_OF) == set(STATUS_OF_ERROR.values())
+    assert len(set(HTTP_STATUS_OF.values())) == len(HTTP_STATUS_OF)
+    assert all(400 <= status < 600 for status in HTTP_STATUS_OF.values())
 
 
 def test_no_status_is_used_for_a_success() -> None:

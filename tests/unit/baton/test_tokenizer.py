@@ -184,6 +184,27 @@ def test_tojson_keeps_characters_as_they_are(tmp_path: Path) -> None:
     assert "é👍" in render(tmp_path, "é👍")
 
 
+def test_tools_and_options_reach_the_template(tmp_path: Path) -> None:
+    template = (
+        "{% if tools %}{{ tools[0].name }} {% endif %}{{ thinking }}{{ messages[0].content }}"
+    )
+    tokenizer = Tokenizer(copy_demo(tmp_path, chat_template=template))
+    assert tokenizer.takes_tools
+    messages = [{"role": "user", "content": "hi"}]
+
+    def rendered(**options: Any) -> str:
+        return tokenizer.decode(tokenizer.encode_chat(messages, **options))
+
+    assert rendered() == "hi"
+    options = {"thinking": "yes ", "messages": []}
+    assert rendered(tools=[{"name": "f"}], template_options=options) == "f yes hi"
+
+
+def test_a_template_that_does_not_look_at_tools_takes_none(tmp_path: Path) -> None:
+    assert not TOKENIZER.takes_tools
+    assert not Tokenizer(copy_demo(tmp_path, chat_template=None)).takes_tools
+
+
 def test_what_a_template_refuses_is_an_invalid_request(tmp_path: Path) -> None:
     copy_demo(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:

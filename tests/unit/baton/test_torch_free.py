@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-PROGRAMS = ["router", "prefill", "decode"]
+PROGRAMS = ["router", "prefill", "decode", "sim-node"]
 
 
 def run(code: str) -> str:
@@ -27,7 +27,7 @@ def test_importing_the_ground_and_all_entry_points_does_not_import_torch() -> No
     assert run(code).strip() == "[]"
 
 
-ENTRY_POINTS = ["router", "prefill_node", "decode_node"]
+ENTRY_POINTS = ["router", "prefill_node", "decode_node", "sim_node"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -111,6 +111,7 @@ receipts = st.builds(
     prefill=st.none() | prefill_receipts,
     decode=st.none() | decode_receipts,
     num_attempts=uint32,
+    router_queue_s=seconds,
 )
 float32 = st.floats(max_value=0, width=32)
 logprobs = st.builds(TokenLogprobs, float32, st.lists(st.tuples(uint32, float32)).map(tuple))
@@ -207,6 +208,8 @@ text_deltas = st.builds(
     st.none() | receipts,
     some_logprobs,
     prompt_logprobs,
+    choice_index=uint32,
+    prompt_index=uint32,
 )
 
 

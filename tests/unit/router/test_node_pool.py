@@ -19,7 +19,8 @@ from baton.link import (
 )
 from baton.outputs import FinishReason
 from router.node import LegDelta, Node
-from router.node_pool import NodePool, incompatibility
+from router.node_pool import NodePool
+from router.pairing import incompatibility
 from tests.fakes.nodes import (
     HandNode,
     failure,

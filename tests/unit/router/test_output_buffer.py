@@ -11,6 +11,7 @@ from baton.link import NodeRole
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
 from router.node import LegDelta
 from router.output_buffer import OutputBuffer
+from router.wake_ups import WakeUps
 from tests.fakes.nodes import DECODE_RECEIPT, failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 
@@ -18,7 +19,7 @@ LOST = LegDelta(NodeRole.DECODE, failure("a", "UNAVAILABLE", "gone", epoch=1))
 
 
 def test_all_that_came_since_the_last_time_is_one_piece() -> None:
-    buffer = OutputBuffer("a")
+    buffer = OutputBuffer("a", WakeUps())
     assert buffer.take() is None
     buffer.add(token_1("a", 10, epoch=1))
     buffer.add_token(11)
@@ -32,7 +33,7 @@ def test_all_that_came_since_the_last_time_is_one_piece() -> None:
 
 
 def test_logprobs_stay_with_their_tokens_and_those_of_the_prompt_come_once() -> None:
-    buffer = OutputBuffer("a")
+    buffer = OutputBuffer("a", WakeUps())
     one, two, three = (TokenLogprobs(-float(number)) for number in (1, 2, 3))
     replace = msgspec.structs.replace
     first = token_1("a", 10, epoch=1)
@@ -49,7 +50,7 @@ def test_logprobs_stay_with_their_tokens_and_those_of_the_prompt_come_once() -> 
 
 @asynchronous
 async def test_a_reader_sleeps_until_something_comes() -> None:
-    buffer = OutputBuffer("a")
+    buffer = OutputBuffer("a", WakeUps())
     reader = asyncio.create_task(buffer.wait())
     await asyncio.sleep(0)
     assert not reader.done()
@@ -69,7 +70,7 @@ async def test_a_reader_sleeps_until_something_comes() -> None:
 
 @asynchronous
 async def test_a_reader_that_left_is_nobody_to_wake() -> None:
-    buffer = OutputBuffer("a")
+    buffer = OutputBuffer("a", WakeUps())
     reader = asyncio.create_task(buffer.wait())
     await asyncio.sleep(0)
     reader.cancel()

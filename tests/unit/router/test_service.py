@@ -34,6 +34,9 @@ class _NoDeadline:
     def time_remaining(self) -> None:
         return None
 
+    def set_trailing_metadata(self, trailers: object) -> None:
+        pass  # tests/unit/router/test_grpc_api.py reads them
+
 
 class Scene:
     """A service over one pair of nodes that say one token of `TEXT` after the other."""

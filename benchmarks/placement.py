@@ -1,0 +1,102 @@
+"""Microseconds per placement decision, by policy and fleet size.
+
+Every decision is for a request of its own length; in three of ten, three tenths of all nodes have
+some of its prompt. Half as many nodes of each role; each pair has a bandwidth of its own. What a
+decision places stays open for a while, so that nodes differ. Time by the wall includes whatever
+else this machine was doing; time of the processor does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import random
+import statistics
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from environment import record_environment, write_results
+from fleet_parts import make_fleet, make_loads, open_legs
+from router.policies import POLICIES
+from router.policies.base import Placement, RouteQuery
+
+SIZES = (16, 64, 512)
+HIT_SHARE = 0.3
+NUM_OPEN_PER_NODE = 4
+
+
+def measure(name: str, num_nodes: int, num_decisions: int) -> dict[str, float]:
+    """Microseconds: median and 99th percentile, by the wall and of the processor."""
+    draw = random.Random(1)
+    prefills, decodes = make_loads(num_nodes // 2, num_nodes // 2, lambda: 0.0)
+    fleet = make_fleet(prefills, decodes, lambda: draw.uniform(30e9, 41e9))
+    loads = {load.engine_id: load for load in (*prefills, *decodes)}
+    policy = POLICIES.load(name)()
+    placed: collections.deque[tuple[Placement, RouteQuery, int]] = collections.deque()
+    walls, cpus = [], []
+    for number in range(num_decisions + num_nodes):  # the first ones fill the fleet
+        query = make_query(draw, list(loads), number)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        placement = policy.pick(query, fleet)
+        cpus.append((time.thread_time() - cpu) * 1e6)
+        walls.append((time.perf_counter() - wall) * 1e6)
+        assert placement is not None
+        placed.append((placement, query, open_legs(placement, query, loads)))
+        if len(placed) > NUM_OPEN_PER_NODE * num_nodes:
+            placement, query, num_uncomputed = placed.popleft()
+            if placement.prefill is not None:
+                prefill = loads[placement.prefill.engine_id]
+                prefill.note_closed(num_uncomputed, num_uncomputed=num_uncomputed)
+            loads[placement.decode.engine_id].note_closed(
+                query.num_prompt_tokens + query.max_tokens,
+                num_uncomputed=0 if placement.prefill else num_uncomputed,
+                num_arriving=query.num_prompt_tokens,
+            )
+    return {
+        "p50_us": _percentile(walls[num_nodes:], 50),
+        "p99_us": _percentile(walls[num_nodes:], 99),
+        "cpu_p50_us": _percentile(cpus[num_nodes:], 50),
+        "cpu_p99_us": _percentile(cpus[num_nodes:], 99),
+    }
+
+
+def make_query(draw: random.Random, engine_ids: list[str], number: int) -> RouteQuery:
+    num_tokens = draw.randint(64, 16_000)
+    cached: dict[str, int] = {}
+    if draw.random() < HIT_SHARE:
+        holders = draw.sample(engine_ids, round(HIT_SHARE * len(engine_ids)))
+        cached = {holder: 16 * draw.randint(1, num_tokens // 16) for holder in holders}
+    return RouteQuery(
+        num_prompt_tokens=num_tokens,
+        max_tokens=draw.randint(16, 1024),
+        session_id=f"s{number % 100}",
+        now=1.0,
+        find_cached_tokens=lambda: cached,
+    )
+
+
+def _percentile(samples: list[float], percent: int) -> float:
+    return round(statistics.quantiles(samples, n=100, method="inclusive")[percent - 1], 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--decisions", type=int, default=3000)
+    options = parser.parse_args()
+    environment = record_environment()
+    table = Table("policy", "nodes", "p50 us", "p99 us", "CPU p50 us", "CPU p99 us")
+    results: dict[str, object] = {}
+    for name in POLICIES.names():
+        rows = {str(size): measure(name, size, options.decisions) for size in SIZES}
+        results[name] = rows
+        for size, row in rows.items():
+            table.add_row(name, size, *(f"{value:.0f}" for value in row.values()))
+    Console().print(table)
+    shape = {"decisions": options.decisions, "hit_share": HIT_SHARE, "sizes": SIZES}
+    write_results("placement", environment, {"shape": shape, "results": results})
+
+
+if __name__ == "__main__":
+    main()

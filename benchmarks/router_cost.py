@@ -1,0 +1,359 @@
+"""What a router process costs: CPU per token and per request, streams held, memory.
+
+The real `baton router`, alone on one core, between nodes that only talk and a client, against a
+bare grpc.aio relay with one stream per request, in turns:
+
+    python benchmarks/router_cost.py [--seconds 4] [--rounds 2] [--num-requests 36000]
+
+Offered: steps of an engine, each one token for every stream. The cost of a token falls when the
+router is the bottleneck, since what has piled up is one message; so each rate is told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import psutil
+import uvloop
+
+from baton.client_messages import make_request
+from baton.rpc import open_channel, open_sync_channel
+from baton.sampling_params import SamplingParams
+from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from environment import record_environment, write_results
+from router_cost_parts import RELAY_METHOD
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+GENERATE = "/baton.v1.Inference/Generate"
+RATES = (2_000, 20_000, 60_000, 0)  # tokens/s of all streams; 0: all that the nodes can
+ENDLESS = 2**20
+WARM_UP_S = 1.0
+
+
+@dataclass
+class Site:
+    """Processes around a router or a relay, which is ``measured`` and alone on core 0."""
+
+    addresses: list[str]
+    measured: list[psutil.Process] = field(default_factory=list)
+
+    def cpu_s(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self.measured)
+
+    def rss_mib(self) -> float:
+        return sum(process.memory_info().rss for process in self.measured) / 2**20
+
+
+@dataclass
+class Client:
+    """Counts what arrives, over several connections."""
+
+    address: str
+    is_relay: bool
+    num_channels: int = 4
+    num_tokens: int = 0
+    num_messages: int = 0
+    num_begun: int = 0
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def open(self) -> None:
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        self.channels = (
+            [grpc.aio.insecure_channel(self.address, own) for _ in range(self.num_channels)]
+            if self.num_channels > 1
+            else [open_channel(self.address)]
+        )
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        for channel in self.channels:
+            await channel.close(None)
+
+    async def begin(self, num_streams: int) -> None:
+        """Begin streams without an end, and wait until all have had a token."""
+        for number in range(num_streams):
+            self.tasks.append(asyncio.create_task(self.stream(number, ENDLESS)))
+            if number % 64 == 63:
+                await asyncio.sleep(0.02)
+        async with asyncio.timeout(180):
+            while self.num_begun < num_streams:
+                for task in self.tasks:
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(0.02)
+
+    async def stream(self, number: int, max_tokens: int) -> None:
+        channel = self.channels[number % len(self.channels)]
+        if self.is_relay:
+            call = channel.unary_stream(RELAY_METHOD, None, None)(b"")
+        else:
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            request = make_request(list(range(5, 13)), params).SerializeToString()
+            call = channel.unary_stream(GENERATE, None, None)(request)
+        try:
+            first = True
+            async for message in call:
+                self.num_messages += 1
+                self.num_begun += first
+                first = False
+                self.num_tokens += self._count(message)
+        finally:
+            call.cancel()
+
+    def _count(self, message: bytes) -> int:
+        if self.is_relay:
+            return 1
+        return len(inference_pb2.GenerateResponse.FromString(message).token_ids)
+
+
+def spawn(core: int, *command: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=environment,
+        cwd=REPOSITORY,
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )
+
+
+@contextlib.contextmanager
+def running(commands: Sequence[tuple[int, Sequence[str]]]) -> Iterator[list[psutil.Process]]:
+    processes = []
+    try:
+        for core, command in commands:
+            processes.append(spawn(core, *command))
+        yield [psutil.Process(process.pid) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+@contextlib.contextmanager
+def router_site(model: Path, interval_s: float, num_processes: int = 1) -> Iterator[Site]:
+    """Routers on one public port, each with a prefill and a decode node of its own."""
+    listen, *links = free_addresses(1 + num_processes)
+    commands: list[tuple[int, Sequence[str]]] = []
+    for link in links:
+        options = ["--listen", listen, "--node-listen", link, "--log-level", "warning"]
+        command = ["-m", "baton", "router", "--model", str(model), *options]
+        commands.append((0, [*command, *(["--reuse-port"] if num_processes > 1 else [])]))
+    with running(commands) as routers:
+        wait_for_port(listen)
+        for link in links:
+            wait_for_port(link)
+        nodes = ["benchmarks/router_cost_parts.py", "nodes", "--model", str(model)]
+        nodes += ["--interval-s", str(interval_s)]
+        for link in links:
+            nodes += ["--router", link]
+        with running([(1, nodes)]):
+            for link in links:
+                wait_for_pair(link)
+            yield Site([listen], routers)
+
+
+@contextlib.contextmanager
+def relay_site(interval_s: float) -> Iterator[Site]:
+    listen, backend = free_addresses(2)
+    parts = "benchmarks/router_cost_parts.py"
+    serve = [parts, "backend", "--listen", backend, "--interval-s", str(interval_s)]
+    with running([(1, serve), (0, [parts, "relay", "--listen", listen, "--backend", backend])]) as (
+        _,
+        relay,
+    ):
+        wait_for_port(listen)
+        wait_for_port(backend)
+        yield Site([listen], [relay])
+
+
+def free_addresses(number: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+
+
+def wait_for_port(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        grpc.channel_ready_future(channel).result(timeout=30)
+
+
+def wait_for_pair(router: str) -> None:
+    """Wait until the prefill node has said that it reaches the decode node."""
+    with open_sync_channel(router) as channel:
+        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        for _ in range(600):
+            nodes = stub.ListNodes(admin_pb2.ListNodesRequest()).nodes
+            if any(peer.connected for node in nodes for peer in node.peers):
+                return
+            time.sleep(0.05)
+    raise TimeoutError(f"no pair joined {router}")
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+async def measure_rate(
+    site: Site, *, is_relay: bool, num_streams: int, seconds: float
+) -> dict[str, float]:
+    """CPU of the measured process while ``num_streams`` streams run."""
+    client = Client(site.addresses[0], is_relay, num_channels=8 if len(site.measured) > 1 else 4)
+    client.open()
+    try:
+        await client.begin(num_streams)
+        await asyncio.sleep(WARM_UP_S)
+        began, cpu_s = time.perf_counter(), site.cpu_s()
+        num_tokens, num_messages = client.num_tokens, client.num_messages
+        await asyncio.sleep(seconds)
+        wall_s, cpu_s = time.perf_counter() - began, site.cpu_s() - cpu_s
+        num_tokens, num_messages = (
+            client.num_tokens - num_tokens,
+            client.num_messages - num_messages,
+        )
+    finally:
+        await client.close()
+    return {
+        "tokens_per_s": round(num_tokens / wall_s),
+        "tokens_per_core_s": round(num_tokens / cpu_s),
+        "cpu_us_per_token": round(cpu_s / max(num_tokens, 1) * 1e6, 2),
+        "cpu_us_per_message": round(cpu_s / max(num_messages, 1) * 1e6, 1),
+        "tokens_per_message": round(num_tokens / max(num_messages, 1), 2),
+        "cores": round(cpu_s / wall_s, 2),
+    }
+
+
+async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) -> dict[str, object]:
+    """Short requests, 64 at a time: CPU of each, and the process's memory on the way."""
+    client = Client(site.addresses[0], is_relay=False)
+    client.open()
+    numbers = iter(range(num_requests))
+    memory_mib = [round(site.rss_mib(), 1)]
+
+    async def work() -> None:
+        for number in numbers:
+            await client.stream(number, max_tokens)
+            if number % (num_requests // 10) == num_requests // 10 - 1:
+                memory_mib.append(round(site.rss_mib(), 1))
+
+    cpu_s, began = site.cpu_s(), time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(64)))
+    cpu_s, wall_s = site.cpu_s() - cpu_s, time.perf_counter() - began
+    await client.close()
+    return {
+        "num_requests": num_requests,
+        "tokens_per_request": max_tokens,
+        "requests_per_s": round(num_requests / wall_s),
+        "cpu_us_per_request": round(cpu_s / num_requests * 1e6),
+        "memory_mib_per_tenth": memory_mib,
+    }
+
+
+async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
+    """Streams that are open and say (nearly) nothing."""
+    client = Client(site.addresses[0], is_relay=False)
+    client.open()
+    before = site.rss_mib()
+    try:
+        await client.begin(num_streams)
+        mib = site.rss_mib() - before
+        cpu_s = site.cpu_s()
+        await asyncio.sleep(2)
+        cpu_s = site.cpu_s() - cpu_s
+        held = sum(not task.done() for task in client.tasks)
+    finally:
+        await client.close()
+    return {
+        "num_streams": held,
+        "kib_per_stream": round(mib * 1024 / num_streams, 1),
+        "cores_when_idle": round(cpu_s / 2, 3),
+    }
+
+
+def large_model(folder: Path) -> Path:
+    """The demo model's configuration and tokenizer, for streams of any length."""
+    source = REPOSITORY / "examples" / "demo_model"
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(source / name, folder / name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = 2 * ENDLESS
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+async def run(options: argparse.Namespace, model: Path) -> dict[str, object]:
+    rates: list[dict[str, object]] = []
+    for round_number in range(options.rounds):
+        for rate in options.rates:
+            interval_s = options.streams / rate if rate else 0.0
+            subjects = (
+                ("relay", relay_site(interval_s)),
+                ("router", router_site(model, interval_s)),
+                ("2 routers, one port", router_site(model, interval_s, 2)),
+            )
+            for name, context in subjects:
+                if (name.startswith("2") and rate != 0) or (name == "relay" and options.skip_relay):
+                    continue
+                with context as site:
+                    measured = await measure_rate(
+                        site,
+                        is_relay=name == "relay",
+                        num_streams=options.streams,
+                        seconds=options.seconds,
+                    )
+                row = {"subject": name, "offered": rate or "all", "round": round_number, **measured}
+                print(row, flush=True)
+                rates.append(row)
+    with router_site(model, 0.005) as site:
+        requests = [
+            await measure_requests(site, num_requests=2_000, max_tokens=tokens)
+            for tokens in (1, 2, 16)
+        ]
+        print(requests, flush=True)
+        hour = await measure_requests(site, num_requests=options.num_requests, max_tokens=16)
+        print(hour, flush=True)
+    held = []
+    for num_streams in options.held:
+        with router_site(model, 30.0) as site:
+            held.append(await measure_held(site, num_streams))
+            print(held[-1], flush=True)
+    return {"rates": rates, "requests": requests, "an_hour_at_10_per_s": hour, "held": held}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--num-requests", type=int, default=36_000)
+    parser.add_argument("--rates", type=int, nargs="+", default=RATES)
+    parser.add_argument("--skip-relay", action="store_true")
+    parser.add_argument("--held", type=int, nargs="+", default=[256, 2_000, 8_000])
+    options = parser.parse_args()
+    os.sched_setaffinity(0, {1})
+    environment = record_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        results = uvloop.run(run(options, large_model(Path(folder))))
+    write_results("router_cost", environment, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`POST /v1/completions`: texts or token ids in, their continuations out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from baton.errors import InvalidRequestError
+from baton.outputs import TextDelta
+from router.http.choices import accept_choices
+from router.http.exchange import REQUEST_ID, Exchange, read_body
+from router.http.logprobs import TokenTexts
+from router.http.responses import CompletionChoice, CompletionLogprobs
+from router.http.sampling import as_client_wrote, num_choices, sampling_params
+from router.http.schema import CompletionRequest
+from router.intake import GenerationRequest, Intake
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_OUTPUTS = 1024
+
+
+class CompletionDialect:
+    """Completions of one request.
+
+    Args:
+        echoes: per output, what comes before it: its prompt's token ids and text; or nothing.
+        texts: None when no logprobs are wanted.
+    """
+
+    id_prefix = "cmpl-"
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, echoes: Sequence[tuple[list[int], str]], texts: TokenTexts | None) -> None:
+        self._echoes = list(echoes)
+        self._texts = texts
+        self._offsets = [0] * len(echoes)  # of the next token, in characters
+
+    def chunk(self, index: int, delta: TextDelta) -> CompletionChoice | None:
+        choice = self.choice(index, delta)
+        says = choice.text or choice.logprobs is not None or choice.finish_reason is not None
+        return choice if says else None
+
+    def choice(self, index: int, delta: TextDelta) -> CompletionChoice:
+        echoed_ids, echoed_text = self._echoes[index]
+        self._echoes[index] = ([], "")  # once is enough
+        reason = delta.finish_reason
+        return CompletionChoice(
+            index,
+            echoed_text + delta.text,
+            self._logprobs(index, echoed_ids, delta),
+            reason.value if reason is not None else None,
+        )
+
+    def _logprobs(
+        self, index: int, echoed_ids: list[int], delta: TextDelta
+    ) -> CompletionLogprobs | None:
+        if self._texts is None or not delta.token_ids:
+            return None
+        echoed = delta.prompt_logprobs if echoed_ids else ()
+        found, self._offsets[index] = self._texts.completion(
+            [*echoed_ids, *delta.token_ids], [*echoed, *delta.logprobs], self._offsets[index]
+        )
+        return found
+
+
+async def completions(request: web.Request, intake: Intake, model_name: str) -> web.StreamResponse:
+    """Raises what `web.middleware` turns into a response."""
+    received_at = time.perf_counter()
+    body = await read_body(request, CompletionRequest, model_name=model_name)
+    num = num_choices(body)
+    _check_unsupported(body, num)
+    given = _prompts(body.prompt)
+    if len(given) * num > MAX_OUTPUTS:
+        raise InvalidRequestError(
+            "prompt", f"must have at most {MAX_OUTPUTS} outputs, got {len(given) * num}"
+        )
+    prompts = [await intake.tokenize(prompt) for prompt in given]
+    params = sampling_params(
+        body,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    generation = GenerationRequest(
+        prompt=prompts[0],
+        sampling_params=params,
+        request_id=request[REQUEST_ID],
+        received_at=received_at,
+    )
+    with as_client_wrote(body):
+        calls = await accept_choices(intake, generation, prompts, num)
+    echoes = [_echo(intake, *pair) for pair in zip(prompts, given, strict=True) for _ in range(num)]
+    return await Exchange(
+        request=request,
+        intake=intake,
+        body=body,
+        calls=calls,
+        num_choices=num,
+        dialect=CompletionDialect(
+            echoes if body.echo else [([], "")] * len(calls),
+            TokenTexts(intake.tokenizer) if body.logprobs is not None else None,
+        ),
+    ).respond()
+
+
+def _check_unsupported(body: CompletionRequest, num: int) -> None:
+    if body.best_of not in (None, num):
+        raise InvalidRequestError("best_of", f"must be n ({num}) or absent, got {body.best_of}")
+    if body.suffix:
+        raise InvalidRequestError("suffix", "is not supported")
+
+
+def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of all forms that OpenAI's API takes; raises InvalidRequestError."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequestError("prompt", "must have at least 1 prompt, got 0")
+    token_ids = [item for item in given if isinstance(item, int)]
+    if len(token_ids) == len(given):
+        return [token_ids]
+    prompts = [item for item in given if not isinstance(item, int)]
+    if len({type(item) for item in given}) > 1:
+        raise InvalidRequestError("prompt", "must be all texts, all token ids or all lists of them")
+    return prompts
+
+
+def _echo(intake: Intake, token_ids: list[int], given: str | list[int]) -> tuple[list[int], str]:
+    if isinstance(given, str):
+        return token_ids, given
+    return token_ids, intake.tokenizer.decode(token_ids) if intake.tokenizer else ""

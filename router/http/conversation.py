@@ -1,0 +1,125 @@
+"""A chat request's messages and tools, as chat templates expect them; and who parses the answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from baton.errors import InvalidRequestError
+from baton.structured_output import StructuredOutput
+from router.http.schema import ChatRequest, Message, NamedToolChoice, Tool
+from router.http.tool_calls import OneCall, OutputParser, PlainText, TaggedCalls
+from router.intake import ChatPrompt
+
+_OURS = ("messages", "tools", "add_generation_prompt")
+
+
+def chat_prompt(request: ChatRequest) -> ChatPrompt:
+    """What the chat template is given; raises InvalidRequestError."""
+    options = request.chat_template_kwargs or {}
+    for name in _OURS:
+        if name in options:
+            raise InvalidRequestError("chat_template_kwargs", f"must not have {name}")
+    if not request.messages:
+        raise InvalidRequestError("messages", "must have at least 1 message, got 0")
+    return ChatPrompt(
+        [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)],
+        tools=[_without_none(tool) for tool in offered_tools(request)],
+        template_options=options,
+    )
+
+
+def offered_tools(request: ChatRequest) -> list[Tool]:
+    """Tools that the model is told of; none with ``tool_choice: "none"``."""
+    return [] if request.tool_choice == "none" else request.tools or []
+
+
+def output_parser(request: ChatRequest) -> OutputParser:
+    """A new parser, for one output."""
+    if not offered_tools(request):
+        return PlainText()
+    return TaggedCalls() if request.tool_choice in (None, "auto") else OneCall()
+
+
+def forced_call(request: ChatRequest) -> StructuredOutput | None:
+    """What holds the output to a call, if the request asks for that.
+
+    Raises InvalidRequestError when the tool that must be called is not among the tools.
+    """
+    choice = request.tool_choice
+    if choice in (None, "none", "auto"):
+        return None
+    tools = offered_tools(request)
+    if isinstance(choice, NamedToolChoice):
+        name = choice.function.name
+        tools = [tool for tool in tools if tool.function.name == name]
+        if not tools:
+            raise InvalidRequestError("tool_choice", f"{name!r} is not one of the tools")
+    if not tools:
+        raise InvalidRequestError("tool_choice", "is 'required', but there are no tools")
+    schemas = [_call_schema(tool) for tool in tools]
+    return StructuredOutput(json_schema=schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
+
+
+def _call_schema(tool: Tool) -> dict[str, Any]:
+    parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.function.name}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _message(message: Message, field: str) -> dict[str, Any]:
+    # Templates know no developers: it is what OpenAI calls a system's message now.
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _text(message, field)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, f"{field}.tool_calls[{i}]"),
+                },
+            }
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _text(message: Message, field: str) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    texts = []
+    for i, part in enumerate(message.content):
+        if part.type != "text" or part.text is None:
+            raise InvalidRequestError(
+                f"{field}.content[{i}]", f"must be of type text with a text, got {part.type!r}"
+            )
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _arguments(text: str, field: str) -> dict[str, Any]:
+    """Templates want the object that OpenAI's API sends as a text."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequestError(f"{field}.function.arguments", "must be JSON of an object")
+    return arguments
+
+
+def _without_none(tool: Tool) -> dict[str, Any]:
+    built: dict[str, Any] = msgspec.to_builtins(tool)
+    built["function"] = {k: v for k, v in built["function"].items() if v is not None}
+    return built

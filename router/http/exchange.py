@@ -1,0 +1,173 @@
+"""One request over HTTP from its checked calls to the last byte: what both APIs share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from aiohttp import hdrs, web
+
+from baton.outputs import Receipt, TextDelta
+from router.call import Call
+from router.http.choices import join_deltas, merge, receipt_of
+from router.http.errors import ApiError, known_error
+from router.http.responses import Receipts, Response, usage_of
+from router.http.sampling import as_client_wrote
+from router.http.schema import SamplingRequest, decode
+from router.http.sse import EventStream
+from router.intake import Intake
+
+T = TypeVar("T", bound=SamplingRequest)
+
+REQUEST_ID = web.RequestKey("request_id", str)
+BODY_TIMEOUT_S = 30.0
+# A client that takes nothing for so long after its deadline is cut off.
+READ_GRACE_S = 30.0
+
+
+class Dialect(Protocol):
+    """How one of the APIs words the outputs of one request.
+
+    Attributes:
+        id_prefix: of response ids.
+        object: of a whole response.
+        chunk_object: of a chunk.
+    """
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+    def chunk(self, index: int, delta: TextDelta) -> msgspec.Struct | None:
+        """The next piece of an output; None when there is nothing to say yet."""
+        ...
+
+    def choice(self, index: int, delta: TextDelta) -> msgspec.Struct:
+        """A whole output, its deltas joined."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A checked request.
+
+    Attributes:
+        calls: one per output; those of one prompt next to each other.
+        num_choices: outputs per prompt.
+    """
+
+    request: web.Request
+    intake: Intake
+    body: SamplingRequest
+    calls: list[Call]
+    num_choices: int
+    dialect: Dialect
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def respond(self) -> web.StreamResponse:
+        """Run the calls; ends them when the client goes away."""
+        if self.body.stream:
+            return await self._respond_in_events()
+        deltas: list[list[TextDelta]] = [[] for _ in self.calls]
+        with as_client_wrote(self.body):
+            async with contextlib.aclosing(self._merged()) as merged:
+                async for index, delta in merged:
+                    deltas[index].append(delta)
+        outputs = [join_deltas(parts) for parts in deltas]
+        receipts = [receipt_of(output) for output in outputs]
+        response = self._response(
+            self.dialect.object,
+            [self.dialect.choice(index, output) for index, output in enumerate(outputs)],
+            receipts,
+        )
+        response.usage = usage_of(receipts, self.num_choices)
+        return web.Response(body=msgspec.json.encode(response), content_type="application/json")
+
+    async def _respond_in_events(self) -> web.StreamResponse:
+        events = EventStream(self.request)
+        deadline_s = max(call.timeout_s for call in self.calls)
+        try:
+            # A client that reads nothing holds up the calls' own deadlines.
+            async with asyncio.timeout(deadline_s + READ_GRACE_S):
+                with as_client_wrote(self.body):
+                    await self._send_events(events)
+        except TimeoutError:
+            if self.request.transport is not None:
+                self.request.transport.abort()
+        except Exception as error:  # the interceptor, of what has begun to be sent
+            if not events.begun or isinstance(error, ConnectionError):
+                raise
+            await events.fail(known_error(error))
+        return events.response
+
+    async def _send_events(self, events: EventStream) -> None:
+        options = self.body.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        receipts: dict[int, Receipt] = {}
+        async with contextlib.aclosing(self._merged()) as merged:
+            async for index, delta in merged:
+                ended = []
+                if delta.finish_reason is not None:
+                    ended = [receipt_of(delta)]
+                    receipts[index] = ended[0]
+                choice = self.dialect.chunk(index, delta)
+                if choice is not None:
+                    chunk = self._response(self.dialect.chunk_object, [choice], ended)
+                    if wants_usage:
+                        chunk.usage = None
+                    await events.send(chunk)
+        if wants_usage:
+            chunk = self._response(self.dialect.chunk_object, [], [])
+            in_order = [receipts[index] for index in range(len(self.calls))]
+            chunk.usage = usage_of(in_order, self.num_choices)
+            await events.send(chunk)
+        await events.finish()
+
+    def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        return merge([self.intake.stream(call) for call in self.calls])
+
+    def _response(self, kind: str, choices: list[Any], receipts: list[Receipt]) -> Response:
+        response = Response(
+            id=self.dialect.id_prefix + self.calls[0].request_id,
+            object=kind,
+            created=self.created,
+            model=self.body.model,
+            choices=choices,
+        )
+        if self.body.include_receipt and receipts:
+            response.baton = Receipts(receipts)
+        return response
+
+
+async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> T:
+    """The request's fields.
+
+    Raises:
+        InvalidRequestError: a field is wrong.
+        ApiError: it is no JSON, comes too slowly, or asks for another model.
+    """
+    if request.content_type != "application/json":
+        # Also keeps web pages of others out, which may send anything but this unasked.
+        raise ApiError(
+            415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {request.content_type}"
+        )
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            data = await request.read()
+    except TimeoutError:
+        raise ApiError(408, f"body: did not come within {BODY_TIMEOUT_S:g} s") from None
+    body = decode(data, kind)
+    if body.model != model_name:
+        raise unknown_model(body.model, model_name)
+    return body
+
+
+def unknown_model(model: str, model_name: str) -> ApiError:
+    """Another model than the one that is served."""
+    message = f"model: {model!r} does not exist here, {model_name!r} is served"
+    return ApiError(404, message, param="model", code="model_not_found")

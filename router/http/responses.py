@@ -1,0 +1,157 @@
+"""What is sent: the objects of OpenAI's API, as msgspec structs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from baton.outputs import Receipt
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a request; those of a prompt with several outputs count once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Receipts(msgspec.Struct):
+    """Baton's own: the latency receipts of the choices that ended, in their order."""
+
+    receipts: list[Receipt]
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """A whole response, or one chunk of a stream.
+
+    Attributes:
+        object: what it is, such as ``"chat.completion.chunk"``.
+        usage: not there in chunks of a stream that has not asked for it.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | UnsetType | None = UNSET
+    baton: Receipts | UnsetType = UNSET
+
+
+class FunctionObject(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCallObject(msgspec.Struct):
+    id: str
+    function: FunctionObject
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct):
+    index: int
+    id: str
+    function: FunctionObject
+    type: str = "function"
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str | None
+    tool_calls: list[ToolCallObject] | UnsetType = UNSET
+    role: str = "assistant"
+    refusal: None = None
+
+
+class MessageDelta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Aligned lists; the first prompt token of an echo has no logprob."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class CompletionChoice(msgspec.Struct):
+    """Of a response and of a chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class ModelObject(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "baton"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelObject]
+    object: str = "list"
+
+
+def usage_of(receipts: Iterable[Receipt], num_choices: int) -> Usage:
+    """The sum over the outputs of all prompts, those of one prompt next to each other."""
+    prompt_tokens, completion_tokens, cached_tokens = 0, 0, 0
+    for index, receipt in enumerate(receipts):
+        completion_tokens += receipt.num_output_tokens
+        if index % num_choices == 0:
+            prompt_tokens += receipt.num_prompt_tokens
+            cached_tokens += receipt.num_cached_tokens
+    return Usage(
+        prompt_tokens,
+        completion_tokens,
+        prompt_tokens + completion_tokens,
+        PromptTokensDetails(cached_tokens),
+    )

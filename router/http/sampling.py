@@ -1,0 +1,134 @@
+"""From the fields of a request to SamplingParams: OpenAI's defaults, vLLM's names for the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from baton.errors import InvalidRequestError
+from baton.sampling_params import MAX_N, SamplingParams
+from baton.structured_output import StructuredOutput
+from router.http.schema import ResponseFormat, SamplingRequest, StructuredOutputs
+
+# Names and meanings that OpenAI's or vLLM's requests and SamplingParams share.
+_SAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "banned_token_ids",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+def sampling_params(
+    request: SamplingRequest,
+    *,
+    max_tokens: int,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    structured_output: StructuredOutput | None = None,
+) -> SamplingParams:
+    """The parameters of one output; raises InvalidRequestError.
+
+    Args:
+        structured_output: what something else than ``response_format`` asks for.
+    """
+    given: dict[str, Any] = {
+        name: value for name in _SAME if (value := getattr(request, name)) is not None
+    }
+    if request.top_k is not None:
+        given["top_k"] = max(request.top_k, 0)  # -1 is off, too
+    with as_client_wrote(request):
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured_output=_only_one(request, structured_output),
+            **given,
+        )
+
+
+@contextmanager
+def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
+    """Errors about a structured output name the field that it came in."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        outer, _, kind = error.field.partition(".")
+        if outer != "structured_output":
+            raise
+        if request.response_format is not None:
+            field = "response_format.json_schema.schema"
+        elif request.structured_outputs is not None:
+            kind = "json" if kind == "json_schema" else kind
+            field = "structured_outputs" + (f".{kind}" if kind else "")
+        else:
+            field = "tools"
+        raise InvalidRequestError(field, error.problem) from None
+
+
+def num_choices(request: SamplingRequest) -> int:
+    """Outputs per prompt; raises InvalidRequestError."""
+    num = 1 if request.n is None else request.n
+    if not 1 <= num <= MAX_N:
+        raise InvalidRequestError("n", f"must be 1 to {MAX_N}, got {num}")
+    return num
+
+
+def seeds(seed: int, num: int) -> Iterator[int]:
+    """Seeds of a prompt's outputs: those that `engine.LLM` takes for ``n``."""
+    for index in range(num):
+        # The sampler reads 64 bits; SamplingParams and the wire have them with a sign.
+        yield (seed + index + 2**63) % 2**64 - 2**63
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """The same parameters with another seed."""
+    return dataclasses.replace(params, seed=seed)
+
+
+def _only_one(
+    request: SamplingRequest, structured_output: StructuredOutput | None
+) -> StructuredOutput | None:
+    wanted = {
+        "response_format": _of_response_format(request.response_format),
+        "structured_outputs": _of_structured_outputs(request.structured_outputs),
+        "tool_choice": structured_output,
+    }
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if len(given) > 1:
+        raise InvalidRequestError(list(given)[1], f"cannot be together with {next(iter(given))}")
+    return next(iter(given.values()), None)
+
+
+def _of_response_format(given: ResponseFormat | None) -> StructuredOutput | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return StructuredOutput(json_object=True)
+    if given.json_schema is None or given.json_schema.schema is None:
+        raise InvalidRequestError("response_format.json_schema.schema", "is needed")
+    return StructuredOutput(json_schema=given.json_schema.schema)
+
+
+def _of_structured_outputs(given: StructuredOutputs | None) -> StructuredOutput | None:
+    if given is None:
+        return None
+    return StructuredOutput(
+        json_schema=given.json,
+        regex=given.regex,
+        choice=tuple(given.choice or ()),
+        grammar=given.grammar,
+        json_object=bool(given.json_object),
+    )

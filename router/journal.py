@@ -1,0 +1,186 @@
+"""Journal: streams of resumable requests, which outlive the calls that read them.
+
+Keeps what they said, for who comes back. Bounded in streams and in bytes. Knows no gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError, InvalidRequestError, OverloadedError
+from baton.outputs import TextDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalOptions:
+    """Limits.
+
+    Attributes:
+        grace_s: how long a stream that nobody reads is kept, running or at its end.
+    """
+
+    grace_s: float = 10.0
+    max_streams: int = 1024
+    max_bytes: int = 64 * 2**20
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    content: bytes
+    task: asyncio.Task[None] | None = None
+    deltas: list[TextDelta] = field(default_factory=list)
+    is_done: bool = False
+    error: BatonError | None = None
+    num_readers: int = 0
+    num_bytes: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    expiry: asyncio.TimerHandle | None = None
+
+
+class Journal:
+    """All resumable requests of one router."""
+
+    def __init__(self, options: JournalOptions | None = None) -> None:
+        self._options = options or JournalOptions()
+        self._streams: dict[str, _Stream] = {}  # oldest first
+
+    @property
+    def num_bytes(self) -> int:
+        """About what is kept."""
+        return sum(stream.num_bytes for stream in self._streams.values())
+
+    @property
+    def num_streams(self) -> int:
+        """That are kept, running or at their end."""
+        return len(self._streams)
+
+    def holds(self, request_id: str, content: bytes) -> bool:
+        """Whether this request is kept; raises InvalidRequestError if the id is another one's."""
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.content != content:
+            raise InvalidRequestError("request_id", f"{request_id!r} is another request's")
+        return stream is not None
+
+    def keep(
+        self, request_id: str, content: bytes, deltas: AsyncGenerator[TextDelta, None]
+    ) -> None:
+        """Run a stream from now on, whoever reads it; raises OverloadedError when full."""
+        self._make_room()
+        stream = self._streams[request_id] = _Stream(content)
+        stream.task = asyncio.create_task(self._run(stream, deltas))
+        self._expect_reader(request_id, stream)
+
+    async def read(self, request_id: str, output_index: int) -> AsyncGenerator[TextDelta, None]:
+        """What a stream says from an index on; what is there already is one piece.
+
+        Raises InvalidRequestError for an id that is not kept, or an index where no piece ended; and
+        what the stream itself ended with.
+        """
+        stream = self._streams.get(request_id)
+        if stream is None:
+            raise InvalidRequestError("request_id", f"{request_id!r} is not (or no longer) kept")
+        position = _position(stream.deltas, output_index)
+        stream.num_readers += 1
+        if stream.expiry is not None:
+            stream.expiry.cancel()
+        try:
+            while True:
+                if position < len(stream.deltas):
+                    pieces, position = stream.deltas[position:], len(stream.deltas)
+                    yield join_deltas(pieces)
+                elif stream.error is not None:
+                    raise stream.error
+                elif stream.is_done:
+                    assert stream.task is not None
+                    await stream.task  # raises what nobody expected
+                    return
+                else:
+                    await stream.changed.wait()
+        finally:
+            stream.num_readers -= 1
+            self._expect_reader(request_id, stream)
+
+    # ------------------------------------------------------------------ inside
+
+    async def _run(self, stream: _Stream, deltas: AsyncGenerator[TextDelta, None]) -> None:
+        try:
+            async for delta in deltas:
+                stream.deltas.append(delta)
+                stream.num_bytes += _num_bytes(delta)
+                _note_change(stream)
+        except BatonError as error:
+            stream.error = error
+        finally:
+            await deltas.aclose()
+            stream.is_done = True
+            _note_change(stream)
+
+    def _expect_reader(self, request_id: str, stream: _Stream) -> None:
+        """Forget a stream unless a reader comes in time."""
+        if stream.num_readers == 0 and self._streams.get(request_id) is stream:
+            loop = asyncio.get_running_loop()
+            grace_s = self._options.grace_s
+            stream.expiry = loop.call_later(grace_s, self._forget, request_id, stream)
+
+    def _forget(self, request_id: str, stream: _Stream) -> None:
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+        if stream.expiry is not None:
+            stream.expiry.cancel()
+        if stream.task is not None:
+            stream.task.cancel()  # cancels the request on its nodes
+
+    def _make_room(self) -> None:
+        """Forget streams that have ended and that nobody reads, oldest first, if there must be."""
+        options = self._options
+        for request_id, stream in list(self._streams.items()):
+            if self.num_streams < options.max_streams and self.num_bytes < options.max_bytes:
+                return
+            if stream.is_done and stream.num_readers == 0:
+                self._forget(request_id, stream)
+        if self.num_streams >= options.max_streams or self.num_bytes >= options.max_bytes:
+            raise OverloadedError(
+                f"resumable: no more fit: {self.num_streams} requests, {self.num_bytes} bytes"
+            )
+
+
+def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Pieces that follow each other, as one."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    return dataclasses.replace(
+        last,
+        output_index=first.output_index,
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
+        prompt_logprobs=first.prompt_logprobs,
+    )
+
+
+def _position(deltas: Sequence[TextDelta], output_index: int) -> int:
+    """How many pieces lie before an index."""
+    end = 0
+    for position, delta in enumerate(deltas):
+        if delta.output_index == output_index:
+            return position
+        end = delta.output_index + len(delta.token_ids)
+    if output_index != end:
+        raise InvalidRequestError(
+            "next_output_index", f"must be where a response ended, got {output_index}"
+        )
+    return len(deltas)
+
+
+def _num_bytes(delta: TextDelta) -> int:
+    num_logprobs = sum(1 + len(one.top) for one in (*delta.logprobs, *delta.prompt_logprobs) if one)
+    return 300 + 36 * len(delta.token_ids) + 4 * len(delta.text) + 150 * num_logprobs
+
+
+def _note_change(stream: _Stream) -> None:
+    stream.changed.set()
+    stream.changed = asyncio.Event()

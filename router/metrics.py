@@ -1,0 +1,157 @@
+"""RouterMetrics: what the router counts, for Prometheus. A request is looked at when it ends.
+
+Names are Prometheus' own: ``_total`` only grows, times are seconds. Knows no API: whoever takes
+requests in and streams them says so here; `/metrics` serves the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.errors import BatonError, status_name
+from baton.link import NodeRole
+from baton.outputs import Receipt, TextDelta
+from router.node_pool import NodePool
+
+_PREFIX = "baton_router"
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+_REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class RequestRecord:
+    """What becomes of one request; see `RouterMetrics.running`."""
+
+    def __init__(self) -> None:
+        self.outcome = "cancelled"
+        self.receipt: Receipt | None = None
+
+    def finish(self, delta: TextDelta) -> None:
+        """Its last delta is about to be given to its client."""
+        assert delta.finish_reason is not None
+        self.outcome = delta.finish_reason.value
+        self.receipt = delta.receipt
+
+
+class RouterMetrics:
+    """Counters of one router, in a registry of their own.
+
+    Args:
+        pool: whose nodes are counted when somebody asks.
+    """
+
+    def __init__(self, pool: NodePool | None = None) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._requests = Counter(
+            f"{_PREFIX}_requests",
+            "Requests that ended: stop, length, abort, cancelled, or the error's status.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._open = Gauge(f"{_PREFIX}_requests_open", "Requests in progress.", registry=registry)
+        self._tokens = {
+            kind: Counter(f"{_PREFIX}_{kind}_tokens", text, registry=registry)
+            for kind, text in (
+                ("prompt", "Prompt tokens of requests that finished."),
+                ("cached_prompt", "Those of them that a prefix cache had."),
+                ("output", "Output tokens of requests that finished."),
+            )
+        }
+        self._attempts = Counter(
+            f"{_PREFIX}_attempts", "Attempts of requests that finished.", registry=registry
+        )
+        self._ttft = Histogram(
+            f"{_PREFIX}_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self._time_per_token = Histogram(
+            f"{_PREFIX}_inter_token_latency_seconds",
+            "Mean time between a request's tokens; one observation per request.",
+            buckets=_TOKEN_S,
+            registry=registry,
+        )
+        self._total = Histogram(
+            f"{_PREFIX}_request_seconds",
+            "From a request's arrival to its last token.",
+            buckets=_REQUEST_S,
+            registry=registry,
+        )
+        if pool is not None:
+            registry.register(_NodeCollector(pool))
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    @contextmanager
+    def accepting(self) -> Iterator[None]:
+        """Around the checks of a request: counts those that are refused."""
+        try:
+            yield
+        except BatonError as error:
+            self._requests.labels(status_name(error).lower()).inc()
+            raise
+
+    @contextmanager
+    def running(self) -> Iterator[RequestRecord]:
+        """Around a request that was accepted: counts it, however it ends."""
+        record = RequestRecord()
+        self._open.inc()
+        try:
+            yield record
+        except BatonError as error:
+            record.outcome = status_name(error).lower()
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            raise  # cancelled, or finished and not read behind its end
+        except BaseException:
+            record.outcome = "internal"
+            raise
+        finally:
+            self._open.dec()
+            self._requests.labels(record.outcome).inc()
+            if record.receipt is not None:
+                self._observe(record.receipt)
+
+    def _observe(self, receipt: Receipt) -> None:
+        self._tokens["prompt"].inc(receipt.num_prompt_tokens)
+        self._tokens["cached_prompt"].inc(receipt.num_cached_tokens)
+        self._tokens["output"].inc(receipt.num_output_tokens)
+        self._attempts.inc(receipt.num_attempts)
+        self._ttft.observe(receipt.ttft_s)
+        self._total.observe(receipt.total_s)
+        if receipt.num_output_tokens > 1:
+            self._time_per_token.observe(receipt.time_per_token_s)
+
+
+class _NodeCollector(Collector):
+    """Nodes by role and state, counted when they are asked for."""
+
+    def __init__(self, pool: NodePool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterable[Metric]:
+        counts = {(role, state): 0 for role in NodeRole for state in ("ready", "joined", "lost")}
+        fleet = self._pool.fleet
+        ready = {node.engine_id for node in (*fleet.prefills, *fleet.decodes)}
+        for node in self._pool.nodes:
+            state = "ready" if node.engine_id in ready else "joined"
+            counts[node.registration.role, state] += 1
+        for registration in self._pool.lost:
+            counts[registration.role, "lost"] += 1
+        family = GaugeMetricFamily(
+            f"{_PREFIX}_nodes",
+            "Nodes; ready: can serve with at least one other; joined: cannot yet.",
+            labels=["role", "state"],
+        )
+        for (role, state), count in counts.items():
+            family.add_metric([role.value, state], count)
+        yield family

@@ -1,0 +1,57 @@
+"""WakeUps: wakes the readers of outputs in waves, no more often than the router can serve them.
+
+A message to a client costs about the same with one token as with many. If each token were sent as
+it comes, a router at its limit would read its nodes' links no faster than it serves its clients,
+and all that is behind would wait in the links, where nothing is merged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+BUSY_SHARE = 0.6
+LONGEST_REST_S = 0.05
+
+
+class WakeUps:
+    """One per event loop.
+
+    The next wave begins at once as long as the process was busy for less than `BUSY_SHARE` of the
+    time since the one before; else when that is so, or after `LONGEST_REST_S`.
+
+    Args:
+        clock: seconds; tests bring their own.
+        cpu_clock: seconds that the process was busy.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._waiters: list[asyncio.Future[None]] = []
+        self._began = self._cpu_began = 0.0
+
+    def add(self, waiter: asyncio.Future[None]) -> None:
+        """Wake the one who waits for this with the next wave."""
+        self._waiters.append(waiter)
+        if len(self._waiters) == 1:  # behind all that one message of a link says
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        """Begin a wave if it is time, else look again."""
+        busy_s = self._cpu_clock() - self._cpu_began
+        rest_s = self._began + min(busy_s / BUSY_SHARE, LONGEST_REST_S) - self._clock()
+        if rest_s > 0:
+            asyncio.get_running_loop().call_later(rest_s, self._look)
+            return
+        self._began, self._cpu_began = self._clock(), self._cpu_clock()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

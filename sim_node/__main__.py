@@ -1,0 +1,127 @@
+"""`baton sim-node`: options, set-up, graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated
+
+import typer
+
+from baton.block_hash import HASH_ALGORITHMS
+from baton.client import DEFAULT_ADDRESS
+from baton.process import run_program, stop_event
+from baton.rpc import split_address
+from sim_node.cluster import SimCluster
+from sim_node.faults import FaultSpec
+from sim_node.options import SimOptions
+from sim_node.timing import PRESETS, preset
+
+logger = logging.getLogger(__name__)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_DEFAULTS = SimOptions()
+
+
+async def simulate(cluster: SimCluster) -> None:
+    """Run a cluster until told to stop, or until a node cannot go on; raises what ended it."""
+    stopping = asyncio.create_task(stop_event(asyncio.get_running_loop()).wait())
+    running = asyncio.create_task(_start_and_run(cluster))
+    await asyncio.wait([stopping, running], return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    stats = cluster.stats()
+    logger.info(
+        "%d tokens in %.1f s, %.1f s of CPU; the latest timer came %.0f ms late",
+        stats.num_tokens,
+        stats.elapsed_s,
+        stats.cpu_s,
+        stats.max_lag_s * 1000,
+    )
+
+
+async def _start_and_run(cluster: SimCluster) -> None:
+    async with cluster:
+        logger.info("%d simulated nodes have joined", len(cluster.names))
+        await cluster.run()
+
+
+@app.command()
+def sim_node(
+    model: Annotated[str, typer.Option(help="Model folder or hub id; only config.json is read.")],
+    router: Annotated[str, typer.Option(help="host:port of the router.")] = DEFAULT_ADDRESS,
+    prefill: Annotated[int, typer.Option(help="Prefill nodes of this process.", min=0)] = 1,
+    decode: Annotated[int, typer.Option(help="Decode nodes of this process.", min=0)] = 1,
+    name: Annotated[str, typer.Option(help="The nodes are NAME-p0, NAME-d0, ...")] = "sim",
+    preset_name: Annotated[
+        str,
+        typer.Option("--preset", help=f"What is simulated: {', '.join(PRESETS)}."),
+    ] = "h100-8b",
+    time_scale: Annotated[
+        float, typer.Option(help="Times as long as in the preset; 0.1: ten times as fast.")
+    ] = 1.0,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = _DEFAULTS.block_size,
+    num_blocks: Annotated[int, typer.Option(help="KV blocks of a node.")] = _DEFAULTS.num_blocks,
+    max_model_len: Annotated[
+        int, typer.Option(help="Most tokens of a request; 0: the model's own limit.")
+    ] = 0,
+    max_num_requests: Annotated[
+        int, typer.Option(help="Most requests in a decode batch.")
+    ] = _DEFAULTS.max_num_requests,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Most prompt tokens in a prefill step.")
+    ] = _DEFAULTS.max_num_batched_tokens,
+    local_prefill_threshold: Annotated[
+        int,
+        typer.Option(
+            help="A decode node computes the rest of a prompt itself when its prefix cache has all "
+            "but so many tokens; 0: never."
+        ),
+    ] = _DEFAULTS.local_prefill_threshold,
+    prefix_hash: Annotated[
+        str, typer.Option(help=f"Names of prefixes: {', '.join(HASH_ALGORITHMS)}.")
+    ] = _DEFAULTS.prefix_hash,
+    faults: Annotated[
+        str,
+        typer.Option(
+            help="What goes wrong, such as kill=0.5,restart_s=3,stall=0.5,stall_s=2 (per node and "
+            "minute), slow=0.1,slow_factor=3 (share of nodes), refuse=0.01 (probability), seed=1."
+        ),
+    ] = "",
+    join_timeout_s: Annotated[
+        float, typer.Option(help="How long to try to reach the router at start, seconds.")
+    ] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Simulate prefill and decode nodes: the node protocol with a timing model, and no model."""
+
+    async def run() -> None:
+        split_address("router", router)
+        options = SimOptions(
+            timing=preset(preset_name).scaled(time_scale),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            max_num_requests=max_num_requests,
+            max_num_batched_tokens=max_num_batched_tokens,
+            local_prefill_threshold=local_prefill_threshold,
+            prefix_hash=prefix_hash,
+        )
+        cluster = SimCluster(
+            router,
+            model,
+            num_prefill=prefill,
+            num_decode=decode,
+            options=options,
+            faults=FaultSpec.parse(faults),
+            prefix=name,
+            join_timeout_s=join_timeout_s,
+        )
+        await simulate(cluster)
+
+    raise typer.Exit(run_program(run, log_level=log_level))
+
+
+if __name__ == "__main__":
+    app(prog_name="baton sim-node")

@@ -1,0 +1,275 @@
+"""SimCluster: many simulated nodes in one event loop, and a hand for each of them.
+
+    async with SimCluster("127.0.0.1:50051", model, num_prefill=8, num_decode=8) as cluster:
+        await cluster.kill("sim-d3")
+        await cluster.restart("sim-d3")
+
+All nodes that are to be paired must be of one cluster: their hand-over passes no network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+
+from baton.errors import ConfigError, NodeUnavailableError
+from baton.link import BEAT_INTERVAL_S, NodeRole
+from baton.model_folder import config_digest, find_model_folder, read_limits
+from sim_node.faults import FaultSpec
+from sim_node.kv_network import KVNetwork
+from sim_node.node import SimNode
+from sim_node.options import SimModel, SimOptions
+
+logger = logging.getLogger(__name__)
+
+# Beats are spread over their interval: a crowd of nodes must not speak all at once.
+_NUM_BEAT_SLICES = 10
+# A router introduces each new node to all of the other role before it can take the next one.
+_MAX_JOINING = 16
+_DEFAULT_OPTIONS = SimOptions()
+_NO_FAULTS = FaultSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class SimStats:
+    """What a cluster has done since its start.
+
+    Attributes:
+        num_tokens: output tokens made, also those that nobody took.
+        num_running: requests that are computed now, on all nodes.
+        cpu_s: of the whole process.
+        max_lag_s: how late a timer was at most; much more than a step means that this machine is
+            too busy for so many nodes, and the timing not what it should be.
+    """
+
+    num_tokens: int
+    num_running: int
+    elapsed_s: float
+    cpu_s: float
+    max_lag_s: float
+
+
+class SimCluster:
+    """Simulated nodes of one router.
+
+    Args:
+        router: ``host:port``.
+        model: folder or hub id; only its config.json is read.
+        options: of every node.
+        faults: what goes wrong by itself.
+        prefix: of the nodes' names: ``sim-p0``, ``sim-d0`` and so on.
+        join_timeout_s: how long to try to reach the router.
+
+    Raises:
+        ModelLoadError: the model's configuration cannot be read.
+        ConfigError: a number is out of its limits.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        model: str,
+        *,
+        num_prefill: int,
+        num_decode: int,
+        options: SimOptions = _DEFAULT_OPTIONS,
+        faults: FaultSpec = _NO_FAULTS,
+        prefix: str = "sim",
+        join_timeout_s: float = 30.0,
+    ) -> None:
+        if num_prefill < 0 or num_decode < 0 or num_prefill + num_decode == 0:
+            raise ConfigError(
+                f"prefill, decode: must be 0 or more, and not both 0, got {num_prefill}, "
+                f"{num_decode}"
+            )
+        self._router = router
+        self._model = _read_model(model, options)
+        self._options = options
+        self._faults = faults
+        self._join_timeout_s = join_timeout_s
+        self._network = KVNetwork()
+        roles = [(NodeRole.PREFILL, "p", num_prefill), (NodeRole.DECODE, "d", num_decode)]
+        self._roles = {
+            f"{prefix}-{letter}{index}": role
+            for role, letter, count in roles
+            for index in range(count)
+        }
+        chance = random.Random(faults.seed)
+        num_slow = round(faults.slow * len(self._roles))
+        self._slowness = dict.fromkeys(chance.sample(self.names, num_slow), faults.slow_factor)
+        self._chance = chance
+        self._nodes: dict[str, SimNode] = {}  # those that live
+        self._jobs: list[asyncio.Task[None]] = []
+        self._num_tokens_before = 0  # of nodes that are gone
+        self._max_lag_before_s = 0.0
+        self._started = (0.0, 0.0)
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Start all nodes and wait until the router has taken them.
+
+        Raises:
+            NodeUnavailableError: the router does not answer.
+            ConfigError: the router refused a node.
+        """
+        self._started = (time.perf_counter(), time.process_time())
+        self._jobs = [asyncio.create_task(self._beat())]
+        try:
+            for first in range(0, len(self.names), _MAX_JOINING):
+                some = self.names[first : first + _MAX_JOINING]
+                await asyncio.gather(*(self.restart(name) for name in some))
+        except BaseException:
+            await self.stop()
+            raise
+        self._jobs += [
+            asyncio.create_task(self._inject(self._faults.kill, self._kill_for_a_while)),
+            asyncio.create_task(self._inject(self._faults.stall, self._stall_for_a_while)),
+        ]
+
+    async def stop(self) -> None:
+        """End all nodes."""
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        await asyncio.gather(*(self.kill(name) for name in list(self._nodes)))
+
+    async def run(self) -> None:
+        """Go on until a node cannot; raises what ended it."""
+        while True:
+            for node in self._nodes.values():
+                if node.task.done():
+                    node.task.result()
+            for job in [job for job in self._jobs if job.done()]:
+                job.result()
+                self._jobs.remove(job)
+            await asyncio.sleep(BEAT_INTERVAL_S)
+
+    async def __aenter__(self) -> SimCluster:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    # ------------------------------------------------------------------ hands
+
+    @property
+    def names(self) -> list[str]:
+        """Of all nodes, also of those that are gone just now."""
+        return list(self._roles)
+
+    async def kill(self, name: str) -> None:
+        """Have a node vanish; harmless when it is gone."""
+        node = self._nodes.pop(name, None)
+        if node is not None:
+            self._num_tokens_before += node.num_tokens_made
+            self._max_lag_before_s = max(self._max_lag_before_s, node.clock.max_lag_s)
+            await node.end()
+
+    async def restart(self, name: str) -> None:
+        """Start a node anew, ending it first if it lives; returns when it has joined."""
+        await self.kill(name)
+        node = SimNode(
+            name,
+            self._roles[name],
+            self._router,
+            self._network,
+            self._model,
+            self._options,
+            self._faults,
+            join_timeout_s=self._join_timeout_s,
+        )
+        self._nodes[name] = node
+        self.slow(name, self._slowness.get(name, 1.0))
+        joined = asyncio.create_task(node.joined.wait())
+        try:
+            await asyncio.wait([joined, node.task], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            joined.cancel()
+        if node.task.done() and not node.task.cancelled():
+            node.task.result()
+
+    async def stall(self, name: str, stall_s: float) -> None:
+        """Have a node stand still for so long; returns at once."""
+        node = self._node(name)
+        node.stop()
+        asyncio.get_running_loop().call_later(stall_s, node.go_on)
+
+    def slow(self, name: str, factor: float) -> None:
+        """Have a node take so many times as long as usual; 1 is as usual."""
+        self._node(name).slow_down(factor)
+
+    def stats(self) -> SimStats:
+        wall, cpu = self._started
+        nodes = self._nodes.values()
+        return SimStats(
+            self._num_tokens_before + sum(node.num_tokens_made for node in nodes),
+            sum(node.num_running for node in nodes),
+            time.perf_counter() - wall,
+            time.process_time() - cpu,
+            max([self._max_lag_before_s, *(node.clock.max_lag_s for node in nodes)]),
+        )
+
+    def _node(self, name: str) -> SimNode:
+        node = self._nodes.get(name)
+        if node is None:
+            raise NodeUnavailableError(f"simulated node {name} does not live")
+        return node
+
+    # ------------------------------------------------------------------ by itself
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        for slice_index in itertools.cycle(range(_NUM_BEAT_SLICES)):
+            for node in list(self._nodes.values())[slice_index::_NUM_BEAT_SLICES]:
+                node.beat()
+            due = max(due + BEAT_INTERVAL_S / _NUM_BEAT_SLICES, loop.time())
+            await asyncio.sleep(due - loop.time())
+
+    async def _inject(
+        self, per_minute: float, act: Callable[[str], Coroutine[None, None, None]]
+    ) -> None:
+        """Do something to a node drawn at random, so often per node."""
+        if not per_minute:
+            return
+        while True:
+            await asyncio.sleep(self._chance.expovariate(per_minute * len(self._roles) / 60))
+            if self._nodes:
+                name = self._chance.choice(list(self._nodes))
+                self._jobs.append(asyncio.create_task(act(name)))
+
+    async def _kill_for_a_while(self, name: str) -> None:
+        logger.info("%s is killed", name)
+        await self.kill(name)
+        await asyncio.sleep(self._faults.restart_s)
+        await self.restart(name)
+
+    async def _stall_for_a_while(self, name: str) -> None:
+        logger.info("%s stands still for %g s", name, self._faults.stall_s)
+        await self.stall(name, self._faults.stall_s)
+
+
+def _read_model(model: str, options: SimOptions) -> SimModel:
+    folder = find_model_folder(model, weights=False)
+    limits = read_limits(folder)
+    longest = min(
+        options.max_model_len or limits.max_position_embeddings,
+        limits.max_position_embeddings,
+        options.num_blocks * options.block_size,  # one request alone must fit
+    )
+    return SimModel(
+        digest=config_digest(folder), vocab_size=limits.vocab_size, max_model_len=longest
+    )

@@ -1,0 +1,59 @@
+"""FaultSpec: what goes wrong in a cluster of simulated nodes by itself, as text and as numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSpec:
+    """Rates are per node and minute; checked when made.
+
+    Attributes:
+        kill: how often a node vanishes.
+        restart_s: after that it joins again, under a new engine id.
+        stall: how often a node stands still.
+        stall_s: for so long.
+        slow: this share of the nodes is slow, from 0 to 1.
+        slow_factor: so many times as slow as usual.
+        refuse: probability that a node refuses a command.
+        seed: of all that; also picks the slow nodes.
+    """
+
+    kill: float = 0.0
+    restart_s: float = 3.0
+    stall: float = 0.0
+    stall_s: float = 2.0
+    slow: float = 0.0
+    slow_factor: float = 3.0
+    refuse: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"faults: {field.name}: must be 0 or more, got {value!r}")
+        for name in ("slow", "refuse"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"faults: {name}: must be 1 or less, got {getattr(self, name)!r}")
+        if not self.slow_factor:
+            raise ConfigError("faults: slow_factor: must be above 0, got 0")
+
+    @classmethod
+    def parse(cls, text: str) -> FaultSpec:
+        """Of ``kill=0.5,restart_s=2,refuse=0.01``; empty: nothing goes wrong."""
+        values: dict[str, float] = {}
+        known = [field.name for field in dataclasses.fields(cls)]
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, _, number = part.partition("=")
+            if name not in known:
+                raise ConfigError(f"faults: must be of {', '.join(known)}, got {name!r}")
+            try:
+                values[name] = int(number) if name == "seed" else float(number)
+            except ValueError:
+                raise ConfigError(f"faults: {name}: must be a number, got {number!r}") from None
+        return cls(**values)  # type: ignore[arg-type]  # the seed is an int

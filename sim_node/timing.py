@@ -1,0 +1,127 @@
+"""TimingModel: how long steps and transfers of a simulated node take; presets by name.
+
+    prefill step  = prefill_step_s + tokens / prefill_tokens_per_s + pairs * prefill_s_per_pair
+    decode step   = decode_step_s + requests * decode_s_per_request
+                    + kv tokens * decode_s_per_kv_token
+
+Knows no node and no clock: numbers in, seconds out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingModel:
+    """What a node's hardware and model cost; checked when made.
+
+    Attributes:
+        prefill_tokens_per_s: without attention over what came before.
+        prefill_step_s: of each prefill step, however few its tokens.
+        prefill_s_per_pair: of one query token looking at one key token.
+        decode_step_s: of each decode step, for reading the weights.
+        decode_s_per_request: more for each request in the batch.
+        decode_s_per_kv_token: more for each token of context in the batch, for reading its KV.
+        kv_bytes_per_token: of all layers.
+        link_bytes_per_s: that one prefill node can send.
+        link_latency_s: from the last byte sent to the commit taken.
+    """
+
+    prefill_tokens_per_s: float
+    prefill_step_s: float
+    prefill_s_per_pair: float
+    decode_step_s: float
+    decode_s_per_request: float
+    decode_s_per_kv_token: float
+    kv_bytes_per_token: int
+    link_bytes_per_s: float
+    link_latency_s: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{field.name}: must be 0 or more, got {value!r}")
+        for name in ("prefill_tokens_per_s", "link_bytes_per_s", "decode_step_s"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name}: must be above 0, got 0")
+
+    def prefill_s(self, num_tokens: int, num_pairs: int) -> float:
+        """One prefill step of so many tokens, which look at so many (query, key) pairs."""
+        computing_s = num_tokens / self.prefill_tokens_per_s + num_pairs * self.prefill_s_per_pair
+        return self.prefill_step_s + computing_s
+
+    def decode_s(self, num_requests: int, num_kv_tokens: int) -> float:
+        """One decode step of so many requests with so much context together."""
+        batch_s = num_requests * self.decode_s_per_request
+        return self.decode_step_s + batch_s + num_kv_tokens * self.decode_s_per_kv_token
+
+    def transfer_s(self, num_tokens: float) -> float:
+        """Sending the KV of so many tokens, without the latency."""
+        return num_tokens * self.kv_bytes_per_token / self.link_bytes_per_s
+
+    def scaled(self, factor: float) -> TimingModel:
+        """The same, with every duration times ``factor``; raises ConfigError unless above 0."""
+        if not 0 < factor < float("inf"):
+            raise ConfigError(f"time_scale: must be above 0, got {factor!r}")
+        return TimingModel(
+            prefill_tokens_per_s=self.prefill_tokens_per_s / factor,
+            prefill_step_s=self.prefill_step_s * factor,
+            prefill_s_per_pair=self.prefill_s_per_pair * factor,
+            decode_step_s=self.decode_step_s * factor,
+            decode_s_per_request=self.decode_s_per_request * factor,
+            decode_s_per_kv_token=self.decode_s_per_kv_token * factor,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            link_bytes_per_s=self.link_bytes_per_s / factor,
+            link_latency_s=self.link_latency_s * factor,
+        )
+
+
+# One H100 SXM per node, Llama-3.1-8B in bf16 (128 KiB of KV per token).
+# Prefill: vLLM 0.30 on one H100 with Qwen3-8B sustains 3,018 output tokens/s at 1,024 in / 128 out
+#   under a latency limit (silybench, capacity.csv), so 24,000 prompt tokens/s while it decodes.
+#   Attention: 4 * 32 layers * 4,096 FLOPs per pair at the 640 TFLOP/s of FlashAttention-3
+#   (arXiv 2407.08608, figure 5), half of it for the causal mask that `num_pairs` counts exactly.
+# Decode: vLLM on one H100, Llama-3.1-8B, batches of 8, 64 and 256: 7.3, 11.5 and 26.1 ms between
+#   tokens (median; ML.ENERGY leaderboard, lm-arena-chat). That is 6.7 ms + 0.076 ms per request, of
+#   which reading some 600 tokens of KV at 70 % of 3.35 TB/s takes 0.034 ms.
+# Link: one 400 Gb/s port at the 41 GB/s that Mooncake measured (164 GB/s over four); its 128 tokens
+#   took 0.54 ms.
+_H100_8B = TimingModel(
+    prefill_tokens_per_s=24_000,
+    prefill_step_s=0.004,
+    prefill_s_per_pair=8.2e-10,
+    decode_step_s=0.0067,
+    decode_s_per_request=4.2e-5,
+    decode_s_per_kv_token=5.6e-8,
+    kv_bytes_per_token=131_072,
+    link_bytes_per_s=41e9,
+    link_latency_s=0.0005,
+)
+# Two H100 per node, a 70B model in fp8 (80 layers, 8 KV heads: 160 KiB of KV per token in fp8).
+# Derived from the above by arithmetic, not measured: 70 / 8 the FLOPs on two GPUs at twice the rate
+# of bf16; 70 GB of weights read at 70 % of 2 * 3.35 TB/s; two ports.
+_H100_70B = TimingModel(
+    prefill_tokens_per_s=11_000,
+    prefill_step_s=0.006,
+    prefill_s_per_pair=2.0e-9,
+    decode_step_s=0.015,
+    decode_s_per_request=9e-5,
+    decode_s_per_kv_token=3.5e-8,
+    kv_bytes_per_token=163_840,
+    link_bytes_per_s=82e9,
+    link_latency_s=0.0005,
+)
+
+PRESETS: dict[str, TimingModel] = {"h100-8b": _H100_8B, "h100-70b": _H100_70B}
+
+
+def preset(name: str) -> TimingModel:
+    """A timing model by name; raises ConfigError listing the known names."""
+    if name not in PRESETS:
+        raise ConfigError(f"preset: must be one of {', '.join(PRESETS)}, got {name!r}")
+    return PRESETS[name]

@@ -1,0 +1,138 @@
+"""A router's gRPC server in this process, over a pair of nodes that answer by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from baton.client import AsyncClient
+from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, RouterCommand
+from baton.outputs import FinishReason
+from baton.rpc import RpcServer
+from baton.sampling_params import SamplingParams
+from baton.tokenizer import Tokenizer
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.dispatcher import Dispatcher
+from router.intake import Intake
+from router.journal import Journal, JournalOptions
+from router.policies.least_tokens import LeastTokens
+from router.retry_budget import RetryOptions
+from router.service import InferenceService
+from tests.fakes.nodes import HandNode, make_pool, make_registration, token, token_1
+
+TOKENIZER = Tokenizer(Path(__file__).parents[2] / "examples" / "demo_model")
+
+
+def expected(seed: int, num_tokens: int) -> tuple[int, ...]:
+    """What the nodes here say of a request."""
+    return tuple(seed + index for index in range(num_tokens))
+
+
+class AnsweringNode(HandNode):
+    """Says of each request the tokens seed, seed + 1, ... while ``talks`` is set.
+
+    Each behind a turn of the loop, as far as ``max_tokens`` goes.
+    """
+
+    def __init__(self, scene: GrpcScene, role: NodeRole) -> None:
+        self.scene = scene
+        super().__init__(scene.pool, make_registration(role.value, role))
+        self.node.send = self._obey
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def _obey(self, command: RouterCommand) -> None:
+        self.commands.append(command)
+        if isinstance(command, PrefillCommand | DecodeCommand):
+            self._tasks[command.epoch] = asyncio.create_task(self._answer(command))
+        elif isinstance(command, CancelCommand) and command.epoch in self._tasks:
+            self._tasks.pop(command.epoch).cancel()
+
+    async def _answer(self, command: PrefillCommand | DecodeCommand) -> None:
+        params, epoch = command.sampling_params, command.epoch
+        assert params.seed is not None
+        if isinstance(command, PrefillCommand):
+            finish = None if command.decode_engine_id else FinishReason.LENGTH
+            self.say(token_1(command.request_id, params.seed, epoch=epoch, finish=finish))
+            return
+        for index in range(1, params.max_tokens):
+            await self.scene.talks.wait()
+            await asyncio.sleep(0.001)
+            finish = FinishReason.LENGTH if index + 1 == params.max_tokens else None
+            self.say(
+                token(command.request_id, index, params.seed + index, epoch=epoch, finish=finish)
+            )
+
+
+class GrpcScene:
+    """What a test needs of a served router; ``talks`` is cleared to silence the decode node."""
+
+    def __init__(self, options: JournalOptions | None = None) -> None:
+        self.pool = make_pool()
+        self.talks = asyncio.Event()
+        self.talks.set()
+        self.prefill = AnsweringNode(self, NodeRole.PREFILL)
+        self.decode = AnsweringNode(self, NodeRole.DECODE)
+        self.prefill.reach(self.decode)
+        retries = RetryOptions(max_attempts=1, pair_timeout_s=0)
+        self.dispatcher = Dispatcher(self.pool, LeastTokens(), retries)
+        intake = Intake(self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
+        self.journal = Journal(options)
+        self.service = InferenceService(intake, model="demo", journal=self.journal)
+
+    async def until_quiet(self) -> None:
+        """Until no request is in progress."""
+        async with asyncio.timeout(5):
+            while self.dispatcher.num_open:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def served(
+    options: JournalOptions | None = None,
+) -> AsyncIterator[tuple[GrpcScene, AsyncClient]]:
+    """A scene behind a real server, and a client of it."""
+    scene = GrpcScene(options)
+    server = RpcServer(
+        [inference_pb2.DESCRIPTOR.services_by_name["Inference"]],
+        lambda one: inference_pb2_grpc.add_InferenceServicer_to_server(scene.service, one),  # type: ignore[no-untyped-call]  # generated
+    )
+    address = await server.start("127.0.0.1:0")
+    async with AsyncClient(address) as client:
+        yield scene, client
+    await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def breakable(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """An address that leads to another one, and what breaks all connections through it."""
+    host, _, port = address.rpartition(":")
+    writers: list[asyncio.StreamWriter] = []
+    pipes: set[asyncio.Task[None]] = set()
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, there_writer))
+        pipes.add(asyncio.create_task(pipe(reader, there_writer)))
+        pipes.add(asyncio.create_task(pipe(there_reader, writer)))
+
+    def cut() -> None:
+        while writers:
+            writers.pop().transport.abort()
+
+    server = await asyncio.start_server(connect, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", cut
+        cut()
+        await asyncio.gather(*pipes)
+
+
+def params(max_tokens: int = 8, *, seed: int | None = 100, n: int = 1) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=seed, n=n, ignore_eos=True)

@@ -1,0 +1,140 @@
+"""The HTTP API on a socket over hand-driven nodes, for tests that say when nodes speak and fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from baton.link import PrefillCommand, RequestDelta, RequestError
+from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.tokenizer import Tokenizer
+from router.dispatcher import Dispatcher
+from router.http.server import HttpServer
+from router.intake import Intake
+from router.metrics import RouterMetrics
+from router.policies.least_tokens import LeastTokens
+from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
+from tests.fakes.router_scene import NO_RETRIES
+
+TOKENIZER = Tokenizer(Path(__file__).parents[2] / "examples" / "demo_model")
+MODEL = "demo"
+
+
+class HttpScene:
+    """A router's HTTP API with one pair of nodes that a test speaks for.
+
+    Attributes:
+        session: an HTTP client; ``url`` is where the API is.
+    """
+
+    def __init__(self, *, pair: bool = True, timeout_s: float = 60.0, **options: Any) -> None:
+        self.pool = make_pool()
+        if pair:
+            self.prefill, self.decode = join_pair(self.pool)
+        self.dispatcher = Dispatcher(self.pool, LeastTokens(), NO_RETRIES)
+        self.metrics = RouterMetrics(self.pool)
+        intake = Intake(
+            self.dispatcher,
+            TOKENIZER,
+            vocab_size=4096,
+            default_timeout_s=timeout_s,
+            metrics=self.metrics,
+        )
+        self.server = HttpServer(intake, self.pool, self.metrics, model_name=MODEL, **options)
+        self.session: aiohttp.ClientSession
+        self.url = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[HttpScene]:
+        self.url = f"http://{await self.server.start('127.0.0.1:0')}"
+        async with aiohttp.ClientSession() as self.session:
+            yield self
+        await self.server.stop()
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> Awaitable[aiohttp.ClientResponse]:
+        """A request, begun; of a completion if not said otherwise."""
+        given = {"model": MODEL, "prompt": "x"} if path == "/v1/completions" else {"model": MODEL}
+        return asyncio.ensure_future(self._post(path, {**given, **body}))
+
+    async def _post(self, path: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        return await self.session.post(self.url + path, json=body)
+
+    async def command(self, number: int = 1) -> PrefillCommand:
+        """The last of so many commands that the prefill node is to get."""
+        await until(lambda: len(self.prefill.of(PrefillCommand)) >= number)
+        return self.prefill.of(PrefillCommand)[number - 1]
+
+    def say(
+        self,
+        command: PrefillCommand,
+        index: int,
+        text: str,
+        *,
+        last: FinishReason | None = None,
+        top: tuple[tuple[int, float], ...] = (),
+    ) -> int:
+        """Have the nodes say the tokens of a text from an output index on; gives the next index."""
+        token_ids = TOKENIZER.encode(text)
+        end = index + len(token_ids)
+        for token_id in token_ids:
+            is_last = last is not None and index == end - 1
+            output = RequestOutput(
+                command.request_id,
+                index,
+                (token_id,),
+                last if is_last else None,
+                () if command.sampling_params.logprobs is None else (TokenLogprobs(-0.5, top),),
+            )
+            if index == 0:
+                delta = RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT)
+                self.prefill.say(delta)
+            else:
+                decode = DECODE_RECEIPT if is_last else None
+                self.decode.say(RequestDelta(output, command.epoch, decode=decode))
+            index += 1
+        return index
+
+    def fail(self, command: PrefillCommand, code: str, message: str) -> None:
+        """Have the decode node fail a request."""
+        output = RequestOutput(command.request_id, 0, ())
+        error = RequestError(code, message)
+        self.decode.say(RequestDelta(output, command.epoch, error=error))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for what other tasks do; fails after ten seconds."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what it waits for sets no event
+            await asyncio.sleep(0.001)
+
+
+def on_http(**options: Any) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Any]:
+    """Run a coroutine as a test, with a running `HttpScene` as its first argument."""
+
+    def decorate(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        async def within(arguments: dict[str, Any]) -> None:
+            async with asyncio.timeout(30), HttpScene(**options).running() as scene:
+                await test(scene, **arguments)
+
+        @wraps(test)
+        def run(**arguments: Any) -> None:
+            asyncio.run(within(arguments))
+
+        # pytest asks for fixtures by name; the scene is none.
+        del run.__wrapped__
+        return run
+
+    return decorate
+
+
+def events_of(text: str) -> list[Any]:
+    """Data of server-sent events, decoded; "[DONE]" as it is."""
+    data = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]

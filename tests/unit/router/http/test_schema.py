@@ -1,0 +1,79 @@
+"""Unit tests of decoding: what is wrong with a request is one line that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequestError
+from router.http.schema import ChatRequest, CompletionRequest, NamedToolChoice, decode
+
+
+def chat(**fields: Any) -> ChatRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
+    return decode(json.dumps(body).encode(), ChatRequest)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "problem"),
+    [
+        ({"temperatur": 1}, "temperatur", "is no field that Baton knows"),
+        ({"temperature": "hot"}, "temperature", "expected `float | null`, got `str`"),
+        ({"n": 1.5}, "n", "expected `int | null`, got `float`"),
+        ({"n": True}, "n", "expected `int | null`, got `bool`"),
+        ({"logit_bias": {"five": 1}}, "logit_bias", "expected `int`, got `str`"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "is needed"),
+        ({"messages": [{"role": "boss"}]}, "messages[0].role", "invalid enum value 'boss'"),
+        ({"messages": "hello"}, "messages", "expected `array`, got `str`"),
+        ({"stream_options": {"usage": True}}, "stream_options.usage", "is no field"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is needed"),
+        ({"tool_choice": "maybe"}, "tool_choice", "invalid enum value 'maybe'"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid enum value"),
+        ({"model": None}, "model", "expected `str`, got `null`"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], field: str, problem: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(**fields)
+    assert caught.value.field == field
+    assert caught.value.problem.startswith(problem)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b'{"model": "m"', b"\xff\xfe", b'"\\ud800"', b"[" * 100_000, b"[]", b"null", b"1"],
+)
+def test_what_is_no_json_object_is_said_of_the_body(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^body: "):
+        decode(body, CompletionRequest)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^prompt: is needed$"):
+        decode(b'{"model": "m"}', CompletionRequest)
+
+
+def test_null_is_as_if_a_field_was_not_there() -> None:
+    given = chat(temperature=None, stop=None, stream=None, tools=None, user=None)
+    assert given == chat()
+
+
+def test_what_clients_send_back_of_earlier_answers_is_passed_over() -> None:
+    answer = {
+        "role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None,
+        "tool_calls": [{"id": "c", "type": "function", "index": 0,
+                        "function": {"name": "f", "arguments": "{}"}}],
+    }  # fmt: skip
+    (message,) = chat(messages=[answer]).messages
+    assert message.tool_calls is not None
+    assert message.tool_calls[0].function.name == "f"
+
+
+def test_a_tool_choice_is_a_word_or_names_a_function() -> None:
+    assert chat(tool_choice="auto").tool_choice == "auto"
+    named = chat(tool_choice={"type": "function", "function": {"name": "f"}}).tool_choice
+    assert isinstance(named, NamedToolChoice)
+    assert named.function.name == "f"
