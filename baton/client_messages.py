@@ -12,6 +12,7 @@ from typing import Any, cast
 import grpc
 
 from baton import wire, wire_types
+from baton.error_details import error_from_trailers
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -184,7 +185,7 @@ def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelD
 def error_of(error: grpc.RpcError, address: str) -> BatonError:
     """The exception that made a status, or the nearest one when the router did not say."""
     code, details = error.code(), error.details() or ""
-    said = error_fromtrailers_of(details, trailers_of(error))
+    said = error_from_trailers(details, trailers_of(error))
     if said is not None:
         return said
     if code is grpc.StatusCode.INVALID_ARGUMENT:
@@ -203,9 +204,10 @@ def error_of(error: grpc.RpcError, address: str) -> BatonError:
 
 
 def _said_by_router(error: grpc.RpcError) -> bool:
-    return error_fromtrailers_of("", trailers_of(error)) is not None
+    return error_from_trailers("", trailers_of(error)) is not None
 
 
 def trailers_of(error: grpc.RpcError) -> dict[str, str | bytes]:
+    """What came behind a failed call, by name."""
     trailers: Any = error.trailing_metadata() or ()
     return dict(trailers)

@@ -213,7 +213,8 @@ class _OpenCall:
         decode = attempt.decode.engine_id if attempt.decode else ""
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
         self._choice.note_failure(prefill, decode, item)
-        self.following.note_failure(error.code, error.message)
+        if self._ended_by is None:  # else it is no node's fault
+            self.following.note_failure(error.code, error.message)
         if error.code == "PREEMPTED":
             self._num_preemptions += 1
             if self._num_preemptions > options.max_preemptions:

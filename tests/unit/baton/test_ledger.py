@@ -1,4 +1,4 @@
-"""Unit tests of the ledger: what balances, what is an orphan, and what `baton admin audit` says of it."""
+"""Unit tests of the ledger: what balances, what is an orphan, and what operators are told of it."""
 
 from __future__ import annotations
 
