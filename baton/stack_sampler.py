@@ -25,7 +25,7 @@ class SampledFunction:
     """How often a function was seen.
 
     Attributes:
-        place: ``file:line`` where it begins; the file's last three parts.
+        place: ``file:line`` where it begins; the file's last two parts.
         num_own: samples in it.
         num_total: samples in it or in what it called.
     """
@@ -87,4 +87,4 @@ def _codes(frame: FrameType | None) -> set[CodeType]:
 
 
 def _place(code: CodeType) -> str:
-    return "/".join(code.co_filename.split("/")[-3:]) + f":{code.co_firstlineno}"
+    return "/".join(code.co_filename.split("/")[-2:]) + f":{code.co_firstlineno}"

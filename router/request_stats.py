@@ -35,7 +35,7 @@ class Percentiles:
 
 @dataclass(slots=True)
 class NodeFigures:
-    """Of one node in a window: prompts where it computed them, outputs where it decoded them."""
+    """Of one node in a window: prompts that it computed, outputs that it decoded."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -91,14 +91,15 @@ def window_stats(log: RequestLog, window_s: float) -> WindowStats:
 def _count(record: RequestRecord, nodes: defaultdict[str, NodeFigures]) -> None:
     receipt = record.receipt
     assert receipt is not None
-    if receipt.prefill_node:
-        node = nodes[receipt.prefill_node]
-        node.num_requests += 1
+    for name in filter(None, (receipt.prefill_node, receipt.decode_node)):
+        nodes[name].num_requests += 1
+    computed_by = receipt.prefill_node or receipt.decode_node
+    if computed_by:
+        node = nodes[computed_by]
         node.num_prompt_tokens += receipt.num_prompt_tokens
         node.ttfts_s.append(receipt.ttft_s)
     if receipt.decode_node:
         node = nodes[receipt.decode_node]
-        node.num_requests += 1
         node.num_output_tokens += receipt.num_output_tokens
         if receipt.num_output_tokens > 1:
             node.times_per_token_s.append(receipt.time_per_token_s)

@@ -20,6 +20,7 @@ from baton.cli.admin.output import format_seconds, is_json, make_console, make_t
 from baton.client import DEFAULT_ADDRESS
 from baton.v1 import admin_pb2
 
+MAX_RANGES = 4  # of a holding, in the table; JSON has all
 _NO_TRANSFER = ("request", "null block", "step in flight")
 
 
@@ -77,7 +78,8 @@ def _cells(holding: admin_pb2.BlockHolding) -> tuple[str, ...]:
         holding.state,
         escape(holding.peer),
         format_seconds(holding.age_s) if holding.request_id else "",
-        f"{holding.num_blocks}: {_ids(holding.ranges)}",
+        f"{holding.num_blocks}: {_ids(holding.ranges[:MAX_RANGES])}"
+        + (", ..." if len(holding.ranges) > MAX_RANGES else ""),
     )
 
 

@@ -70,7 +70,7 @@ def node(
             peers.add_row(
                 escape(peer.node_name), _transport(peer), format_rate(rate) if rate else ""
             )
-        console.print(peers)
+        console.print("", peers)
     print_problems(console, [found])
 
 

@@ -80,7 +80,7 @@ def enum_word(name: str) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``840 us``, ``12.3 ms``, ``4.56 s``, ``2 min 5 s``, ``3 h 4 min``."""
+    """``840 us``, ``12.3 ms``, ``4.56 s``, ``2 min 5 s``, ``3 h 4 min``, ``1 min``."""
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -89,7 +89,7 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, rest_s = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest_s} s"
+        return f"{minutes} min {rest_s} s" if rest_s else f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60} min"
 
 

@@ -51,7 +51,7 @@ def stats(
         f"{format_seconds(found.window_s)}[/]"
     )
     if found.num_finished_in_window:
-        console.print(latencies_table(found))
+        console.print(latencies_table(found), "")
     if found.nodes:
         console.print(_nodes_table(found))
 
