@@ -3,10 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 PROTOC_TOOLS := grpcio-tools==1.73.1
+EXAMPLES ?= 10000
+STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_system.py)
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench gpu-suite chaos check protocol-check fmt proto train-demo-model clean
+.PHONY: help setup demo test property-long bench gpu-suite chaos check protocol-check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -28,11 +30,21 @@ demo: setup ## start router, prefill and decode node; send prompts; show the rec
 test: setup ## run the tests
 	$(BIN)/python -m pytest
 
+# Each of the two draws examples of its own: without CI, Hypothesis is random.
+property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, in two processes (takes long)
+	@for half in 1 2; do \
+		CI= BATON_EXAMPLES=$$(( $(EXAMPLES) / 2 )) OMP_NUM_THREADS=1 \
+			$(BIN)/python -m pytest --timeout 0 --durations 5 $(STATE_MACHINES) & \
+		pids="$$pids $$!"; \
+	done; \
+	for pid in $$pids; do wait $$pid || failed=1; done; test -z "$$failed"
+
 bench: setup ## measure scheduler, prefix index, engine and hand-off (some minutes); JSON in benchmarks/results
 	$(BIN)/python benchmarks/scheduler.py
 	$(BIN)/python benchmarks/prefix_index.py
 	$(BIN)/python benchmarks/engine_overhead.py
 	$(BIN)/python benchmarks/handoff.py
+	$(BIN)/python benchmarks/router_cost.py
 
 chaos: setup ## kill, stop and restart real processes under load; JSON in benchmarks/results
 	$(BIN)/python benchmarks/chaos.py

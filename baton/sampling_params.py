@@ -33,7 +33,7 @@ class SamplingParams:
 
     Attributes:
         n: outputs per prompt, 1 to 128. They share the prompt's KV; output i (from 0) is what a
-            request with seed + i gives. Offline only so far.
+            request with seed + i gives. Through a router with `Client.generate_batch`.
         max_tokens: most output tokens, at least 1.
         temperature: 0 is greedy; larger is more random.
         top_k: keep the k most probable tokens; 0 is off.

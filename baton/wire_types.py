@@ -61,9 +61,9 @@ _SCALAR_PARAMS = (
 
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Raises InvalidRequestError for what only the offline engine can do."""
+    """Of one output; raises InvalidRequestError for more."""
     if params.n != 1:
-        raise InvalidRequestError("n", f"must be 1 through a router, got {params.n}")
+        raise InvalidRequestError("n", f"must be 1 for a single stream, got {params.n}")
     return types_pb2.SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,

@@ -240,6 +240,7 @@ async def run_all(
             listen=free_address(),
             num_prefill=2,
             num_decode=2,
+            router_args=["--no-local-prefill"],  # it is the hand-off that is to fail
             node_args=NODE_ARGS,
         )
         with LocalDeployment(config) as deployment:

@@ -92,7 +92,12 @@ def check_split(device: str) -> Result:
         PROMPTS, GREEDY
     )
     node_args = ["--dtype", "float32", "--device", device, "--kv-cache-memory", "256M"]
-    config = LocalDeploymentConfig(model=MODEL, listen=_free_address(), node_args=node_args)
+    config = LocalDeploymentConfig(
+        model=MODEL,
+        listen=_free_address(),
+        router_args=["--no-local-prefill"],
+        node_args=node_args,
+    )
     with LocalDeployment(config) as deployment, Client(config.listen) as client:
         deployment.wait_ready(READY_TIMEOUT_S)
         found = [client.generate(prompt, GREEDY) for prompt in PROMPTS]

@@ -36,7 +36,10 @@ REST_S = 0.1  # of the control; about what a prefill takes
 def measure(num_requests: int) -> dict[int, list[Receipt]]:
     """{prompt tokens: receipts}; the lengths take turns, and the first round warms up."""
     config = LocalDeploymentConfig(
-        model=str(MODEL), listen=_free_address(), node_args=["--kv-cache-memory", "256M"]
+        model=str(MODEL),
+        listen=_free_address(),
+        router_args=["--no-local-prefill"],
+        node_args=["--kv-cache-memory", "256M"],
     )
     draw = random.Random(0)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)

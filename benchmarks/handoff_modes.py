@@ -73,6 +73,7 @@ def measure_modes(num_requests: int) -> dict[str, object]:
                     LocalDeploymentConfig(
                         model=str(folder),
                         listen=_free_address(),
+                        router_args=["--no-local-prefill"],
                         node_args=["--kv-cache-memory", "256M", "--no-prefix-cache", *arguments],
                     )
                 )

@@ -90,8 +90,9 @@ class Client:
         """Begin streams without an end, and wait until all have had a token."""
         for number in range(num_streams):
             self.tasks.append(asyncio.create_task(self.stream(number, ENDLESS)))
-            if number % 64 == 63:
-                await asyncio.sleep(0.02)
+            # (gRPC's server drops calls when a thousand of them wait to be taken.)
+            while number - self.num_begun >= 256:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         async with asyncio.timeout(180):
             while self.num_begun < num_streams:
                 for task in self.tasks:
@@ -153,7 +154,8 @@ def router_site(model: Path, interval_s: float, num_processes: int = 1) -> Itera
     listen, *links = free_addresses(1 + num_processes)
     commands: list[tuple[int, Sequence[str]]] = []
     for link in links:
-        options = ["--listen", listen, "--node-listen", link, "--log-level", "warning"]
+        options = ["--listen", listen, "--node-listen", link, "--http-listen", ""]
+        options += ["--log-level", "warning"]
         command = ["-m", "baton", "router", "--model", str(model), *options]
         commands.append((0, [*command, *(["--reuse-port"] if num_processes > 1 else [])]))
     with running(commands) as routers:
@@ -330,7 +332,7 @@ async def run(options: argparse.Namespace, model: Path) -> dict[str, object]:
         print(requests, flush=True)
         hour = await measure_requests(site, num_requests=options.num_requests, max_tokens=16)
         print(hour, flush=True)
-    held = []
+    held: list[dict[str, float]] = []
     for num_streams in options.held:
         with router_site(model, 30.0) as site:
             held.append(await measure_held(site, num_streams))
@@ -348,8 +350,8 @@ def main() -> None:
     parser.add_argument("--skip-relay", action="store_true")
     parser.add_argument("--held", type=int, nargs="+", default=[256, 2_000, 8_000])
     options = parser.parse_args()
-    os.sched_setaffinity(0, {1})
     environment = record_environment()
+    os.sched_setaffinity(0, {1})
     with tempfile.TemporaryDirectory() as folder:
         results = uvloop.run(run(options, large_model(Path(folder))))
     write_results("router_cost", environment, results)

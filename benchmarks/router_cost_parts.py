@@ -79,13 +79,15 @@ class TalkingNode:
             call = node_pb2_grpc.NodeLinkStub(channel).Link()  # type: ignore[no-untyped-call]  # generated
             await call.write(wire.registration_to_proto(self._registration))
             self._reader = asyncio.create_task(self._read(call))
-            beat_at = 0.0
-            async for _ in steps(interval_s):
+            beat_at = step_at = 0.0
+            async for _ in steps(min(interval_s, BEAT_INTERVAL_S)):
                 said, self._said = self._said, []
                 if time.perf_counter() >= beat_at:
                     beat_at = time.perf_counter() + BEAT_INTERVAL_S
                     said.append(NodeBeat(num_running=len(self._active)))
-                if self._active:
+                if self._active and time.perf_counter() >= step_at:
+                    if interval_s > BEAT_INTERVAL_S:
+                        step_at = time.perf_counter() + interval_s
                     said.append(self._step())
                 for event in said:
                     await call.write(wire.node_event_to_proto(event))

@@ -30,6 +30,13 @@ class GonePeers:
     def add(self, peer: PeerInfo) -> None:
         self._peers[peer.engine_id] = peer
 
+    def add_if_dead(self, peer: PeerInfo) -> bool:
+        """Of a peer that no router says is gone."""
+        if not is_dead(peer):
+            return False
+        self.add(peer)
+        return True
+
     def remove(self, engine_id: str) -> None:
         """It is back; harmless when it was not gone."""
         self._peers.pop(engine_id, None)

@@ -234,6 +234,7 @@ class Reservations:
         self._gone_peers.tick({r.engine_id for r in self._quarantine.values()})
         for key, reservation in self._quarantine.items():
             if now - reservation.cancelled_at >= RECANCEL_S:
+                self._note_if_dead(reservation.engine_id)
                 self._cancel_remote(key, reservation)
         oldest = now - MEMORY_S
         while self._early_starts and next(iter(self._early_starts.values()))[0] < oldest:
@@ -366,6 +367,12 @@ class Reservations:
                 self._early_starts[key] = (self._clock(), event.engine_id)
             case _:
                 pass
+
+    def _note_if_dead(self, engine_id: str) -> None:
+        """Whoever died while this node had no router: nobody says that it is gone."""
+        peer = self._peers.get(engine_id)
+        if peer is not None and self._gone_peers.add_if_dead(peer):
+            del self._peers[engine_id]
 
     def _free_quarantined(self, key: Key) -> None:
         reservation = self._quarantine.pop(key, None)

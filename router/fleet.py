@@ -117,10 +117,19 @@ class Fleet:
         return all(self.reached_by(prefill) is self.decodes for prefill in self.prefills)
 
     @functools.cached_property
-    def places(self) -> Mapping[str, int]:
-        """Where a node is in its list, by engine id."""
-        lists = (self.prefills, self.decodes)
-        return {node.engine_id: i for nodes in lists for i, node in enumerate(nodes)}
+    def prefill_places(self) -> Mapping[str, int]:
+        """Where a node is in ``prefills``, by engine id."""
+        return {node.engine_id: place for place, node in enumerate(self.prefills)}
+
+    @functools.cached_property
+    def decode_places(self) -> Mapping[str, int]:
+        """Where a node is in ``decodes``, by engine id."""
+        return {node.engine_id: place for place, node in enumerate(self.decodes)}
+
+    @functools.cached_property
+    def self_prefilling_places(self) -> Mapping[str, int]:
+        """Where a node is in ``self_prefilling``, by engine id."""
+        return {node.engine_id: place for place, node in enumerate(self.self_prefilling)}
 
     @functools.cached_property
     def best_bandwidth(self) -> float:

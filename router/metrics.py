@@ -23,6 +23,7 @@ _PREFIX = "baton_router"
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_NODE_STATES = ("ready", "joined", "draining", "lost")
 
 
 class RequestRecord:
@@ -139,17 +140,18 @@ class _NodeCollector(Collector):
         self._pool = pool
 
     def collect(self) -> Iterable[Metric]:
-        counts = {(role, state): 0 for role in NodeRole for state in ("ready", "joined", "lost")}
+        counts = {(role, state): 0 for role in NodeRole for state in _NODE_STATES}
         fleet = self._pool.fleet
-        ready = {node.engine_id for node in (*fleet.prefills, *fleet.decodes)}
+        usable = (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)
+        ready = {node.engine_id for node in usable}
         for node in self._pool.nodes:
             state = "ready" if node.engine_id in ready else "joined"
-            counts[node.registration.role, state] += 1
+            counts[node.registration.role, "draining" if node.is_draining else state] += 1
         for registration in self._pool.lost:
             counts[registration.role, "lost"] += 1
         family = GaugeMetricFamily(
             f"{_PREFIX}_nodes",
-            "Nodes; ready: can serve with at least one other; joined: cannot yet.",
+            "Nodes; ready: requests can go there; joined: they reach no other node yet.",
             labels=["role", "state"],
         )
         for (role, state), count in counts.items():

@@ -47,7 +47,7 @@ class RouterConfig:
 
     Attributes:
         http_listen: empty for no HTTP.
-        served_model_name: what HTTP clients call the model; empty: as ``model``.
+        served_model_name: what clients call the model; empty: as ``model``.
     """
 
     model: str
@@ -166,7 +166,8 @@ def _make_servers(
     admin = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
     journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
-    service = InferenceService(intake, model=config.model, journal=journal)
+    model_name = config.served_model_name or config.model
+    service = InferenceService(intake, model=model_name, journal=journal)
 
     def add_public(server: object) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated

@@ -58,6 +58,7 @@ def generate(
     choice: ChoiceOption = None,
     json_object: JsonObjectOption = False,
     seed: SeedOption = None,
+    n: Annotated[int, typer.Option(help="Outputs; more than one are printed at the end.")] = 1,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
@@ -72,11 +73,17 @@ def generate(
             repetition_penalty=repetition_penalty,
             stop=tuple(stop or ()),
             seed=seed,
+            n=n,
             structured_output=make_structured_output(
                 json_schema, regex, grammar, choice, json_object
             ),
         )
         with Client(router) as client:
+            if n > 1:
+                [completions] = client.generate_batch([prompt], params, timeout_s=timeout_s)
+                for completion in completions:
+                    typer.echo(f"[{completion.choice_index}] {completion.text}")
+                return
             _, last = _print_stream(client, prompt, params, timeout_s)
     if receipt and last is not None and last.receipt is not None:
         Console(stderr=True, highlight=False).print(receipt_line(last.receipt), style="dim")

@@ -8,10 +8,9 @@ import dataclasses
 from collections.abc import AsyncGenerator, Iterable, Sequence
 
 from baton.outputs import FinishReason, Receipt, TextDelta
-from baton.prompt import draw_seed
+from baton.prompt import choice_request_id, choice_seed, draw_seed
 from baton.sampling_params import SamplingParams
 from router.call import Call
-from router.http.sampling import seeds, with_seed
 from router.intake import GenerationRequest, Intake
 
 
@@ -30,12 +29,12 @@ async def accept_choices(
     calls: list[Call] = []
     for prompt in prompts:
         seed = draw_seed() if params.seed is None else params.seed
-        for choice_seed in seeds(seed, num_choices):
+        for index in range(num_choices):
             one = dataclasses.replace(
                 request,
                 prompt=prompt,
-                sampling_params=with_seed(params, choice_seed),
-                request_id=request.request_id + (f"-{len(calls)}" if calls else ""),
+                sampling_params=dataclasses.replace(params, seed=choice_seed(seed, index)),
+                request_id=choice_request_id(request.request_id, len(calls)),
             )
             calls.append(await intake.accept(one))
     return calls

@@ -9,6 +9,7 @@ Status codes of our own errors are in the one table of `baton/errors.py`.
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Room comes back within a few steps; clients add a jitter of their own.
-RETRY_AFTER_S = 1
 _TYPES = {
     400: "invalid_request_error",
     404: "invalid_request_error",
@@ -84,7 +83,9 @@ def error_body(error: BatonError | ApiError) -> bytes:
 def error_response(error: BatonError | ApiError) -> web.Response:
     """The response to a request that failed before anything was sent."""
     status = status_of(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    delay_s = None if isinstance(error, ApiError) else error.retry_delay_s
+    # HTTP knows whole seconds only.
+    headers = {"Retry-After": str(math.ceil(delay_s))} if delay_s is not None else None
     return web.Response(
         status=status, body=error_body(error), content_type="application/json", headers=headers
     )

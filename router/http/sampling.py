@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -84,18 +83,6 @@ def num_choices(request: SamplingRequest) -> int:
     if not 1 <= num <= MAX_N:
         raise InvalidRequestError("n", f"must be 1 to {MAX_N}, got {num}")
     return num
-
-
-def seeds(seed: int, num: int) -> Iterator[int]:
-    """Seeds of a prompt's outputs: those that `engine.LLM` takes for ``n``."""
-    for index in range(num):
-        # The sampler reads 64 bits; SamplingParams and the wire have them with a sign.
-        yield (seed + index + 2**63) % 2**64 - 2**63
-
-
-def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    """The same parameters with another seed."""
-    return dataclasses.replace(params, seed=seed)
 
 
 def _only_one(

@@ -153,12 +153,14 @@ class Candidate(NamedTuple):
         prefill: name of the node; empty: the decode node alone.
         cost: the lower, the better; in what the policy counts in.
         terms: what the cost is made of, by name.
+        assumed: names of nodes whose speed was not measured yet, but taken from others or guessed.
     """
 
     prefill: str
     decode: str
     cost: float
     terms: Mapping[str, float]
+    assumed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

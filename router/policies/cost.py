@@ -72,9 +72,11 @@ class _Search:
     def __init__(self, query: RouteQuery, fleet: Fleet) -> None:
         self._fleet = fleet
         self._terms = CostTerms.of(query, fleet)
-        self._prefill_costs_s = prefill_costs(self._terms, fleet.prefills)
+        self._prefill_costs_s = prefill_costs(self._terms)
         slowest_s = max(self._prefill_costs_s, default=0.0)
-        self._decode_costs_s = decode_costs(self._terms, fleet.decodes, slowest_s)
+        self._decode_costs_s = decode_costs(
+            self._terms, fleet.decodes, fleet.decode_places, slowest_s
+        )
 
     def places(self) -> list[Place]:
         """The best place and those that were looked at to find it.
@@ -137,9 +139,9 @@ class _Search:
         pairs: list[tuple[float, int, int, int]] = []
         for cost_s, _, i in prefills:
             reached = fleet.reached_by(fleet.prefills[i])
-            own_costs_s = [costs_s[fleet.places[decode.engine_id]] for decode in reached]
+            own_costs_s = [costs_s[fleet.decode_places[decode.engine_id]] for decode in reached]
             for decode_s, _, j in _shortlist(own_costs_s, reached, DECODE_NEAR_S)[:4]:
-                place = fleet.places[reached[j].engine_id]
+                place = fleet.decode_places[reached[j].engine_id]
                 pairs.append((cost_s + decode_s + LINK_LATENCY_S, len(pairs), i, place))
         for floor_s, _, i, j in sorted(pairs):
             yield floor_s, i, j
@@ -161,16 +163,18 @@ class _Search:
         fleet, terms = self._fleet, self._terms
         costs_s = self._decode_costs_s
         if len(costs_s) != len(fleet.self_prefilling):  # some are reached by nobody
-            costs_s = decode_costs(terms, fleet.self_prefilling, float("inf"))
+            costs_s = decode_costs(
+                terms, fleet.self_prefilling, fleet.self_prefilling_places, float("inf")
+            )
         chosen = _shortlist(costs_s, fleet.self_prefilling, DECODE_NEAR_S)[:MAX_HITS]
         places = {i for _, _, i in chosen}
-        if terms.cached:
-            hits = [
-                (terms.cached[node.engine_id], -i)
-                for i, node in enumerate(fleet.self_prefilling)
-                if node.engine_id in terms.cached
-            ]
-            places.update(-i for _, i in heapq.nlargest(MAX_HITS, hits))
+        all_places = fleet.self_prefilling_places
+        hits = [
+            (num_cached, -all_places[engine_id])
+            for engine_id, num_cached in terms.cached.items()
+            if engine_id in all_places
+        ]
+        places.update(-place for _, place in heapq.nlargest(MAX_HITS, hits))
         nodes = (fleet.self_prefilling[i] for i in sorted(places))
         return [local_place(terms, decode_terms(terms, node), best_pair_s) for node in nodes]
 

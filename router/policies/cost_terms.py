@@ -78,6 +78,7 @@ class PrefillTerms:
     wait_s: float
     compute_s: float
     total_s: float
+    is_measured: bool
 
 
 @dataclass(slots=True)
@@ -97,6 +98,7 @@ class DecodeTerms:
     stall_s: float
     steps_s: float
     damage_s: float
+    is_measured: bool
 
 
 @dataclass(slots=True)
@@ -112,14 +114,18 @@ class Place:
         """For operators, in milliseconds."""
         terms = {name: 1e3 * seconds for name, seconds in self.terms_s.items()}
         prefill = self.prefill.node.node_name if self.prefill else ""
-        return Candidate(prefill, self.decode.node.node_name, 1e3 * self.cost_s, terms)
+        decode = self.decode.node.node_name
+        assumed = [prefill] if self.prefill and not self.prefill.is_measured else []
+        assumed += [] if self.decode.is_measured else [decode]
+        return Candidate(prefill, decode, 1e3 * self.cost_s, terms, tuple(assumed))
 
 
 # ---------------------------------------------------------------- all nodes, as fast as can be
 
 
-def prefill_costs(terms: CostTerms, nodes: Sequence[NodeView]) -> list[float]:
+def prefill_costs(terms: CostTerms) -> list[float]:
     """What each prefill node costs: its queue, and this prompt; by the same formula as below."""
+    nodes = terms.fleet.prefills
     now, num_tokens = terms.now, terms.num_tokens
     costs_s = [
         node.prefill_base_s
@@ -133,18 +139,22 @@ def prefill_costs(terms: CostTerms, nodes: Sequence[NodeView]) -> list[float]:
         )
         for node in nodes
     ]
-    for engine_id in terms.cached:
-        place = terms.fleet.places.get(engine_id)
-        if place is not None and place < len(nodes) and nodes[place].engine_id == engine_id:
-            node = nodes[place]
-            costs_s[place] -= node.prefill_s_per_token * (num_tokens - terms.num_missing(node))
+    places = terms.fleet.prefill_places
+    for engine_id, num_cached in terms.cached.items():
+        place = places.get(engine_id)
+        if place is not None:
+            num_saved = num_cached if num_cached < num_tokens else num_tokens - 1
+            costs_s[place] -= nodes[place].prefill_s_per_token * num_saved
     return costs_s
 
 
-def decode_costs(terms: CostTerms, nodes: Sequence[NodeView], slowest_s: float) -> list[float]:
+def decode_costs(
+    terms: CostTerms, nodes: Sequence[NodeView], places: Mapping[str, int], slowest_s: float
+) -> list[float]:
     """The least that each decode node adds to a pair.
 
     Args:
+        places: in ``nodes``, by engine id.
         slowest_s: longest time that a prefill node takes: room that comes meanwhile is no wait.
     """
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
@@ -161,11 +171,13 @@ def decode_costs(terms: CostTerms, nodes: Sequence[NodeView], slowest_s: float) 
         )
         for node in nodes
     ]
-    if terms.cached:
-        for place, node in enumerate(nodes):
-            if node.engine_id in terms.cached:
-                missing_s = terms.tail_s(terms.num_missing(node), terms.best_bytes_per_s)
-                costs_s[place] += missing_s - tail_s
+    for engine_id, num_cached in terms.cached.items():
+        if num_tokens - num_cached >= LAST_CHUNK_TOKENS:
+            continue  # the last chunk travels all the same
+        place = places.get(engine_id)
+        if place is not None:
+            num_missing = max(num_tokens - num_cached, 1)
+            costs_s[place] += terms.tail_s(num_missing, terms.best_bytes_per_s) - tail_s
     return costs_s
 
 
@@ -178,7 +190,8 @@ def prefill_terms(terms: CostTerms, node: NodeView) -> PrefillTerms:
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
-    return PrefillTerms(node, num_missing, total_s - compute_s, compute_s, total_s)
+    is_measured = node.prefill.num_measured > 0
+    return PrefillTerms(node, num_missing, total_s - compute_s, compute_s, total_s, is_measured)
 
 
 def decode_terms(terms: CostTerms, node: NodeView) -> DecodeTerms:
@@ -192,6 +205,7 @@ def decode_terms(terms: CostTerms, node: NodeView) -> DecodeTerms:
         stall_s=node.prefill_queue_s,
         steps_s=num_steps * (node.step_base_s + more_s),
         damage_s=num_steps * (node.step_s_per_unit * units - more_s),
+        is_measured=node.step.num_measured > 0,
     )
 
 

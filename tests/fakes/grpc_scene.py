@@ -27,11 +27,11 @@ TOKENIZER = Tokenizer(Path(__file__).parents[2] / "examples" / "demo_model")
 
 def expected(seed: int, num_tokens: int) -> tuple[int, ...]:
     """What the nodes here say of a request."""
-    return tuple(seed + index for index in range(num_tokens))
+    return tuple(seed % 1000 + index for index in range(num_tokens))
 
 
 class AnsweringNode(HandNode):
-    """Says of each request the tokens seed, seed + 1, ... while ``talks`` is set.
+    """Says of each request what is `expected`, while ``talks`` is set.
 
     Each behind a turn of the loop, as far as ``max_tokens`` goes.
     """
@@ -52,17 +52,16 @@ class AnsweringNode(HandNode):
     async def _answer(self, command: PrefillCommand | DecodeCommand) -> None:
         params, epoch = command.sampling_params, command.epoch
         assert params.seed is not None
+        token_ids = expected(params.seed, params.max_tokens)
         if isinstance(command, PrefillCommand):
             finish = None if command.decode_engine_id else FinishReason.LENGTH
-            self.say(token_1(command.request_id, params.seed, epoch=epoch, finish=finish))
+            self.say(token_1(command.request_id, token_ids[0], epoch=epoch, finish=finish))
             return
         for index in range(1, params.max_tokens):
             await self.scene.talks.wait()
             await asyncio.sleep(0.001)
             finish = FinishReason.LENGTH if index + 1 == params.max_tokens else None
-            self.say(
-                token(command.request_id, index, params.seed + index, epoch=epoch, finish=finish)
-            )
+            self.say(token(command.request_id, index, token_ids[index], epoch=epoch, finish=finish))
 
 
 class GrpcScene:

@@ -31,6 +31,8 @@ from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine.engine import Engine
+from engine.outputs import SchedulerOutput
+from engine.request import RequestStatus
 from kvconnector.base import KVTransport, TransferEvent
 from kvconnector.digests import BlockDigests
 from kvconnector.endpoint import Endpoint
@@ -105,7 +107,8 @@ class RecordingSender(Sender):
 
 
 class CheckedEngine(Engine):
-    """Compares a committed prompt's KV with the right one before the request runs on it."""
+    """Compares a committed prompt's KV with the right one before the request runs on it; and no
+    parked request runs."""
 
     num_commits = 0
 
@@ -114,6 +117,11 @@ class CheckedEngine(Engine):
     ) -> None:
         super().__init__(folder, config)
         self.expected_kv = expected_kv
+
+    def schedule(self) -> SchedulerOutput:
+        scheduled = super().schedule()
+        assert all(i.request.status is RequestStatus.RUNNING for i in scheduled.scheduled)
+        return scheduled
 
     def commit(self, request_id: str, token_id: int) -> None:
         request = self.requests[request_id]
@@ -289,15 +297,20 @@ class Cluster:
         self.d.submit(PeerUpdate(self.p_id, self.sender.describe()))
         self.p.submit(PeerUpdate("d", self.d.receiver.describe()))
 
-    def kill(self, engine_id: str) -> None:
-        """One node's process ends, and the router tells the other; ``p`` is the present one."""
+    def kill(self, engine_id: str, *, told: bool = True) -> None:
+        """One node's process ends; ``p`` is the present one.
+
+        Args:
+            told: the router tells the other node.
+        """
         if engine_id == "p":
             engine_id = self.p_id
         self.dead.add(engine_id)
         self.network.kill(engine_id)
         let_die((self.d if engine_id == "d" else self.p).engine)
         survivor = self.p if engine_id == "d" else self.d
-        survivor.submit(PeerUpdate(engine_id, removed=True))
+        if told:
+            survivor.submit(PeerUpdate(engine_id, removed=True))
 
     @property
     def is_down(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -12,6 +13,7 @@ from baton.link import NodeRole, PrefillCommand
 from baton.sampling_params import SamplingParams
 from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
+from router.policies.cost import Cost
 from router.policies.least_tokens import LeastTokens
 from router.retry_budget import RetryBudget, RetryOptions
 from tests.fakes.nodes import HandNode, make_pool, make_registration
@@ -22,6 +24,8 @@ NO_RETRIES = RetryOptions(max_attempts=1, pair_timeout_s=0)
 
 class Scene:
     """A router with hand-driven nodes, and one call in progress on them.
+
+    Nodes are placed on by tokens; with ``may_self_prefill`` by cost, and decode nodes may be alone.
 
     ``prefill`` and ``decode`` are the first pair; ``reads`` is cleared to have the client read
     nothing.
@@ -35,13 +39,17 @@ class Scene:
         num_prefill: int = 1,
         num_decode: int = 1,
         budget: RetryBudget | None = None,
+        may_self_prefill: bool = False,
     ) -> None:
-        self.pool = make_pool(max_model_len)
+        self._may_self_prefill = may_self_prefill
+        self.pool = make_pool(max_model_len, may_self_prefill=may_self_prefill)
         self.prefills = [self.join("p", i) for i in range(num_prefill)]
         self.decodes = [self.join("d", i) for i in range(num_decode)]
         self.prefill, self.decode = self.prefills[0], self.decodes[0]
         self.connect()
-        self.dispatcher = Dispatcher(self.pool, LeastTokens(), options, budget)
+        self.dispatcher = Dispatcher(
+            self.pool, Cost() if may_self_prefill else LeastTokens(), options, budget
+        )
         self.outputs: list[CallOutput] = []
         self.reads = asyncio.Event()
         self.reads.set()
@@ -50,7 +58,10 @@ class Scene:
     def join(self, letter: str, number: int, *, incarnation: int = 0) -> HandNode:
         """A node ("p" or "d") that reaches nobody yet."""
         role = NodeRole.PREFILL if letter == "p" else NodeRole.DECODE
-        registration = make_registration(f"{letter}{number}", role, incarnation=incarnation)
+        registration = dataclasses.replace(
+            make_registration(f"{letter}{number}", role, incarnation=incarnation),
+            computes_prompts=self._may_self_prefill and letter == "d",
+        )
         return HandNode(self.pool, registration)
 
     def connect(self) -> None:
@@ -107,8 +118,16 @@ class Scene:
     def assert_no_leg_is_left(self) -> None:
         for hand in (*self.prefills, *self.decodes):
             assert hand.node.legs == {}
-            assert hand.node.load.num_open_tokens == 0
+            assert_idle(hand)
         assert self.dispatcher.num_open == 0
+
+
+def assert_idle(hand: HandNode) -> None:
+    """Nothing is counted on a node any more."""
+    load = hand.node.load
+    assert (load.num_open_requests, load.num_open_tokens, load.num_arriving_tokens) == (0, 0, 0)
+    assert load.prefill_queue_s == 0
+    assert load.num_free_tokens == load.num_blocks * load.block_size
 
 
 def asynchronous(

@@ -39,6 +39,7 @@ def deployment(folder: Path) -> Iterator[LocalDeployment]:
     config = LocalDeploymentConfig(
         model=str(folder),
         listen=free_address(),
+        router_args=["--no-local-prefill"],  # what is tested is the split
         node_args=[
             "--dtype", "float32", "--block-size", "4", "--long-prefill-token-threshold", "32",
             "--num-blocks", "450",

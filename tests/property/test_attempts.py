@@ -18,7 +18,8 @@ from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from router.retry_budget import RetryOptions
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, HandNode, failure, token
-from tests.fakes.router_scene import Scene
+from tests.fakes.router_scene import Scene, assert_idle
+from tests.property.num_examples import num_examples
 
 OPTIONS = RetryOptions(
     max_attempts=4, max_preemptions=3, pair_timeout_s=0.01, first_pause_s=0, longest_pause_s=0
@@ -57,7 +58,8 @@ class World:
         if isinstance(command, PrefillCommand):
             indices = range(first, first + 1)
         else:  # it may have the prompt in its cache, and say the first one too
-            indices = range(first + self.chance.randint(0, 1), self.max_tokens)
+            is_alone = not command.prefill_engine_id
+            indices = range(first + self.chance.randint(0, not is_alone), self.max_tokens)
         for index in indices:
             finish = FinishReason.LENGTH if index == self.max_tokens - 1 else None
             output = token("a", index, index, epoch=command.epoch, finish=finish).output
@@ -103,18 +105,24 @@ class World:
         self.scene.connect()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_prefill=st.integers(1, 3),
     num_decode=st.integers(1, 3),
     max_tokens=st.integers(1, 6),
+    may_self_prefill=st.booleans(),
 )
 def test_whatever_fails_the_stream_has_no_gap_and_no_repeat_and_ends_once(
-    seed: int, num_prefill: int, num_decode: int, max_tokens: int
+    seed: int, num_prefill: int, num_decode: int, max_tokens: int, may_self_prefill: bool
 ) -> None:
     async def run() -> None:
-        scene = Scene(options=OPTIONS, num_prefill=num_prefill, num_decode=num_decode)
+        scene = Scene(
+            options=OPTIONS,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            may_self_prefill=may_self_prefill,
+        )
         all_nodes = [*scene.prefills, *scene.decodes]
         world = World(scene, random.Random(seed), max_tokens)
         await scene.call(params=SamplingParams(max_tokens=max_tokens, seed=1), timeout_s=5)
@@ -150,7 +158,7 @@ def assert_nothing_is_left(scene: Scene, nodes: list[HandNode]) -> None:
     epochs: set[int] = set()
     for hand in nodes:
         assert hand.node.legs == {}
-        assert hand.node.load.num_open_tokens == 0
+        assert_idle(hand)
         epochs.update(command.epoch for command in commands_of(hand))
     last = scene.outputs[-1] if scene.outputs else None
     finished_epoch = max(epochs) if last is not None and last.receipt is not None else None

@@ -30,6 +30,7 @@ from kvconnector.base import TransferEventKind
 from kvconnector.peers import BEAT_INTERVAL_S
 from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of
 from tests.numerics.tiny_models import make_hugging_face_model, save
+from tests.property.num_examples import num_examples
 
 MAX_PROMPT_TOKENS = 18
 
@@ -386,4 +387,6 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoff = HandoffMachine.TestCase
-TestHandoff.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestHandoff.settings = settings(
+    max_examples=num_examples(100), stateful_step_count=60, deadline=None
+)

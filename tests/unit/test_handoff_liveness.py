@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.ledger import BlockOwner
+from baton.link import AbortAll
+from decode_node import gone_peers
 from kvconnector.messages import (
     Commit,
     Digests,
@@ -79,6 +81,21 @@ def test_a_prefill_node_that_stood_still_writes_nothing_of_before() -> None:
     assert connected(cluster).count(False) == 2
     assert connected(cluster)[-2:] == [True, True]
     assert_right(cluster)
+
+
+def test_blocks_of_a_prefill_node_that_died_come_back_though_no_router_said_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = make_cluster(20)
+    monkeypatch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in cluster.dead)
+    place(cluster, "a", 17)
+    run_until_writing(cluster)
+    cluster.d.submit(AbortAll("the link to the router broke"))
+    cluster.kill("p", told=False)
+    go_on(cluster)
+    assert cluster.d.beat().num_quarantined_blocks > 0
+    cluster.settle()
+    assert_clean(cluster)
 
 
 def test_a_decode_node_that_stood_still_finds_its_requests_ended_and_goes_on() -> None:

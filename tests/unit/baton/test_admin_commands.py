@@ -88,7 +88,7 @@ def test_names_of_enums_are_one_word() -> None:
     roles = (types_pb2.NODE_ROLE_PREFILL, types_pb2.NODE_ROLE_DECODE)
     assert [enum_word(types_pb2.NodeRole.Name(one)) for one in roles] == ["prefill", "decode"]
     states = range(3)
-    assert [enum_word(node_pb2.ServingState.Name(one)) for one in states] == [  # type: ignore[arg-type]  # a number
+    assert [enum_word(node_pb2.ServingState.Name(one)) for one in states] == [
         "serving",
         "draining",
         "drained",

@@ -93,7 +93,7 @@ def test_a_stream_gives_the_pieces_of_all_outputs() -> None:
 
 
 def test_through_a_router_there_is_one_output() -> None:
-    with pytest.raises(InvalidRequestError, match=r"^n: must be 1 through a router, got 2$"):
+    with pytest.raises(InvalidRequestError, match=r"^n: must be 1 for a single stream, got 2$"):
         sampling_params_to_proto(SamplingParams(n=2))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from router.node_load import NodeLoad
 from router.policies.base import Candidate, RouteQuery
 from router.policies.cost import Cost
 from tests.fakes.fleets import FleetBook, names
+
+DOCS = Path(__file__).parents[3] / "docs" / "routing.md"
 
 
 def query_of(
@@ -145,6 +148,32 @@ def test_an_explanation_has_the_chosen_place_first_and_adds_up() -> None:
     for candidate in Cost().explain(query_of(), book.fleet(may_self_prefill=True)):
         assert candidate.cost == pytest.approx(sum(candidate.terms.values()))
         assert min(candidate.terms.values()) >= 0
+
+
+def test_an_explanation_says_whose_speed_is_only_assumed() -> None:
+    book = FleetBook(1, 2)
+    book["p0"].prefill.measure(100, 0.1)
+    book["d1"].step.measure(100, 0.1)
+    assumed = {c.decode: c.assumed for c in Cost().explain(query_of(), book.fleet())}
+    assert assumed == {"d0": ("d0",), "d1": ()}
+
+
+def test_the_example_in_the_docs_is_right() -> None:
+    book = FleetBook(2, 2)
+    book.reach = {p: dict.fromkeys(reached, 20e9) for p, reached in book.reach.items()}
+    open_prompt(book["p0"], 2000)
+    for _ in range(10):
+        book["d0"].note_opened(1200, num_arriving=1000)
+    fleet = book.fleet(may_self_prefill=True)
+    query = query_of(4000, {"p0-0": 3200, "d1-0": 1600})
+    table = DOCS.read_text(encoding="utf-8").partition("| place |")[2]
+    for candidate in Cost().explain(query, fleet):
+        alone = f"{candidate.decode} alone"
+        place = f"{candidate.prefill}, {candidate.decode}" if candidate.prefill else alone
+        row = table.partition(f"| {place} | ")[2].partition("\n")[0]
+        written = [float(cell.strip(" *|")) for cell in row.split("|") if cell.strip(" *|")]
+        assert written[-1] == pytest.approx(candidate.cost, abs=0.6)
+        assert written[:-1] == pytest.approx(list(candidate.terms.values()), abs=0.6)
 
 
 def test_the_log_keeps_the_terms_as_they_were_and_the_last_requests_only() -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from baton.errors import NodeUnavailableError
-from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand
+from baton.link import CancelCommand, DecodeCommand, PrefillCommand
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
-from router.dispatcher import Dispatcher
-from router.policies.cost import Cost
 from router.retry_budget import RetryOptions
-from tests.fakes.nodes import HandNode, failure, make_pool, make_registration, token
+from tests.fakes.nodes import failure, token
 from tests.fakes.router_scene import Scene, asynchronous
 
 LENGTH = FinishReason.LENGTH
@@ -21,16 +17,9 @@ OPTIONS = RetryOptions(pair_timeout_s=0.05, first_pause_s=0.001, longest_pause_s
 
 
 def scene_of(num_decode: int, *, may_self_prefill: bool = True) -> Scene:
-    """A router with the cost policy and decode nodes that compute prompts."""
-    scene = Scene(options=OPTIONS)
-    scene.pool = make_pool(may_self_prefill=may_self_prefill)
-    scene.prefills, scene.decodes = [], []
-    for number in range(num_decode):
-        registration = make_registration(f"d{number}", NodeRole.DECODE)
-        registration = dataclasses.replace(registration, computes_prompts=True)
-        scene.decodes.append(HandNode(scene.pool, registration))
-    scene.decode = scene.decodes[0]
-    scene.dispatcher = Dispatcher(scene.pool, Cost(), OPTIONS)
+    """A router with the cost policy, and decode nodes that compute prompts."""
+    scene = Scene(options=OPTIONS, num_decode=num_decode, may_self_prefill=may_self_prefill)
+    scene.prefills.pop().leave()
     return scene
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+from functools import partial
+from pathlib import Path
 
 import grpc
 import pytest
@@ -54,6 +57,21 @@ async def test_tokens_texts_and_models() -> None:
         assert await client.tokenize(chat) == TOKENIZER.encode_chat(chat)
         [model] = await client.models()
         assert (model.name, model.max_model_len) == ("demo", 100)
+
+
+@asynchronous
+async def test_the_page_that_describes_it_tells_the_truth() -> None:
+    page = Path(__file__).parents[3] / "docs" / "grpc_api.md"
+    source = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    printed = io.StringIO()
+    async with served() as (_, client):
+        names = {"address": client._address, "print": partial(print, file=printed)}
+        await asyncio.to_thread(exec, compile(source, page, "exec"), names)
+    lines = printed.getvalue().splitlines()
+    assert lines[0] == f"100 {len(TOKENIZER.encode('def add(a, b):'))}"
+    assert (
+        lines[-1] == "prompt: token ids must be 0 to 4095 (the vocabulary), got 1000000 False None"
+    )
 
 
 # ---------------------------------------------------------------- batches

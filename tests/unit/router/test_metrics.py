@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from tests.fakes.nodes import (
     make_registration,
 )
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "openai_api.md"
 RECEIPT = Receipt(
     num_prompt_tokens=10,
     num_output_tokens=5,
@@ -36,6 +39,13 @@ def values(metrics: RouterMetrics) -> dict[str, float]:
     lines = (line for line in metrics.text().decode().splitlines() if not line.startswith("#"))
     pairs = (line.rpartition(" ") for line in lines)
     return {name.removeprefix("baton_router_"): float(value) for name, _, value in pairs}
+
+
+def test_every_metric_is_described_in_the_document() -> None:
+    text = RouterMetrics(make_pool()).text().decode()
+    exported = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    documented = set(re.findall(r"^\| `(baton_\w+)` \|", DOCUMENT.read_text(), re.MULTILINE))
+    assert {name for name in exported if not name.endswith("_created")} == documented
 
 
 def test_a_finished_request_is_counted_with_its_tokens_and_times() -> None:

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from baton.errors import InvalidRequestError
-from baton.sampling_params import MAX_SEED, SamplingParams
+from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
-from router.http.sampling import num_choices, sampling_params, seeds
+from router.http.sampling import num_choices, sampling_params
 from router.http.schema import SamplingRequest
 
 SCHEMA = {"type": "object"}
@@ -94,11 +94,3 @@ def test_n_has_limits() -> None:
     for n in (0, 129):
         with pytest.raises(InvalidRequestError, match=rf"^n: must be 1 to 128, got {n}$"):
             num_choices(request(n=n))
-
-
-def test_seeds_of_choices_follow_each_other_as_the_sampler_reads_them() -> None:
-    assert list(seeds(7, 3)) == [7, 8, 9]
-    wrapped = list(seeds(MAX_SEED, 2))
-    assert wrapped == [MAX_SEED, -MAX_SEED - 1]
-    assert wrapped[1] % 2**64 == MAX_SEED + 1  # 64 bits without a sign
-    assert all(SamplingParams(seed=seed) for seed in wrapped)

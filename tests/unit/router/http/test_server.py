@@ -368,6 +368,8 @@ async def test_a_reader_that_stands_still_is_not_written_to(scene: HttpScene) ->
             data += await reader.read(2**20)
         assert b"data: [DONE]" in data
         assert b"".join(re.findall(rb'"text":"(x*)"', data)) == b"x" * NUM_CHARS
+        # What waited came in few events.
+        assert data.count(b"data: ") < len(TOKENIZER.encode("x" * NUM_CHARS)) / 2
 
 
 @on_http(timeout_s=0.1)

@@ -1,0 +1,413 @@
+"""Router, two prefill and two decode nodes, and their clients: all real but for threads, time and
+network, which move by hand. Knows what must be true of them, and not what happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from baton.decode_options import DecodeOptions
+from baton.engine_config import EngineConfig
+from baton.errors import BatonError
+from baton.link import BEAT_INTERVAL_S, NodeRegistration, NodeRole
+from baton.outputs import FinishReason
+from baton.push_mode import PushMode
+from baton.sampling_params import SamplingParams
+from decode_node.node import DecodeNode
+from engine.engine import Engine
+from kvconnector.base import TransferEventKind
+from kvconnector.messages import decode
+from kvconnector.receiver import Receiver
+from prefill_node.node import PrefillNode
+from router.call import Call
+from router.dispatcher import Dispatcher
+from router.node_pool import NodePool
+from router.policies import POLICIES
+from router.retry_budget import RetryBudget, RetryOptions
+from tests.fakes.dead_engines import let_die
+from tests.fakes.handoff_cluster import (
+    BLOCK_SIZE,
+    CheckedEngine,
+    endpoint_of,
+    is_beat,
+    make_decode_node,
+    make_prefill_node,
+    sender_of,
+)
+from tests.fakes.node_process import NodeProcess
+from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork
+from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.virtual_loop import VirtualLoop
+
+NAMES = ("p0", "p1", "d0", "d1")
+ROUND_S = 0.05  # of virtual time, in `flow`
+IDLE_ROUND_S = 0.2  # in `settle`, when nothing happens
+QUIET_S = 2.5  # longer than any beat, lease, back-off or repeated message
+SETTLE_S = 90.0  # no call may need longer once nothing goes wrong any more
+TERMINAL = (TransferEventKind.COMMITTED, TransferEventKind.FAILED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What the nodes of a system are like.
+
+    Attributes:
+        num_blocks: of each node and KV cache group; few, so that memory is short.
+        num_groups: of the model.
+        expected_kv: the KV of a prompt, by an engine that shares nothing with these.
+    """
+
+    folder: Path
+    expected_kv: Callable[[list[int]], torch.Tensor]
+    num_blocks: int
+    num_groups: int
+    async_scheduling: bool
+    push_mode: PushMode
+    kv_digests: bool
+    options: DecodeOptions
+    preemption: str
+    policy: str
+
+
+@dataclass(slots=True)
+class Client:
+    """One call and what its client saw of it.
+
+    Attributes:
+        expected: all tokens, and why they end.
+        may_read: cleared while the client is slow.
+        left: it ended the call itself.
+    """
+
+    call: Call
+    expected: tuple[tuple[int, ...], FinishReason]
+    may_read: asyncio.Event = field(default_factory=asyncio.Event)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: BatonError | None = None
+    left: bool = False
+    task: asyncio.Task[None] | None = None
+
+    async def read(self, dispatcher: Dispatcher) -> None:
+        """Take the stream to its end; asserts that each piece of it is the next and right."""
+        try:
+            async with contextlib.aclosing(dispatcher.run(self.call)) as outputs:
+                async for item in outputs:
+                    assert self.finish_reason is None, "an output behind the last"
+                    assert item.output.request_id == self.call.request_id
+                    assert item.output.output_index == len(self.token_ids), "a gap or a repeat"
+                    self.token_ids += item.output.token_ids
+                    self.finish_reason = item.output.finish_reason
+                    found, (expected, _) = tuple(self.token_ids), self.expected
+                    assert found == expected[: len(found)], f"{found} of {expected}"
+                    assert (item.receipt is None) == (self.finish_reason is None)
+                    await self.may_read.wait()
+        except BatonError as error:
+            assert self.finish_reason is None, "an error behind the last output"
+            self.error = error
+            return
+        output = (tuple(self.token_ids), self.finish_reason)
+        assert output == self.expected, f"{output}, not {self.expected}"
+
+    @property
+    def is_done(self) -> bool:
+        return self.task is not None and self.task.done()
+
+    def check(self) -> None:
+        """Raise what was wrong in its stream."""
+        if self.task is not None and self.task.done() and not self.task.cancelled():
+            self.task.result()
+
+
+class System:
+    """All processes, in the order of `NAMES`, and what is between them.
+
+    Attributes:
+        processes: the last start of each node, by name.
+        by_id: every start of each node.
+        dead: engine ids of processes that ended.
+        cut: names of nodes whose KV messages are lost.
+        max_model_len: of every node.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.clock = VirtualClock()
+        self.loop = VirtualLoop(self.clock)
+        self.network = ScriptedNetwork()
+        self.pool = NodePool(model_digest="digest", max_model_len=1000)
+        self.dispatcher = Dispatcher(
+            self.pool,
+            POLICIES.load(setup.policy)(),
+            RetryOptions(),
+            RetryBudget(clock=self.clock),
+        )
+        self.dispatcher.epochs = itertools.count(1)
+        self.processes: dict[str, NodeProcess] = {}
+        self.by_id: dict[str, NodeProcess] = {}
+        self.dead: set[str] = set()
+        self.cut: set[str] = set()
+        self.clients: list[Client] = []
+        self._watch = self.loop.create_task(self._count_missed_beats())
+        for name in NAMES:
+            self.start(name)
+        self.settle()
+        assert num_pairs(self.pool) == 4
+        self.max_model_len = self.pool.max_model_len
+
+    async def _count_missed_beats(self) -> None:  # as `router/__main__.py` does
+        while True:
+            await asyncio.sleep(BEAT_INTERVAL_S)
+            self.pool.count_missed_beats()
+
+    # ------------------------------------------------------------------ processes
+
+    def start(self, name: str) -> None:
+        """Start a node; in the place of an earlier one it is another peer."""
+        setup = self.setup
+        is_prefill = name.startswith("p")
+        process = NodeProcess(name, self.clock, self.pool)
+        engine_id = f"{name}-{len(self.by_id)}"
+        config = EngineConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=setup.num_blocks * setup.num_groups,
+            max_num_requests=4,
+            max_num_batched_tokens=12,
+            long_prefill_token_threshold=5,
+            async_scheduling=setup.async_scheduling,
+            preemption="recompute" if is_prefill else setup.preemption,
+        )
+        where = (self.network, process.emit, self.clock)
+        digests = setup.kv_digests
+        if is_prefill:
+            engine = Engine(setup.folder, config)
+            prefill = make_prefill_node(
+                engine_id, engine, *where, setup.push_mode, kv_digests=digests
+            )
+            process.node, peer_info = prefill, prefill.sender.describe()
+        else:
+            engine = CheckedEngine(setup.folder, config, setup.expected_kv)
+            decode = make_decode_node(engine_id, engine, *where, setup.options, kv_digests=digests)
+            process.node, peer_info = decode, decode.receiver.describe()
+        process.registration = NodeRegistration(
+            node_name=name,
+            engine_id=engine_id,
+            role=NodeRole.PREFILL if is_prefill else NodeRole.DECODE,
+            version="1",
+            address="",
+            peer_info=peer_info,
+            compatibility={"model": "digest"},
+            max_model_len=engine.max_model_len,
+            num_blocks=engine.num_blocks,
+            block_size=BLOCK_SIZE,
+        )
+        self.processes[name] = self.by_id[engine_id] = process
+
+    def kill(self, name: str, *, quietly: bool) -> None:
+        process = self.processes[name]
+        self.dead.add(process.engine_id)
+        self.network.kill(process.engine_id)
+        let_die(process.node.engine)
+        process.end(quietly=quietly)
+
+    def talk(self, name: str, num_up: int, num_down: int) -> None:
+        """See `NodeProcess.talk`; the router may still hear of earlier starts."""
+        for process in list(self.by_id.values()):
+            if process.name == name:
+                process.talk(num_up, num_down)
+
+    # ------------------------------------------------------------------ clients
+
+    def call(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        timeout_s: float,
+        expected: tuple[tuple[int, ...], FinishReason],
+    ) -> Client:
+        """Begin a call."""
+        call = Call(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=params,
+            received_at=time.perf_counter(),
+            timeout_s=timeout_s,
+        )
+        client = Client(call, expected)
+        client.may_read.set()
+        client.task = self.loop.create_task(client.read(self.dispatcher))
+        self.clients.append(client)
+        return client
+
+    def leave(self, client: Client) -> None:
+        """The client goes away."""
+        assert client.task is not None
+        client.left = True
+        client.task.cancel()
+
+    # ------------------------------------------------------------------ time
+
+    def deliver_all(self) -> None:
+        """Every message that is under way, in order, but those that are cut off."""
+        for _ in range(len(self.network.messages)):
+            if self._is_cut_off(self.network.messages[0]):
+                self.network.drop(0)
+            else:
+                self.network.deliver(0)
+
+    def _is_cut_off(self, message: ScriptedMessage) -> bool:
+        ends = (message.target, decode(message.payload).engine_id)
+        return any(self.by_id[engine_id].name in self.cut for engine_id in ends)
+
+    def turn(self) -> None:
+        """A little of everything but the network between the nodes."""
+        for process in list(self.by_id.values()):
+            process.talk(20, 20)
+            process.round()
+            process.step()
+        self.loop.run_until_idle()
+
+    def flow(self, seconds: float = ROUND_S, *, lands: bool = True) -> None:
+        """A little of everything, without faults.
+
+        Args:
+            lands: else writes take longer.
+        """
+        self.turn()
+        self.deliver_all()
+        while self.network.writes and lands:
+            self.network.land(0)
+        self.clock.advance(seconds)
+
+    def heal(self, *, restart: bool) -> None:
+        """From now on nothing goes wrong."""
+        self.cut.clear()
+        for process in list(self.processes.values()):
+            process.stopped = process.muted = False
+            if process.dead and restart:
+                self.start(process.name)
+        for client in self.clients:
+            client.may_read.set()
+
+    def settle(self) -> None:
+        """Let all happen, without faults, until nothing but beats happens for a while."""
+        quiet_since, last = self.clock(), -1
+        give_up_at = quiet_since + SETTLE_S
+        while (now := self.clock()) - quiet_since < QUIET_S:
+            assert now < give_up_at, "it never becomes quiet"
+            busy = bool(self.network.writes) or not all(map(is_beat, self.network.messages))
+            self.flow(IDLE_ROUND_S if now - quiet_since > ROUND_S else ROUND_S)
+            busy |= self.num_steps != last or not all(client.is_done for client in self.clients)
+            last = self.num_steps
+            if busy:
+                quiet_since = self.clock()
+
+    @property
+    def num_steps(self) -> int:
+        """That computed something, of all nodes."""
+        return sum(process.node.engine.num_steps for process in self.by_id.values())
+
+    def close(self) -> None:
+        """End the router; nothing of it may be left."""
+        self._watch.cancel()
+        self.loop.run_until_idle()
+        left = asyncio.all_tasks(self.loop)
+        self.loop.close()
+        assert left == set()
+        assert self.loop.errors == []
+
+    # ------------------------------------------------------------------ what must hold
+
+    def check(self) -> None:
+        """What is true at any time (architecture, 4.3)."""
+        for client in self.clients:
+            client.check()
+        for process in self.by_id.values():
+            if not process.dead:
+                process.node.engine.check()
+                ledger = process.node.ledger()
+                assert (ledger.orphans, ledger.overdrawn) == ((), ())
+        self.check_writes()
+
+    def check_writes(self) -> None:
+        """What a peer may write is held, names no content, and is offered once."""
+        writable: dict[tuple[str, int], tuple[str, str, int]] = {}
+        for process in self.by_id.values():
+            if process.dead or not isinstance(process.node, PrefillNode):
+                continue
+            for transfer in sender_of(process.node)._transfers.values():
+                is_over = transfer.commit_is_sent and transfer.is_complete  # it waits for Verified
+                if transfer.granted is None or transfer.failure is not None or is_over:
+                    continue
+                key = (process.engine_id, transfer.request_id, transfer.epoch)
+                for block_id in transfer.granted.block_ids:
+                    place = (transfer.engine_id, block_id)
+                    assert writable.setdefault(place, key) == key, "offered twice"
+        for write in self.network.writes:
+            writable |= {
+                (write.target.engine_id, b): ("", "", 0)
+                for b in write.remote_block_ids
+                if (write.target.engine_id, b) not in writable
+            }
+            source, target = (self.by_id[end.engine_id] for end in (write.source, write.target))
+            held = source.node.engine.block_ref_counts()
+            assert source.dead or held.keys() >= set(write.local_block_ids)
+            blocks = target.node.engine._block_pool._blocks
+            named = [b for b in write.remote_block_ids if blocks[b].block_hash is not None]
+            assert target.dead or not named, "a peer may write what the prefix cache gives out"
+        counts = {
+            engine_id: process.node.engine.block_ref_counts()
+            for engine_id, process in self.by_id.items()
+            if not process.dead
+        }
+        for engine_id, block_id in writable:
+            if engine_id in counts:
+                assert block_id in counts[engine_id], "a peer may write a free block"
+
+    def check_clean(self) -> None:
+        """After everything is quiet: nothing is held, open or forgotten, where anybody lives."""
+        assert all(client.is_done for client in self.clients), "a call hangs"
+        assert self.dispatcher.num_open == 0
+        for node in self.pool.nodes:
+            assert node.legs == {}
+            assert node.load.num_open_tokens == 0
+        for process in self.by_id.values():
+            if process.dead:
+                continue
+            engine = process.node.engine
+            assert engine.requests == {}
+            assert process.node.requests() == []
+            held = engine.block_ref_counts()
+            assert len(held) == engine.kv_cache_spec.num_null_blocks, held
+            if isinstance(process.node, PrefillNode):
+                sender = sender_of(process.node)
+                assert sender._transfers == {}
+                assert len(sender._repeats) == 0
+                emitted = endpoint_of(process.node).emitted
+                ends = Counter((e.request_id, e.epoch) for e in emitted if e.kind in TERMINAL)
+                assert ends == Counter(sender.started)  # one end per transfer
+            else:
+                self._check_receiver(process.node)
+
+    @staticmethod
+    def _check_receiver(node: DecodeNode) -> None:
+        assert not node.reservations.has_open
+        assert isinstance(node.receiver, Receiver)
+        assert len(node.receiver._grants) == 0
+        verifier = node.receiver._verifier
+        assert verifier is None or verifier._arrivals == {}
+
+
+def num_pairs(pool: NodePool) -> int:
+    """That may get requests."""
+    fleet = pool.fleet
+    return sum(len(fleet.reached_by(prefill)) for prefill in fleet.prefills)

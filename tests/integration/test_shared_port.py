@@ -1,0 +1,76 @@
+"""Several routers on one public port: each gets a part of the connections."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.errors import ConfigError
+from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.program import RouterConfig
+
+MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
+MODELS = (str(MODEL), str(MODEL.parent / "." / "demo_model") + "/")  # one model under two names
+
+
+def free_addresses(number: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+
+
+@contextlib.contextmanager
+def router(model: str, listen: str, node_listen: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "baton", "router", "--model", model, "--listen", listen]
+    options = ["--node-listen", node_listen, "--reuse-port", "--http-listen", ""]
+    process = subprocess.Popen([*command, *options])
+    try:
+        with grpc.insecure_channel(node_listen) as channel:
+            grpc.channel_ready_future(channel).result(timeout=30)
+            yield
+    finally:
+        process.terminate()
+        assert process.wait(timeout=10) == 0
+
+
+def model_of(listen: str) -> str:
+    """The name that whoever takes a new connection gives its model."""
+    with grpc.insecure_channel(listen, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        request = inference_pb2.ListModelsRequest()
+        return str(stub.ListModels(request, wait_for_ready=True, timeout=10).models[0].name)
+
+
+@pytest.mark.timeout(90)
+def test_two_routers_share_the_public_port_and_keep_their_nodes_apart() -> None:
+    listen, first, second = free_addresses(3)
+    with router(MODELS[0], listen, first):
+        assert model_of(listen) == MODELS[0]
+        with router(MODELS[1], listen, second):
+            names: set[str] = set()
+            give_up_at = time.monotonic() + 30
+            while len(names) < 2:
+                assert time.monotonic() < give_up_at
+                names.add(model_of(listen))
+            assert names == set(MODELS)
+            with grpc.insecure_channel(listen) as channel:  # nodes would join either of the two
+                admin = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+                with pytest.raises(grpc.RpcError) as caught:
+                    admin.ListNodes(admin_pb2.ListNodesRequest())
+                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert model_of(listen) == MODELS[0]
+
+
+def test_a_shared_port_needs_another_one_for_nodes() -> None:
+    with pytest.raises(ConfigError, match="reuse_port: needs node_listen"):
+        RouterConfig(model="m", reuse_port=True)
