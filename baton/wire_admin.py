@@ -17,7 +17,7 @@ def set_log_level(
     request: admin_pb2.SetLogLevelRequest, peer: str
 ) -> admin_pb2.SetLogLevelResponse:
     """Of this process; ``peer`` wants it. Raises InvalidRequestError."""
-    logger.info("admin %s: log-level %s", peer, request.level)  # while INFO is still logged
+    logger.info("admin %s: log-level %r", peer, request.level)  # while INFO is still logged
     try:
         previous = change_log_level(request.level)
     except ConfigError as error:

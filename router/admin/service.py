@@ -120,8 +120,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.NodeDescription:
         """Have a node drain and its process end; by force, part with it now and for good."""
         if request.force:
-            _note(context, f"remove {request.node} by force")
-            return describe_lost(self._pool.expel(request.node))
+            gone = self._pool.expel(request.node)
+            _note(context, f"remove {gone.node_name} by force")
+            return describe_lost(gone)
         node = self._find(request.node)
         _note(context, f"remove {node.name}")
         node.send(DrainCommand(stop=True))
@@ -167,7 +168,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             case "prompt":
                 token_ids = await self._intake.tokenize(request.prompt)
                 decisions = [explain_now(dispatcher, len(token_ids), max_tokens, token_ids)]
-            case "num_prompt_tokens":
+            case "num_prompt_tokens" if request.num_prompt_tokens:
                 decisions = [explain_now(dispatcher, request.num_prompt_tokens, max_tokens)]
             case _:
                 raise InvalidRequestError(
@@ -265,17 +266,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 admin_pb2.SetLogLevelRequest(level=request.level), context.peer()
             )
         node = self._find(request.node)
-        _note(context, f"log-level {request.level} on {node.name}")
+        _note(context, f"log-level {request.level!r} on {node.name}")
         return await self._calls.set_log_level(node.registration, request.level)
 
     async def Profile(  # gRPC's naming
         self, request: admin_pb2.AdminProfileRequest, context: Context
     ) -> admin_pb2.ProfileResponse:
         """What the router, or a node's engine, does in the next seconds."""
-        _note(context, f"profile {request.node or 'the router'} for {request.seconds:g} s")
-        if not request.node:
+        node = self._find(request.node) if request.node else None
+        _note(context, f"profile {node.name if node else 'the router'} for {request.seconds:g} s")
+        if node is None:
             return await wire_admin.profile(ROUTER_THREAD, request.seconds)
-        return await self._calls.profile(self._find(request.node).registration, request.seconds)
+        return await self._calls.profile(node.registration, request.seconds)
 
     # ------------------------------------------------------------------ inside
 

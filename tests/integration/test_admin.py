@@ -28,6 +28,7 @@ from baton.outputs import Completion
 from baton.rpc import open_sync_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc
+from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(200)]
@@ -177,12 +178,28 @@ def test_the_nodes_want_the_token_too(deployment: LocalDeployment, operator: Ope
             stub.FlushCache(admin_pb2.FlushCacheRequest(), timeout=5)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     complete(deployment.config.listen, 1, max_tokens=40)
+    long = PROMPT * 20
+    asyncio.run(_complete_one(deployment.config.listen, long))
+    assert _num_cached(operator, long) >= 64
     flushed = {one["node_name"]: one for one in operator.json("flush-cache")["nodes"]}
     assert not any(one["problem"] for one in flushed.values())
     assert sum(one["num_prefixes"] for one in flushed.values()) > 0
+    wait_until(lambda: _num_cached(operator, long) == 0, "the router to hear of it")
     assert operator.json("flush-cache", "p0")["nodes"][0]["num_prefixes"] == 0
     assert len(complete(deployment.config.listen, 2)) == 2
     operator.run("audit")
+
+
+async def _complete_one(router: str, prompt: str) -> None:
+    async with AsyncClient(router) as client:
+        await client.generate(prompt, SamplingParams(max_tokens=2))
+
+
+def _num_cached(operator: Operator, prompt: str) -> int:
+    """Tokens of a prompt that the router thinks the node has that would compute it."""
+    [decision] = operator.json("explain", "--prompt", prompt)["decisions"]
+    assert isinstance(decision["num_cached_tokens"], int)
+    return decision["num_cached_tokens"]
 
 
 def test_names_of_nodes_are_completed(operator: Operator) -> None:
