@@ -140,7 +140,7 @@ async def run_node_program(
         BatonError: the node could not start or join, or its engine died.
     """
     loop = asyncio.get_running_loop()
-    stopping = stop_event(loop)
+    stopping, leaving = stop_event(loop), asyncio.Event()
     drain = Drain()
     links: list[RouterLinks] = []  # empty until the node is loaded
     death: list[Exception] = []
@@ -174,12 +174,13 @@ async def run_node_program(
                 node.submit,
                 drain,
                 on_joined=server.set_serving,
-                on_stop=stopping.set,
+                on_stop=leaving.set,
                 join_timeout_s=join_timeout_s,
                 node_token=node_token,
             )
         )
-        await _run_until(_drained(stopping, drain, death, drain_timeout_s), links[0], node)
+        ends = (_drained(stopping, drain, death, drain_timeout_s), _left(leaving, drain))
+        await _run_until(ends, links[0], node)
         if death:
             raise EngineDeadError(f"the engine cannot continue: {death[0]}")
     finally:
@@ -222,14 +223,22 @@ async def _make_or_stop(make: Callable[[], NodeProgram], stopping: asyncio.Event
     return making.result()
 
 
-async def _run_until(end: Coroutine[Any, Any, None], links: RouterLinks, node: NodeProgram) -> None:
+async def _left(leaving: asyncio.Event, drain: Drain) -> None:
+    """Wait for the end that a router wants: until what is open has ended, however long."""
+    await leaving.wait()
+    await drain.drained.wait()
+
+
+async def _run_until(
+    ends: Iterable[Coroutine[Any, Any, None]], links: RouterLinks, node: NodeProgram
+) -> None:
     async def beats() -> None:
         while True:
             links.beat(node.beat())
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     tasks = [
-        asyncio.create_task(end),
+        *map(asyncio.create_task, ends),
         asyncio.create_task(links.run()),
         asyncio.create_task(beats()),
     ]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from baton.block_hash import HASH_ALGORITHMS
 from baton.errors import NotFoundError
 from baton.link import (
+    DrainCommand,
     DrainSeen,
     KVCacheEvents,
     NodeBeat,
@@ -192,6 +193,7 @@ class NodePool:
             if name in (node.name, node.engine_id):
                 self._expelled.add(node.engine_id)
                 self.remove(node, "was removed by an operator")
+                node.send(DrainCommand(stop=True))  # what still listens ends well
                 node.hang_up()
                 return node.registration
         for lost in self.lost:

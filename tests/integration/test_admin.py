@@ -72,7 +72,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeploy
         listen=free_address(),
         num_decode=2,
         router_args=["--policy", "cost", "--no-local-prefill"],
-        node_args=["--dtype", "float32", "--drain-timeout-s", "60"],
+        # (No time to drain for who gets a signal: what is removed has all that it needs.)
+        node_args=["--dtype", "float32", "--drain-timeout-s", "0"],
         log_folder=tmp_path_factory.mktemp("logs"),
         admin_token=TOKEN,
     )
@@ -276,6 +277,7 @@ def test_drain_under_load_loses_nothing_then_resume_serves_and_remove_ends_the_p
             await asyncio.to_thread(operator.run, *arguments)
             return list(await asyncio.gather(*calls))
 
+    operator.run("policy", "set", "round_robin")
     drained = asyncio.run(under_load("drain", "d0", "--wait"))
     assert operator.json("node", "d0")["beat"]["serving_state"] == "drained"
     assert "d0: 0 of" in operator.run("audit")
@@ -292,8 +294,11 @@ def test_drain_under_load_loses_nothing_then_resume_serves_and_remove_ends_the_p
     # The last decode node is busy for longer than somebody wants to wait.
     busy = asyncio.run(_drain_for_too_short_a_time(router, operator))
     assert busy.startswith("error: d1 is draining after the time is up: d1 is draining: 1 requests")
+    operator.run("remove", "d1", "--force")
+    assert operator.run("node", "d1", code=3) == "error: there is no node 'd1'\n"
+    assert deployment.child("d1").process.wait(20) == 0
     log = Path(deployment.child("router").log).read_text(encoding="utf-8")
-    for what in ("drain d0", "resume d0", "remove d0"):
+    for what in ("drain d0", "resume d0", "remove d0", "remove d1 by force"):
         assert re.search(rf"admin ipv4:127\.0\.0\.1:\d+: {what}\n", log)
 
 
