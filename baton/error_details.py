@@ -18,6 +18,7 @@ from baton.errors import (
     EngineDeadError,
     InvalidRequestError,
     NodeUnavailableError,
+    NotFoundError,
     OverloadedError,
     RequestCancelledError,
     TransferError,
@@ -30,6 +31,7 @@ DETAILS_KEY = "grpc-status-details-bin"  # where gRPC's own libraries look for t
 RECEIPT_KEY = "baton-receipt-bin"
 
 _KINDS: dict[str, type[BatonError]] = {
+    "NOT_FOUND": NotFoundError,
     "OVERLOADED": OverloadedError,
     "NODE_UNAVAILABLE": NodeUnavailableError,
     "DEADLINE_EXCEEDED": DeadlineExceededError,

@@ -4,6 +4,7 @@
     ├── InvalidRequestError     a request's field is outside its limit          INVALID_ARGUMENT
     ├── ConfigError             a program's option or file is wrong              (start-up only)
     │   └── ModelLoadError      a model folder is missing, broken or unsupported
+    ├── NotFoundError           no node or request of that name                  NOT_FOUND
     ├── OverloadedError         no room now; try again later                     RESOURCE_EXHAUSTED
     ├── NodeUnavailableError    a node or the router is not there                UNAVAILABLE
     ├── DeadlineExceededError   an absolute deadline passed                      DEADLINE_EXCEEDED
@@ -58,6 +59,10 @@ class ModelLoadError(ConfigError):
     """A model folder is missing, incomplete, broken or of an unsupported kind."""
 
 
+class NotFoundError(BatonError):
+    """There is no node or request of that name, or it is forgotten."""
+
+
 class OverloadedError(BatonError):
     """There is no room for the request now; the same request may succeed later."""
 
@@ -93,6 +98,7 @@ class EngineDeadError(BatonError):
 
 STATUS_OF_ERROR: dict[type[BatonError], str] = {
     InvalidRequestError: "INVALID_ARGUMENT",
+    NotFoundError: "NOT_FOUND",
     OverloadedError: "RESOURCE_EXHAUSTED",
     NodeUnavailableError: "UNAVAILABLE",
     DeadlineExceededError: "DEADLINE_EXCEEDED",
@@ -104,6 +110,7 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
 # By gRPC's status, so that both APIs always say the same of an error.
 HTTP_STATUS_OF: dict[str, int] = {
     "INVALID_ARGUMENT": 400,
+    "NOT_FOUND": 404,
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,

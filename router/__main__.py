@@ -89,10 +89,18 @@ def router(
             envvar="BATON_NODE_TOKEN",
         ),
     ] = "",
+    admin_token: Annotated[
+        str,
+        typer.Option(
+            help="That admin calls must bring, and that the router brings to nodes. If empty "
+            "anybody may look, and change something if only this machine can reach the router.",
+            envvar="BATON_ADMIN_TOKEN",
+        ),
+    ] = "",
     node_listen: Annotated[
         str,
         typer.Option(
-            help="host:port for nodes and `baton nodes`, when it is not to be that of the public."
+            help="host:port for nodes and `baton admin`, when it is not to be that of the public."
         ),
     ] = "",
     reuse_port: Annotated[
@@ -139,6 +147,7 @@ def router(
                     prefill_window_s=prefill_window_s,
                 ),
                 node_token=node_token,
+                admin_token=admin_token,
                 node_listen=node_listen,
                 reuse_port=reuse_port,
                 resume_grace_s=resume_grace_s,

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from baton.errors import ConfigError, DeadlineExceededError, OverloadedError
+from baton.errors import BatonError, ConfigError, DeadlineExceededError, OverloadedError
 from router.capacity import PREFILL_WINDOW_S, Capacity
 
 # How soon it is seen that nodes have room again while requests wait.
@@ -57,6 +57,7 @@ class Ticket:
     """One request's way through admission. Its `Admission` writes, all others read.
 
     Attributes:
+        request_id: of the request.
         order: priority, smaller first, and arrival.
         num_prompt_tokens: of the request.
         num_kv_tokens: that it will come to hold, as far as one can tell.
@@ -67,6 +68,7 @@ class Ticket:
         refusal: why it was taken out of the queue.
     """
 
+    request_id: str
     order: tuple[int, int]
     num_prompt_tokens: int
     num_kv_tokens: int
@@ -75,7 +77,7 @@ class Ticket:
     expected_wait_s: float = 0.0
     began_at: float | None = None
     turn: asyncio.Future[None] | None = None
-    refusal: OverloadedError | None = None
+    refusal: BatonError | None = None
 
     def __lt__(self, other: Ticket) -> bool:
         return self.order < other.order
@@ -126,6 +128,7 @@ class Admission:
     async def enter(
         self,
         *,
+        request_id: str = "",
         num_prompt_tokens: int,
         max_tokens: int,
         timeout_s: float,
@@ -135,6 +138,7 @@ class Admission:
         """Wait for the request's turn; leaving the context ends its account.
 
         Args:
+            request_id: by which `withdraw` finds it.
             timeout_s: until the request's deadline.
             priority: smaller begins first.
             client: whose request it is; empty: nobody's in particular.
@@ -145,6 +149,7 @@ class Admission:
         """
         now = asyncio.get_running_loop().time()
         ticket = Ticket(
+            request_id=request_id,
             order=(priority, next(self._arrivals)),
             num_prompt_tokens=num_prompt_tokens,
             num_kv_tokens=self._capacity.kv_tokens(num_prompt_tokens, max_tokens),
@@ -168,6 +173,15 @@ class Admission:
             self._of_client[client] -= 1
             if not self._of_client[client]:
                 del self._of_client[client]
+
+    def withdraw(self, request_id: str, error: BatonError) -> bool:
+        """End the wait of a request with an error; returns whether it waited."""
+        for ticket in self._queue:
+            if ticket.request_id == request_id and ticket.turn is not None:
+                ticket.refusal = error
+                self._unqueue(ticket)
+                return True
+        return False
 
     def state(self) -> AdmissionState:
         return AdmissionState(

@@ -6,7 +6,7 @@ requests only as numbers of tokens, and not which node will get one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from router.fleet import Fleet
 from router.policies.base import NodeView
@@ -45,11 +45,11 @@ class Capacity:
         ):
             return False
         needed = self.kv_tokens(num_prompt_tokens, max_tokens)
-        return any(_has_kv_room(node, needed) for node in fleet.decodes)
+        return any(_has_kv_room(node, needed) for node in _receivers(fleet))
 
     def kv_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """That a request will come to hold; most answers are much shorter than they may be."""
-        decodes = self._fleet().decodes
+        decodes = _receivers(self._fleet())
         if not decodes:
             return num_prompt_tokens
         return num_prompt_tokens + int(min(max_tokens, decodes[0].shared.output_tokens))
@@ -57,7 +57,7 @@ class Capacity:
     def wait_s(self, num_requests: int, num_prompt_tokens: int, num_kv_tokens: int) -> float:
         """Until so many more requests, with so many tokens in all, have their first tokens."""
         fleet = self._fleet()
-        prefills, decodes = fleet.prefills, fleet.decodes
+        prefills, decodes = fleet.prefills or fleet.self_prefilling, _receivers(fleet)
         if not prefills or not decodes:
             return 0.0
         work_s = sum(node.prefill_queue_s for node in prefills)
@@ -72,7 +72,7 @@ class Capacity:
 
     def decode_s(self, max_tokens: int) -> float:
         """From the first token of an answer to its last."""
-        decodes = self._fleet().decodes
+        decodes = _receivers(self._fleet())
         if not decodes:
             return 0.0
         usual = decodes[0].shared
@@ -85,6 +85,11 @@ class Capacity:
         ratio = self._bias * actual_s / expected_s
         low, high = _BIAS_LIMITS
         self._bias += _BIAS_SMOOTHING * (min(max(ratio, low), high) - self._bias)
+
+
+def _receivers(fleet: Fleet) -> Sequence[NodeView]:
+    """Decode nodes of the fleet; those that no prefill node reaches, where there is no pair."""
+    return fleet.decodes or fleet.self_prefilling
 
 
 def _room(node: NodeView) -> int:

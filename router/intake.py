@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,7 @@ from baton.sampling_params import SamplingParams
 from baton.stop_strings import OutputText
 from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
-from router.admission import Admission
 from router.call import Call, CallOutput
-from router.capacity import Capacity
 from router.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
 
@@ -83,7 +81,6 @@ class Intake:
         vocab_size: of the model.
         default_timeout_s: for requests that come without a deadline.
         metrics: count every request.
-        admission: says when a call may begin; the usual one if not given.
 
     Attributes:
         tokenizer: as given.
@@ -97,10 +94,8 @@ class Intake:
         vocab_size: int,
         default_timeout_s: float,
         metrics: RouterMetrics | None = None,
-        admission: Admission | None = None,
     ) -> None:
         self._dispatcher = dispatcher
-        self._admission = admission or Admission(Capacity(lambda: dispatcher.pool.fleet))
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
         self._vocab_size = vocab_size
@@ -149,10 +144,7 @@ class Intake:
         """Run a call; ending the iteration early cancels it. Raises what the dispatcher does."""
         text = OutputText(self.tokenizer, call.sampling_params) if self.tokenizer else None
         with self._metrics.running() as record:
-            async with (
-                self._enter(call) as admitted,
-                contextlib.aclosing(self._dispatcher.run(admitted)) as outputs,
-            ):
+            async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
                 async for item in outputs:
                     delta = self._text_delta(item, text)
                     if delta.finish_reason is None:
@@ -161,18 +153,6 @@ class Intake:
                     record.finish(delta)  # not always the nodes' end: they know no text
                     yield delta
                     return
-
-    @contextlib.asynccontextmanager
-    async def _enter(self, call: Call) -> AsyncIterator[Call]:
-        """Wait for the call's turn; what it waited is no longer left until its deadline."""
-        async with self._admission.enter(
-            num_prompt_tokens=len(call.prompt_token_ids),
-            max_tokens=call.sampling_params.max_tokens,
-            timeout_s=call.timeout_s,
-            priority=call.priority,
-            client=call.client,
-        ) as ticket:
-            yield dataclasses.replace(call, timeout_s=call.timeout_s - ticket.waited_s)
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, not checked against the model; raises InvalidRequestError."""

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence, Set
 
 from baton.block_hash import HASH_ALGORITHMS
+from baton.errors import NotFoundError
 from baton.link import (
+    DrainCommand,
     DrainSeen,
     KVCacheEvents,
     NodeBeat,
@@ -74,6 +76,7 @@ class NodePool:
         self._nodes: dict[str, Node] = {}  # by engine id
         # Silent and not back yet, with the time, by name: for operators only.
         self._lost: dict[str, tuple[float, NodeRegistration]] = {}
+        self._expelled: set[str] = set()  # engine ids of nodes that may not come back
         self._roles_seen: set[NodeRole] = set()
         self._eligibility = eligibility
         self._reach = Reach()
@@ -118,6 +121,8 @@ class NodePool:
         """Why a node cannot join; empty when it can."""
         if not registration.node_name or not registration.engine_id:
             return "node_name and engine_id must not be empty"
+        if registration.engine_id in self._expelled:
+            return f"{registration.node_name} was removed by an operator; start it anew"
         sizes = {"max_model_len": 2, "num_blocks": 1, "block_size": 1}
         for name, least in sizes.items():
             if getattr(registration, name) < least:
@@ -183,6 +188,25 @@ class NodePool:
             delta = RequestDelta(RequestOutput(leg.request_id, 0, ()), epoch, error=error)
             node.deliver(delta, node_lost=True)
         self._note_change()
+
+    def expel(self, name: str) -> NodeRegistration:
+        """Part with a node (by name or engine id) now, whatever it does; it may not join again.
+
+        Started anew, it may. Raises NotFoundError.
+        """
+        for node in self.nodes:
+            if name in (node.name, node.engine_id):
+                self._expelled.add(node.engine_id)
+                self.remove(node, "was removed by an operator")
+                node.send(DrainCommand(stop=True))  # what still listens ends well
+                node.hang_up()
+                return node.registration
+        for lost in self.lost:
+            if name in (lost.node_name, lost.engine_id):
+                self._expelled.add(lost.engine_id)
+                del self._lost[lost.node_name]
+                return lost
+        raise NotFoundError(f"there is no node {name!r}")
 
     def count_missed_beats(self) -> None:
         """To be called once per beat interval: beats, too; nodes that missed too many are lost.
@@ -264,6 +288,11 @@ class NodePool:
     def is_eligible(self, node: Node) -> bool:
         """Whether a node may get new requests."""
         return not node.is_draining and all(allows(node) for allows in self._eligibility)
+
+    def allow_self_prefill(self, may_self_prefill: bool) -> None:
+        """Whether decode nodes may be given prompts to compute, from now on."""
+        self._may_self_prefill = may_self_prefill
+        self._note_change()
 
     def note_eligibility_change(self) -> None:
         """Ask again which nodes are eligible."""
