@@ -228,7 +228,7 @@ def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelD
 def error_of(error: grpc.RpcError, address: str) -> BatonError:
     """The exception that made a status, or the nearest one when the router did not say."""
     code, details = error.code(), error.details() or ""
-    said = error_from_trailers(details, _trailers(error))
+    said = error_from_trailers(details, trailers_of(error))
     if said is not None:
         return said
     if code is grpc.StatusCode.INVALID_ARGUMENT:
@@ -248,9 +248,10 @@ def error_of(error: grpc.RpcError, address: str) -> BatonError:
 
 
 def _said_by_router(error: grpc.RpcError) -> bool:
-    return error_from_trailers("", _trailers(error)) is not None
+    return error_from_trailers("", trailers_of(error)) is not None
 
 
-def _trailers(error: grpc.RpcError) -> dict[str, str | bytes]:
+def trailers_of(error: grpc.RpcError) -> dict[str, str | bytes]:
+    """What came behind a failed call, by name."""
     trailers: Any = error.trailing_metadata() or ()
     return dict(trailers)

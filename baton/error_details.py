@@ -18,6 +18,7 @@ from baton.errors import (
     EngineDeadError,
     InvalidRequestError,
     NodeUnavailableError,
+    NotFoundError,
     OverloadedError,
     RequestCancelledError,
     TransferError,
@@ -32,6 +33,7 @@ RECEIPT_KEY = "baton-receipt-bin"
 
 _KINDS: dict[str, type[BatonError]] = {
     "UNAUTHENTICATED": UnauthenticatedError,
+    "NOT_FOUND": NotFoundError,
     "OVERLOADED": OverloadedError,
     "NODE_UNAVAILABLE": NodeUnavailableError,
     "DEADLINE_EXCEEDED": DeadlineExceededError,

@@ -5,6 +5,7 @@
     ├── UnauthenticatedError    a call brings no key that is known              UNAUTHENTICATED
     ├── ConfigError             a program's option or file is wrong              (start-up only)
     │   └── ModelLoadError      a model folder is missing, broken or unsupported
+    ├── NotFoundError           no node or request of that name                  NOT_FOUND
     ├── OverloadedError         no room now; try again later                     RESOURCE_EXHAUSTED
     ├── NodeUnavailableError    a node or the router is not there                UNAVAILABLE
     ├── DeadlineExceededError   an absolute deadline passed                      DEADLINE_EXCEEDED
@@ -63,6 +64,10 @@ class ModelLoadError(ConfigError):
     """A model folder is missing, incomplete, broken or of an unsupported kind."""
 
 
+class NotFoundError(BatonError):
+    """There is no node or request of that name, or it is forgotten."""
+
+
 class OverloadedError(BatonError):
     """There is no room for the request now; the same request may succeed later."""
 
@@ -99,6 +104,7 @@ class EngineDeadError(BatonError):
 STATUS_OF_ERROR: dict[type[BatonError], str] = {
     InvalidRequestError: "INVALID_ARGUMENT",
     UnauthenticatedError: "UNAUTHENTICATED",
+    NotFoundError: "NOT_FOUND",
     OverloadedError: "RESOURCE_EXHAUSTED",
     NodeUnavailableError: "UNAVAILABLE",
     DeadlineExceededError: "DEADLINE_EXCEEDED",
@@ -111,6 +117,7 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
 HTTP_STATUS_OF: dict[str, int] = {
     "INVALID_ARGUMENT": 400,
     "UNAUTHENTICATED": 401,
+    "NOT_FOUND": 404,
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,

@@ -40,6 +40,7 @@ class LocalDeploymentConfig:
         node_args: more arguments of every `baton prefill` and `baton decode`.
         decode_args: more arguments of every `baton decode`.
         log_folder: where each process's log goes; None: a temporary folder.
+        admin_token: of the router and its nodes; empty: none.
     """
 
     model: str
@@ -51,6 +52,7 @@ class LocalDeploymentConfig:
     node_args: Sequence[str] = ()
     decode_args: Sequence[str] = ()
     log_folder: Path | None = None
+    admin_token: str = field(default="", repr=False)
 
 
 @dataclass(slots=True)
@@ -125,11 +127,17 @@ class LocalDeployment:
                     raise NodeUnavailableError(f"not ready after {timeout_s:g} s: {states}")
                 time.sleep(_POLL_S)
 
-    def check(self) -> None:
-        """Raise ConfigError if a process has ended."""
-        for child in self.children:
+    def check(self, *, may_leave: bool = False) -> None:
+        """Raise ConfigError if a process has ended.
+
+        Args:
+            may_leave: a node that ended well was removed by an operator, and is no longer ours.
+        """
+        for child in list(self.children):
             code = child.process.poll()
-            if code is not None:
+            if code == 0 and may_leave and child is not self.children[0]:
+                self.children.remove(child)
+            elif code is not None:
                 raise ConfigError(f"{child.name} ended: {_last_words(child, code)}")
 
     def child(self, name: str) -> Child:
@@ -217,7 +225,11 @@ class LocalDeployment:
         more_arguments: Sequence[str] = (),
     ) -> Child:
         log = self._log_folder / f"{name}.log"
-        environment = {**os.environ, PARENT_PIPE_VARIABLE: str(self._read_end)}
+        environment = {
+            **os.environ,
+            PARENT_PIPE_VARIABLE: str(self._read_end),
+            "BATON_ADMIN_TOKEN": self.config.admin_token,  # not where `ps` shows it
+        }
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
         with log.open("ab") as output:  # after a restart the log goes on
@@ -237,8 +249,9 @@ class LocalDeployment:
         return Child(name, process, log, arguments, cores)
 
     def _update_states(self, stub: admin_pb2_grpc.AdminStub) -> None:
+        metadata = (("authorization", f"Bearer {self.config.admin_token}"),)
         try:
-            response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2)
+            response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2, metadata=metadata)
         except grpc.RpcError:
             return
         joined = {node.node_name: node for node in response.nodes}

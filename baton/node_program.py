@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from prometheus_client.registry import Collector
 
-from baton import wire, wire_ledger
+from baton import wire, wire_admin, wire_ledger
+from baton.admin_gate import AdminGate
 from baton.drain import Drain
 from baton.errors import EngineDeadError
 from baton.ledger import Ledger
@@ -31,10 +32,12 @@ from baton.link import (
 from baton.metrics_page import MetricsPage
 from baton.process import stop_event
 from baton.router_links import RouterLinks
-from baton.rpc import RpcServer, warn_if_public
+from baton.rpc import Context, RpcServer, is_public, warn_if_public
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 logger = logging.getLogger(__name__)
+
+ENGINE_THREAD = "engine"
 
 
 class NodeProgram(Protocol):
@@ -52,6 +55,9 @@ class NodeProgram(Protocol):
 
     def ledger(self) -> Future[Ledger]:
         """Who holds which blocks, taken between two steps."""
+
+    def flush_prefix_cache(self) -> Future[int]:
+        """Forget all cached prefixes between two steps; how many that were."""
 
     def collector(self) -> Collector:
         """What is on the node's metrics page."""
@@ -85,6 +91,26 @@ class NodeAdmin(admin_pb2_grpc.NodeAdminServicer):
         """Every reference on a block and who holds it; waits for the end of the current step."""
         return wire_ledger.ledger_to_proto(await asyncio.wrap_future(self._node.ledger()))
 
+    async def FlushCache(  # gRPC's naming
+        self, request: admin_pb2.FlushCacheRequest, context: Context
+    ) -> admin_pb2.FlushCacheResponse:
+        """Forget all cached prefixes; requests in progress keep their blocks."""
+        num_prefixes = await asyncio.wrap_future(self._node.flush_prefix_cache())
+        logger.info("admin %s: flush-cache: %d prefixes", context.peer(), num_prefixes)
+        return admin_pb2.FlushCacheResponse(num_prefixes=num_prefixes)
+
+    async def SetLogLevel(  # gRPC's naming
+        self, request: admin_pb2.SetLogLevelRequest, context: Context
+    ) -> admin_pb2.SetLogLevelResponse:
+        """From now on; the level before is in the answer."""
+        return wire_admin.set_log_level(request, context.peer())
+
+    async def Profile(  # gRPC's naming
+        self, request: admin_pb2.ProfileRequest, context: Context
+    ) -> admin_pb2.ProfileResponse:
+        """What the engine's thread does in the next seconds; it goes on serving."""
+        return await wire_admin.profile(ENGINE_THREAD, request.seconds)
+
 
 async def run_node_program(
     make_node: Callable[[Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram],
@@ -95,6 +121,7 @@ async def run_node_program(
     drain_timeout_s: float = 0.0,
     node_token: str = "",
     metrics_listen: str = "",
+    admin_token: str = "",
 ) -> None:
     """Run a node until it is told to stop.
 
@@ -107,12 +134,13 @@ async def run_node_program(
         drain_timeout_s: how long open requests have to end when the node is told to stop.
         node_token: shows routers that this node may join.
         metrics_listen: ``host:port`` of its Prometheus page, likewise; none if empty.
+        admin_token: that calls of `NodeAdmin` must bring.
 
     Raises:
         BatonError: the node could not start or join, or its engine died.
     """
     loop = asyncio.get_running_loop()
-    stopping = stop_event(loop)
+    stopping, leaving = stop_event(loop), asyncio.Event()
     drain = Drain()
     links: list[RouterLinks] = []  # empty until the node is loaded
     death: list[Exception] = []
@@ -125,11 +153,13 @@ async def run_node_program(
         loop.call_soon_threadsafe(stopping.set)
 
     node = await _make_or_stop(lambda: make_node(emit, on_death), stopping)
+    service = admin_pb2.DESCRIPTOR.services_by_name["NodeAdmin"]
     server = RpcServer(
-        [admin_pb2.DESCRIPTOR.services_by_name["NodeAdmin"]],
+        [service],
         lambda grpc_server: admin_pb2_grpc.add_NodeAdminServicer_to_server(  # type: ignore[no-untyped-call]  # generated
             NodeAdmin(node, node.registration("").num_blocks), grpc_server
         ),
+        [AdminGate(service.full_name, admin_token, is_public=is_public("listen", listen))],
     )
     page: MetricsPage | None = None
     try:
@@ -144,12 +174,13 @@ async def run_node_program(
                 node.submit,
                 drain,
                 on_joined=server.set_serving,
-                on_stop=stopping.set,
+                on_stop=leaving.set,
                 join_timeout_s=join_timeout_s,
                 node_token=node_token,
             )
         )
-        await _run_until(_drained(stopping, drain, death, drain_timeout_s), links[0], node)
+        ends = (_drained(stopping, drain, death, drain_timeout_s), _left(leaving, drain))
+        await _run_until(ends, links[0], node)
         if death:
             raise EngineDeadError(f"the engine cannot continue: {death[0]}")
     finally:
@@ -192,14 +223,22 @@ async def _make_or_stop(make: Callable[[], NodeProgram], stopping: asyncio.Event
     return making.result()
 
 
-async def _run_until(end: Coroutine[Any, Any, None], links: RouterLinks, node: NodeProgram) -> None:
+async def _left(leaving: asyncio.Event, drain: Drain) -> None:
+    """Wait for the end that a router wants: until what is open has ended, however long."""
+    await leaving.wait()
+    await drain.drained.wait()
+
+
+async def _run_until(
+    ends: Iterable[Coroutine[Any, Any, None]], links: RouterLinks, node: NodeProgram
+) -> None:
     async def beats() -> None:
         while True:
             links.beat(node.beat())
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     tasks = [
-        asyncio.create_task(end),
+        *map(asyncio.create_task, ends),
         asyncio.create_task(links.run()),
         asyncio.create_task(beats()),
     ]

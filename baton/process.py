@@ -46,8 +46,7 @@ def print_error(error: object) -> None:
 
 def set_up_logging(level: str) -> None:
     """Log to standard error, one line each; raises ConfigError for an unknown level."""
-    if level.lower() not in LOG_LEVELS:
-        raise ConfigError(f"log_level: must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
+    _check_log_level(level)
     logging.basicConfig(
         level=level.upper(),
         stream=sys.stderr,
@@ -55,6 +54,23 @@ def set_up_logging(level: str) -> None:
         datefmt="%H:%M:%S",
         force=True,
     )
+
+
+def change_log_level(level: str) -> str:
+    """Log from now on what is of this level or above, and return the level before.
+
+    Raises ConfigError for an unknown level.
+    """
+    _check_log_level(level)
+    root = logging.getLogger()
+    previous = logging.getLevelName(root.level).lower()
+    root.setLevel(level.upper())
+    return previous
+
+
+def _check_log_level(level: str) -> None:
+    if level.lower() not in LOG_LEVELS:
+        raise ConfigError(f"log_level: must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
 
 
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:

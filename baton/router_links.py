@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from baton.drain import Drain
-from baton.errors import NodeUnavailableError
+from baton.errors import ConfigError, NodeUnavailableError
 from baton.link import (
     AbortAll,
     DrainCommand,
@@ -123,13 +123,24 @@ class RouterLinks:
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                     for task in done:
-                        task.result()  # raises: it never ends by itself
+                        self._end(task)
                 else:
                     await asyncio.sleep(_FIRST_RESOLVE_INTERVAL_S)
         finally:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """A router refused this node: so it cannot go on, unless it is leaving anyway."""
+        try:
+            task.result()  # raises: it never ends by itself
+        except ConfigError as error:
+            if self._drain.state is ServingState.SERVING:
+                raise
+            logger.warning("%s", error)  # other routers may still wait for what it has
+            (address,) = (name for name, one in self._tasks.items() if one is task)
+            del self._tasks[address], self._links[address]
 
     async def _follow(self, addresses: Sequence[str]) -> None:
         """Dial addresses that are new; leave those that are gone and do not answer."""

@@ -9,7 +9,7 @@ import contextlib
 import hmac
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -121,17 +121,26 @@ async def _abort(context: Context, error: Exception) -> None:
 
 def has_token(context: Context, token: str) -> bool:
     """Whether a call brings ``authorization: Bearer <token>``; takes as long for any wrong one."""
-    return hmac.compare_digest(authorization_of(context).encode(), f"Bearer {token}".encode())
+    return bears_token(context.invocation_metadata(), token)
+
+
+def bears_token(metadata: Iterable[tuple[str, str | bytes]] | None, token: str) -> bool:
+    """The same, of a call's metadata."""
+    return hmac.compare_digest(_authorization(metadata).encode(), f"Bearer {token}".encode())
+
+
+def authorization_of(context: Context) -> str:
+    """What a call shows of who makes it; empty when it shows nothing."""
+    return _authorization(context.invocation_metadata())
+
+
+def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    return str(dict(metadata or ()).get("authorization", ""))
 
 
 def bearer(token: str) -> Metadata:
     """Metadata that `has_token` and `authorization_of` look at."""
     return (("authorization", f"Bearer {token}"),)
-
-
-def authorization_of(context: Context) -> str:
-    """What a call shows of who makes it; empty when it shows nothing."""
-    return str(dict(context.invocation_metadata() or ()).get("authorization", ""))
 
 
 class RpcServer:
@@ -140,6 +149,7 @@ class RpcServer:
     Args:
         services: full names of the services that `register` adds, for reflection.
         register: adds the servicers to the server.
+        interceptors: see each call before its handler does.
         reuse_port: whether other processes may serve on the same port, each a part of the
             connections. Without it a second server on the port does not start.
     """
@@ -148,11 +158,14 @@ class RpcServer:
         self,
         services: Sequence[ServiceDescriptor],
         register: Callable[[grpc.aio.Server], None],
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
         *,
         reuse_port: bool = False,
     ) -> None:
         options = [*_SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+        self._server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(), *interceptors], options=options
+        )
         register(self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # lazy there
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -199,10 +212,15 @@ def split_address(option: str, address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def is_public(option: str, address: str) -> bool:
+    """Whether other machines can reach an address; raises ConfigError that names the option."""
+    host, _ = split_address(option, address)
+    return host not in ("localhost", "[::1]") and not host.startswith("127.")
+
+
 def warn_if_public(address: str, *, authenticated: bool = False) -> None:
     """Log a warning when others than this machine can call, and in what it is not protected."""
-    host, _ = split_address("listen", address)
-    if host not in ("localhost", "[::1]") and not host.startswith("127."):
+    if is_public("listen", address):
         missing = "TLS" if authenticated else "authentication or TLS"
         logger.warning("%s can be reached from other machines, without %s", address, missing)
 

@@ -1,4 +1,4 @@
-"""The ledger as protobuf; the other half of this is `baton audit`, which prints it."""
+"""The ledger as protobuf; the other half of this is `baton admin audit`, which prints it."""
 
 from __future__ import annotations
 

@@ -326,6 +326,11 @@ class Engine:
         """Holders of each block that has any."""
         return self._block_pool.ref_counts()
 
+    @property
+    def num_cached_prefixes(self) -> int:
+        """Different contents of blocks that the prefix cache can find."""
+        return self._block_pool.num_cached
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests in progress keep their blocks."""
         self._block_pool.reset_prefix_cache()

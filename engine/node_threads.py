@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from baton.ledger import Ledger
 from baton.link import (
@@ -29,6 +29,8 @@ from engine.kv_event_feed import KVEventFeed
 from engine.metrics import EngineMetrics
 from engine.node_collector import NodeCollector
 from engine.node_engine import LoadedEngine
+
+T = TypeVar("T")
 
 
 class Node(Protocol):
@@ -88,7 +90,7 @@ class NodeThreads:
         self._role = role
         self._loaded = loaded
         self._kv_events = KVEventFeed(loaded.engine, emit)
-        self._ledger_calls: deque[Future[Ledger]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._loop = EngineLoop(self._step, on_engine_death, name="engine")
         loaded.engine.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
@@ -112,10 +114,16 @@ class NodeThreads:
         return self._node.requests()
 
     def ledger(self) -> Future[Ledger]:
-        call: Future[Ledger] = Future()
-        self._ledger_calls.append(call)
-        self._loop.wake()
-        return call
+        return self._between_steps(self._node.ledger)
+
+    def flush_prefix_cache(self) -> Future[int]:
+        def flush() -> int:
+            engine = self._loaded.engine
+            num_prefixes = engine.num_cached_prefixes
+            engine.reset_prefix_cache()
+            return num_prefixes
+
+        return self._between_steps(flush)
 
     def collector(self) -> NodeCollector:
         return NodeCollector(self._role, self._name, self)
@@ -130,13 +138,23 @@ class NodeThreads:
         return self._end.metrics()
 
     def _step(self) -> bool:
-        while self._ledger_calls:
-            call = self._ledger_calls.popleft()
-            if call.set_running_or_notify_cancel():  # else nobody waits for it any more
-                call.set_result(self._node.ledger())
+        while self._calls:
+            self._calls.popleft()()
         busy = self._node.step()
         self._kv_events.after_step(busy=busy)
         return busy
+
+    def _between_steps(self, function: Callable[[], T]) -> Future[T]:
+        """Have the engine's thread call something when no step is half done."""
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():  # else nobody waits for it any more
+                future.set_result(function())
+
+        self._calls.append(call)
+        self._loop.wake()
+        return future
 
     def close(self) -> None:
         self._loop.stop()

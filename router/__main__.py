@@ -9,8 +9,11 @@ import typer
 
 from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
+from router.admission import AdmissionOptions
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
+
+ADMISSION = AdmissionOptions()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -52,6 +55,33 @@ def router(
         float,
         typer.Option(help="A node that says nothing for so long is lost, seconds."),
     ] = 1.0,
+    max_queued_requests: Annotated[
+        int,
+        typer.Option(
+            help="Requests that wait while the nodes have all that they can take; then the least "
+            "urgent one is refused. 0: no limit."
+        ),
+    ] = ADMISSION.max_queued_requests,
+    max_open_requests: Annotated[
+        int, typer.Option(help="Requests that wait or are in progress; 0: no limit.")
+    ] = ADMISSION.max_open_requests,
+    max_open_requests_per_client: Annotated[
+        int, typer.Option(help="The same, of one client; 0: no limit.")
+    ] = ADMISSION.max_open_requests_per_client,
+    max_ttft_s: Annotated[
+        float,
+        typer.Option(
+            help="A request whose first token is expected later than this is refused at once, "
+            "seconds; 0: no limit but its deadline."
+        ),
+    ] = ADMISSION.max_ttft_s,
+    prefill_window_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds of work that each prefill node may have before it; what is more waits "
+            "in the router, by priority."
+        ),
+    ] = ADMISSION.prefill_window_s,
     node_token: Annotated[
         str,
         typer.Option(
@@ -59,10 +89,18 @@ def router(
             envvar="BATON_NODE_TOKEN",
         ),
     ] = "",
+    admin_token: Annotated[
+        str,
+        typer.Option(
+            help="That admin calls must bring, and that the router brings to nodes. If empty "
+            "anybody may look, and change something if only this machine can reach the router.",
+            envvar="BATON_ADMIN_TOKEN",
+        ),
+    ] = "",
     node_listen: Annotated[
         str,
         typer.Option(
-            help="host:port for nodes and `baton nodes`, when it is not to be that of the public."
+            help="host:port for nodes and `baton admin`, when it is not to be that of the public."
         ),
     ] = "",
     reuse_port: Annotated[
@@ -109,7 +147,15 @@ def router(
                 max_attempts=max_attempts,
                 pair_timeout_s=pair_timeout_s,
                 node_timeout_s=node_timeout_s,
+                admission=AdmissionOptions(
+                    max_queued_requests=max_queued_requests,
+                    max_open_requests=max_open_requests,
+                    max_open_requests_per_client=max_open_requests_per_client,
+                    max_ttft_s=max_ttft_s,
+                    prefill_window_s=prefill_window_s,
+                ),
                 node_token=node_token,
+                admin_token=admin_token,
                 node_listen=node_listen,
                 reuse_port=reuse_port,
                 resume_grace_s=resume_grace_s,

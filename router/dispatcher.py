@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from baton.errors import (
     BatonError,
@@ -21,9 +22,11 @@ from baton.errors import (
     RequestCancelledError,
 )
 from baton.link import NodeRole, RequestDelta, RequestError
-from baton.outputs import DecodeReceipt, Receipt, RequestOutput
+from baton.outputs import DecodeReceipt, FinishReason, Receipt, RequestOutput
+from router.admission import Admission
 from router.attempt import Attempt
 from router.call import Call, CallOutput
+from router.capacity import Capacity
 from router.decisions import DecisionLog
 from router.node import LegDelta
 from router.node_pool import NodePool
@@ -31,6 +34,7 @@ from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from router.prompt_hashes import PromptHashes
+from router.request_log import Following, RequestLog
 from router.retry_budget import RetryBudget, RetryOptions
 from router.wake_ups import WakeUps
 
@@ -55,9 +59,11 @@ class Dispatcher:
         policy: picks the pair.
         options: limits of one call.
         budget: of all calls together.
+        admission: says when a call may begin; the usual one if not given.
 
     Attributes:
         decisions: where the last calls went, and why.
+        log: what became of the last calls.
     """
 
     def __init__(
@@ -66,13 +72,17 @@ class Dispatcher:
         policy: RoutingPolicy,
         options: RetryOptions | None = None,
         budget: RetryBudget | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.pool = pool
         self.policy = policy
         self.options = options or RetryOptions()
         self.budget = budget or RetryBudget()
         self.decisions = DecisionLog()
+        self.log = RequestLog()
         self.wake_ups = WakeUps()
+        self.admission = admission or Admission(Capacity(lambda: pool.fleet))
+        self._running: set[str] = set()  # those that wait, too
         self._open: dict[str, _OpenCall] = {}
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
@@ -80,8 +90,8 @@ class Dispatcher:
 
     @property
     def num_open(self) -> int:
-        """Requests in progress."""
-        return len(self._open)
+        """Requests that wait or are in progress."""
+        return len(self._running)
 
     async def run(self, call: Call) -> AsyncGenerator[CallOutput, None]:
         """Stream a call's tokens; ending the iteration early cancels it on both nodes.
@@ -91,10 +101,36 @@ class Dispatcher:
             OverloadedError: decode nodes were short of memory time and again.
             DeadlineExceededError: the time is up.
         """
-        if call.request_id in self._open:
+        if call.request_id in self._running:
             raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
+        self._running.add(call.request_id)
+        try:
+            with self.log.follow(call) as following:
+                async with self._admitted(call) as admitted:
+                    outputs = self._run(admitted, following)
+                    async with contextlib.aclosing(outputs):
+                        async for output in outputs:
+                            following.note_output(output)
+                            yield output
+        finally:
+            self._running.remove(call.request_id)
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, call: Call) -> AsyncIterator[Call]:
+        """The call when it may begin; what it waited is no longer left until its deadline."""
+        async with self.admission.enter(
+            request_id=call.request_id,
+            num_prompt_tokens=len(call.prompt_token_ids),
+            max_tokens=call.sampling_params.max_tokens,
+            timeout_s=call.timeout_s,
+            priority=call.priority,
+            client=call.client,
+        ) as ticket:
+            yield dataclasses.replace(call, timeout_s=call.timeout_s - ticket.waited_s)
+
+    async def _run(self, call: Call, following: Following) -> AsyncGenerator[CallOutput, None]:
         self.budget.note_call()
-        opened = self._open[call.request_id] = _OpenCall(self, call)
+        opened = self._open[call.request_id] = _OpenCall(self, call, following)
         try:
             async with contextlib.aclosing(opened.outputs()) as outputs:
                 async for output in outputs:
@@ -108,13 +144,27 @@ class Dispatcher:
 
     def receipt(self, request_id: str) -> Receipt:
         """The receipt of an open call as of now, for who is about to end it; after token 1."""
-        return self._open[request_id].receipt(None)
+        opened = self._open[request_id]
+        receipt = opened.receipt(None)
+        opened.following.finish(FinishReason.STOP, receipt)
+        return receipt
+
+    def abort(self, request_id: str, why: str) -> bool:
+        """End a call from outside; its client gets CANCELLED. Returns whether it was open."""
+        if self.admission.withdraw(request_id, RequestCancelledError(why)):
+            return True
+        opened = self._open.get(request_id)
+        if opened is not None:
+            opened.end(RequestError("CANCELLED", why))
+            self.pool.note_eligibility_change()  # it may wait for nodes
+        return opened is not None
 
 
 class _OpenCall:
     """A call, its attempts one after the other, and the one stream that they make."""
 
-    def __init__(self, dispatcher: Dispatcher, call: Call) -> None:
+    def __init__(self, dispatcher: Dispatcher, call: Call, following: Following) -> None:
+        self.following = following
         self._dispatcher = dispatcher
         self._options = dispatcher.options
         self._call = call
@@ -126,10 +176,11 @@ class _OpenCall:
         self._num_preemptions = 0
         self._choice = PairChoice()
         self._ttft_s = 0.0
+        self._ended_by: RequestError | None = None  # from outside
         self._router_queue_s = 0.0
         loop = asyncio.get_running_loop()
         self._expires_at = loop.time() + call.timeout_s
-        self._deadline = loop.call_at(self._expires_at, self._time_out)
+        self._deadline = loop.call_at(self._expires_at, self.end, _DEADLINE)
 
     async def outputs(self) -> AsyncGenerator[CallOutput, None]:
         """What the legs of all attempts say, strictly by output index.
@@ -178,6 +229,14 @@ class _OpenCall:
         if self._attempt is not None:
             self._attempt.close()
 
+    def end(self, error: RequestError) -> None:
+        """End the call from outside, whatever it is doing."""
+        self._ended_by = error
+        if self._attempt is not None:
+            output = RequestOutput(self._call.request_id, 0, ())
+            delta = RequestDelta(output, self._attempt.epoch, error=error)
+            self._attempt.fail(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
+
     # ------------------------------------------------------------------ attempts
 
     def _check_retry(self, attempt: Attempt, item: LegDelta) -> None:
@@ -187,6 +246,9 @@ class _OpenCall:
         decode = attempt.decode.engine_id if attempt.decode else ""
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
         self._choice.note_failure(prefill, decode, item)
+        if self._ended_by is None:  # else it is no node's fault
+            self._blame(attempt, item, error)
+            self.following.note_failure(error.code, error.message)
         if error.code == "PREEMPTED":
             self._num_preemptions += 1
             if self._num_preemptions > options.max_preemptions:
@@ -205,6 +267,24 @@ class _OpenCall:
         if not is_first_loss and not self._dispatcher.budget.take():
             raise NodeUnavailableError(f"{error.message} (too many retries in the cluster)")
         logger.info("request %s is tried again: %s", self._call.request_id, error.message)
+
+    @staticmethod
+    def _blame(attempt: Attempt, item: LegDelta, error: RequestError) -> None:
+        """Tell the health of the nodes that an attempt failed.
+
+        One whose engine cannot continue is at fault alone; what else is wrong may be the other's
+        fault. One that is lost is gone anyway, and being short of memory is no fault.
+        """
+        prefill, decode = attempt.prefill, attempt.decode
+        if item.node_lost or error.code not in _RETRYABLE:
+            return
+        if error.code == "INTERNAL" or prefill is None or decode is None:
+            node = prefill if item.role is NodeRole.PREFILL else decode
+            if node is not None:
+                node.health.note_failure("", error.message)
+            return
+        prefill.health.note_failure(decode.engine_id, error.message)
+        decode.health.note_failure(prefill.engine_id, error.message)
 
     async def _begin(self, failure: str) -> Attempt:
         """Begin an attempt behind the tokens that the client has.
@@ -230,10 +310,14 @@ class _OpenCall:
         self._num_attempts += 1
         if not self._output_token_ids:
             self._router_queue_s = time.perf_counter() - call.received_at
+        used_decode = None if ends_with_next and prefill is not None else decode
+        self.following.note_attempt(
+            prefill.name if prefill else "", used_decode.name if used_decode else ""
+        )
         self._attempt = Attempt(
             call,
             prefill,
-            None if ends_with_next and prefill is not None else decode,
+            used_decode,
             num_cached_tokens=placement.num_cached_tokens,
             epoch=next(dispatcher.epochs) % 2**32,
             timeout_s=self._remaining_s(),
@@ -288,17 +372,11 @@ class _OpenCall:
         await asyncio.sleep(min(pause_s, self._remaining_s()))
 
     def _remaining_s(self) -> float:
-        """Until the deadline; raises DeadlineExceededError behind it."""
+        """Until the deadline; raises the error of a call that was ended."""
         remaining_s = self._expires_at - asyncio.get_running_loop().time()
-        if remaining_s <= 0:
-            raise _error(_DEADLINE)
+        if self._ended_by is not None or remaining_s <= 0:
+            raise _error(self._ended_by or _DEADLINE)
         return remaining_s
-
-    def _time_out(self) -> None:
-        if self._attempt is not None:
-            output = RequestOutput(self._call.request_id, 0, ())
-            delta = RequestDelta(output, self._attempt.epoch, error=_DEADLINE)
-            self._attempt.fail(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
 
 
 def _error(error: RequestError) -> BatonError:

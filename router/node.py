@@ -22,7 +22,11 @@ from baton.link import (
     ServingState,
     StepDeltas,
 )
+from router.health import NodeHealth
 from router.node_load import NodeLoad, SharedRates
+
+# A prefill node that has not got on for so long, and so many times as long as its work should take.
+STALLED_S, STALLED_FACTOR = 5.0, 10.0
 
 
 class LegDelta(msgspec.Struct, frozen=True, gc=False):
@@ -68,6 +72,7 @@ class Node:
         hang_up: ends the link; a node that still lives dials again.
         reports: what the node said about peers, by engine id.
         load: what policies see; written here and in the pool only.
+        health: whether it should get requests.
         legs: by epoch.
     """
 
@@ -78,13 +83,15 @@ class Node:
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
     load: NodeLoad = field(init=False)
+    health: NodeHealth = field(init=False)
 
     def __post_init__(self) -> None:
-        self.meet(SharedRates())
+        self.meet(SharedRates(), NodeHealth(self.name))
 
-    def meet(self, shared: SharedRates) -> None:
+    def meet(self, shared: SharedRates, health: NodeHealth) -> None:
         """Start counting anew, on the grounds of what other nodes measured."""
         self.load = NodeLoad(self.registration, shared)
+        self.health = health
 
     @property
     def name(self) -> str:
@@ -95,6 +102,11 @@ class Node:
         return self.registration.engine_id
 
     @property
+    def num_open(self) -> int:
+        """Attempts that are open here."""
+        return len(self.legs)
+
+    @property
     def is_draining(self) -> bool:
         """Whether nothing new may be placed here."""
         return self.beat.serving_state is not ServingState.SERVING
@@ -102,6 +114,17 @@ class Node:
     @property
     def beat(self) -> NodeBeat:
         return self.load.beat
+
+    def watch(self) -> None:
+        """Look at the node's health; to be called once per beat interval."""
+        load = self.load
+        if load.prefill_queue_s and self.legs:
+            stalled_s = time.monotonic() - load.prefill_progress_at
+            if stalled_s > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
+                self.health.spare(f"no progress for {stalled_s:.0f} s")
+                load.prefill_progress_at = time.monotonic()
+        self.health.tick()
+        load.weight = self.health.weight
 
     def open_leg(
         self,
@@ -116,6 +139,7 @@ class Node:
         """Have this node's deltas of an attempt given to ``reader``; see `NodeLoad.note_opened`."""
         self.legs[epoch] = _Leg(request_id, reader, num_tokens, num_uncomputed, num_arriving)
         self.load.note_opened(num_tokens, num_uncomputed=num_uncomputed, num_arriving=num_arriving)
+        self.health.note_open(len(self.legs))
 
     def relieve_leg(self, epoch: int) -> None:
         """Count a leg's tokens as done, while it may still have something to say."""
@@ -128,6 +152,7 @@ class Node:
         """Drop what the node still says of an attempt; harmless when closed already."""
         leg = self.legs.pop(epoch, None)
         if leg is not None:
+            self.health.note_open(len(self.legs))
             self.load.note_closed(
                 leg.num_tokens,
                 num_uncomputed=leg.num_uncomputed,
@@ -162,6 +187,7 @@ class Node:
         """What a delta says of how busy and how fast the node is."""
         if delta.prefill is not None:
             self.load.note_prefilled(delta.prefill)
+            self.health.note_success()
         if self.registration.role is NodeRole.PREFILL or delta.error is not None:
             return
         begun_at = self._begin(leg) if leg.begun_at is None else leg.begun_at
@@ -171,6 +197,7 @@ class Node:
     def _begin(self, leg: _Leg) -> float:
         """An attempt's first token on a decode node came."""
         leg.begun_at = time.monotonic()
+        self.health.note_success()
         self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
         leg.num_arriving = leg.num_uncomputed = 0
         return leg.begun_at

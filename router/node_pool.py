@@ -9,10 +9,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from baton.block_hash import HASH_ALGORITHMS
+from baton.errors import NotFoundError
 from baton.link import (
+    DrainCommand,
     DrainSeen,
     KVCacheEvents,
     NodeBeat,
@@ -30,6 +32,7 @@ from baton.link import (
 )
 from baton.outputs import RequestOutput
 from router.fleet import Fleet
+from router.health import NodeHealth, spared
 from router.node import Node
 from router.node_load import SharedRates
 from router.pairing import Reach, incompatibility
@@ -73,6 +76,7 @@ class NodePool:
         self._nodes: dict[str, Node] = {}  # by engine id
         # Silent and not back yet, with the time, by name: for operators only.
         self._lost: dict[str, tuple[float, NodeRegistration]] = {}
+        self._expelled: set[str] = set()  # engine ids of nodes that may not come back
         self._roles_seen: set[NodeRole] = set()
         self._eligibility = eligibility
         self._reach = Reach()
@@ -117,6 +121,8 @@ class NodePool:
         """Why a node cannot join; empty when it can."""
         if not registration.node_name or not registration.engine_id:
             return "node_name and engine_id must not be empty"
+        if registration.engine_id in self._expelled:
+            return f"{registration.node_name} was removed by an operator; start it anew"
         sizes = {"max_model_len": 2, "num_blocks": 1, "block_size": 1}
         for name, least in sizes.items():
             if getattr(registration, name) < least:
@@ -148,7 +154,11 @@ class NodePool:
                 continue
             node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
             other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
-        node.meet(self._rates)
+        is_canary = any(
+            other.registration.role is node.registration.role and other.num_open
+            for other in self._nodes.values()
+        )
+        node.meet(self._rates, NodeHealth(node.name, self._note_change, is_canary=is_canary))
         self._nodes[node.engine_id] = node
         registration = node.registration
         if registration.prefix_hash in HASH_ALGORITHMS:
@@ -179,6 +189,25 @@ class NodePool:
             node.deliver(delta, node_lost=True)
         self._note_change()
 
+    def expel(self, name: str) -> NodeRegistration:
+        """Part with a node (by name or engine id) now, whatever it does; it may not join again.
+
+        Started anew, it may. Raises NotFoundError.
+        """
+        for node in self.nodes:
+            if name in (node.name, node.engine_id):
+                self._expelled.add(node.engine_id)
+                self.remove(node, "was removed by an operator")
+                node.send(DrainCommand(stop=True))  # what still listens ends well
+                node.hang_up()
+                return node.registration
+        for lost in self.lost:
+            if name in (lost.node_name, lost.engine_id):
+                self._expelled.add(lost.engine_id)
+                del self._lost[lost.node_name]
+                return lost
+        raise NotFoundError(f"there is no node {name!r}")
+
     def count_missed_beats(self) -> None:
         """To be called once per beat interval: beats, too; nodes that missed too many are lost.
 
@@ -186,6 +215,7 @@ class NodePool:
         """
         for node in self.nodes:
             node.send(RouterBeat())
+            node.watch()
             node.num_missed_beats += 1
             # (The first is no miss: the beat of this interval may be on its way.)
             if node.num_missed_beats > self._max_missed_beats + 1:
@@ -235,18 +265,34 @@ class NodePool:
             prefills, decodes = (
                 [node for node in ready if node.registration.role is role] for role in NodeRole
             )
-            alone = [node for node in decodes if node.registration.computes_prompts]
-            self._fleet = Fleet(
-                [node.load for node in prefills],
-                [node.load for node in decodes],
-                self._reach.bandwidths,
-                self_prefilling=[node.load for node in alone] if self._may_self_prefill else (),
+            unwanted = {node.engine_id for nodes in (prefills, decodes) for node in spared(nodes)}
+            # (Those that are left may not reach each other.)
+            self._fleet = self._make_fleet(prefills, decodes, unwanted) or self._make_fleet(
+                prefills, decodes, set()
             )
         return self._fleet
+
+    def _make_fleet(
+        self, prefills: Sequence[Node], decodes: Sequence[Node], without: Set[str]
+    ) -> Fleet:
+        alone = [node for node in decodes if node.registration.computes_prompts]
+        return Fleet(
+            [node.load for node in prefills if node.engine_id not in without],
+            [node.load for node in decodes if node.engine_id not in without],
+            self._reach.bandwidths,
+            self_prefilling=[node.load for node in alone if node.engine_id not in without]
+            if self._may_self_prefill
+            else (),
+        )
 
     def is_eligible(self, node: Node) -> bool:
         """Whether a node may get new requests."""
         return not node.is_draining and all(allows(node) for allows in self._eligibility)
+
+    def allow_self_prefill(self, may_self_prefill: bool) -> None:
+        """Whether decode nodes may be given prompts to compute, from now on."""
+        self._may_self_prefill = may_self_prefill
+        self._note_change()
 
     def note_eligibility_change(self) -> None:
         """Ask again which nodes are eligible."""

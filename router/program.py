@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.admin_gate import AdminGate
 from baton.client import DEFAULT_ADDRESS
 from baton.errors import ConfigError
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
 from baton.process import stop_event
-from baton.rpc import RpcServer, warn_if_public
+from baton.rpc import RpcServer, is_public, warn_if_public
 from baton.tokenizer import Tokenizer
 from baton.v1 import (
     admin_pb2,
@@ -25,8 +26,11 @@ from baton.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
-from router.admin_service import AdminService
+from router.admin.node_calls import NodeCalls
+from router.admin.service import AdminService
+from router.admission import Admission, AdmissionOptions
 from router.api_keys import ApiKeys
+from router.capacity import Capacity
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
@@ -60,7 +64,9 @@ class RouterConfig:
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
     node_timeout_s: float = 1.0
+    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     node_token: str = field(default="", repr=False)
+    admin_token: str = field(default="", repr=False)
     node_listen: str = ""
     reuse_port: bool = False
     resume_grace_s: float = 10.0
@@ -89,11 +95,13 @@ async def serve(config: RouterConfig) -> None:
         model_digest=config_digest(folder),
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
-        # (Other policies know pairs only.)
-        may_self_prefill=config.local_prefill and config.policy == "cost",
+        may_self_prefill=_may_self_prefill(config, config.policy),
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
-    dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options)
+    admission = Admission(
+        Capacity(lambda: pool.fleet, config.admission.prefill_window_s), config.admission
+    )
+    dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     metrics = RouterMetrics(pool)
     intake = Intake(
         dispatcher,
@@ -103,7 +111,7 @@ async def serve(config: RouterConfig) -> None:
         metrics=metrics,
     )
     api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
-    servers = _make_servers(config, intake, pool, api_keys)
+    servers = _make_servers(config, dispatcher, intake, api_keys)
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
     loop.add_signal_handler(signal.SIGHUP, api_keys.reload)
@@ -171,7 +179,7 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
 
 
 def _make_servers(
-    config: RouterConfig, intake: Intake, pool: NodePool, api_keys: ApiKeys
+    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, api_keys: ApiKeys
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -186,19 +194,35 @@ def _make_servers(
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_private(server: object) -> None:
-        node_pb2_grpc.add_NodeLinkServicer_to_server(
-            NodeLinkService(pool, config.node_token), server
-        )  # type: ignore[no-untyped-call]  # generated
-        admin_service = AdminService(pool, config.model)
+        links = NodeLinkService(dispatcher.pool, config.node_token)
+        node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
+        admin_service = _make_admin(config, dispatcher, intake)
         admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_all(server: object) -> None:
         add_public(server)
         add_private(server)
 
+    private = config.node_listen or config.listen
+    gate = AdminGate(admin.full_name, config.admin_token, is_public=is_public("listen", private))
     if not config.node_listen:
-        return {config.listen: RpcServer([inference, link, admin], add_all)}
+        return {config.listen: RpcServer([inference, link, admin], add_all, [gate])}
     return {
-        config.node_listen: RpcServer([link, admin], add_private),
+        config.node_listen: RpcServer([link, admin], add_private, [gate]),
         config.listen: RpcServer([inference], add_public, reuse_port=config.reuse_port),
     }
+
+
+def _make_admin(config: RouterConfig, dispatcher: Dispatcher, intake: Intake) -> AdminService:
+    return AdminService(
+        dispatcher,
+        intake,
+        model=config.model,
+        policy=config.policy,
+        calls=NodeCalls(config.admin_token),
+        on_policy=lambda name: dispatcher.pool.allow_self_prefill(_may_self_prefill(config, name)),
+    )
+
+
+def _may_self_prefill(config: RouterConfig, policy: str) -> bool:
+    return config.local_prefill and policy == "cost"  # other policies know pairs only

@@ -9,7 +9,8 @@ import typer
 import typer.core
 import typer.main
 
-from baton.cli import audit, client_commands, up
+from baton.cli import client_commands, up
+from baton.cli.admin import app as admin
 from baton.registry import Registry
 from baton.version import __version__
 
@@ -34,9 +35,7 @@ class _ProgramGroup(typer.core.TyperGroup):
             *PROGRAMS.names(),
             "generate",
             "chat",
-            "nodes",
-            "requests",
-            "audit",
+            "admin",
             "version",
         ]
 
@@ -57,9 +56,7 @@ app = typer.Typer(
 app.command()(up.up)
 app.command()(client_commands.generate)
 app.command()(client_commands.chat)
-app.command()(client_commands.nodes)
-app.command()(client_commands.requests)
-app.command()(audit.audit)
+app.add_typer(admin.app, name="admin")
 
 
 @app.callback()

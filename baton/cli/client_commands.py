@@ -1,4 +1,4 @@
-"""Commands that talk to a running router: generate, chat, nodes, requests."""
+"""Commands that talk to the model through a running router: generate, chat."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import contextlib
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, NoReturn
+from typing import Annotated
 
-import grpc
 import typer
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from baton.cli.receipt_table import receipt_line
 from baton.cli.structured_output_options import (
@@ -28,10 +24,7 @@ from baton.client import DEFAULT_ADDRESS, Client
 from baton.errors import BatonError
 from baton.outputs import TextDelta
 from baton.process import print_error
-from baton.rates import format_rate
-from baton.rpc import open_sync_channel
 from baton.sampling_params import SamplingParams
-from baton.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 
 RouterOption = Annotated[str, typer.Option(help="host:port of the router.")]
 MaxTokensOption = Annotated[int, typer.Option(help="Most output tokens.")]
@@ -135,75 +128,6 @@ def chat(
                     _answer(client, messages, text, params, session_id)
 
 
-def _describe_path(peer: admin_pb2.PeerDescription) -> str:
-    """``nixl/ucx cma 2.9 GB/s``."""
-    if not peer.transport:
-        return "not paired" if peer.problem else "..."
-    rate = peer.bandwidth_bytes_per_s
-    return f"{peer.transport} {format_rate(rate)}" if rate else peer.transport
-
-
-def nodes(router: RouterOption = DEFAULT_ADDRESS) -> None:
-    """List the nodes that have joined a router, and whom they reach."""
-    with _errors(), open_sync_channel(router) as channel:
-        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-        try:
-            response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=5)
-        except grpc.RpcError as error:
-            _unreachable("router", router, error)
-    columns = ("node", "role", "requests", "running", "parked", "free blocks")
-    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("peers", overflow="fold")
-    table.add_column("address", no_wrap=True)
-    for node in response.nodes:
-        table.add_row(
-            escape(f"{node.node_name} (lost)" if node.lost else node.node_name),
-            types_pb2.NodeRole.Name(node.role).removeprefix("NODE_ROLE_").lower(),
-            str(node.num_requests),
-            str(node.beat.num_running),
-            str(node.beat.num_waiting_for_remote_kvs),
-            str(node.beat.num_free_blocks),
-            "\n".join(escape(f"{peer.node_name}: {_describe_path(peer)}") for peer in node.peers),
-            node.address,
-        )
-    console = Console()
-    console.print(table)
-    # Whole sentences do not fit a column; each pair is told once.
-    for problem in sorted({peer.problem for node in response.nodes for peer in node.peers}):
-        if problem:
-            console.print(f"not paired: {escape(problem)}", style="yellow")
-
-
-def requests(
-    address: Annotated[str, typer.Argument(help="host:port of a node (see `baton nodes`).")],
-) -> None:
-    """List the open requests of one node."""
-    with _errors(), open_sync_channel(address) as channel:
-        stub = admin_pb2_grpc.NodeAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-        try:
-            response = stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5)
-        except grpc.RpcError as error:
-            _unreachable("node", address, error)
-    columns = ("request", "status", "transfer", "tokens", "computed", "blocks", "age")
-    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for request in response.requests:
-        table.add_row(
-            escape(request.request_id),
-            request.status,
-            request.transfer_state,
-            str(request.num_tokens),
-            str(request.num_computed_tokens),
-            str(request.num_blocks),
-            f"{request.age_s:.1f} s",
-        )
-    console = Console()
-    console.print(table)
-    console.print(
-        f"{response.num_free_blocks} of {response.num_blocks} blocks free, "
-        f"{response.num_quarantined_blocks} in quarantine"
-    )
-
-
 def _print_stream(deltas: Iterator[TextDelta]) -> tuple[str, TextDelta | None]:
     """Print a completion as it comes; returns its text and the last delta."""
     pieces: list[str] = []
@@ -257,8 +181,3 @@ def _errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo()
         raise typer.Exit(130) from None
-
-
-def _unreachable(what: str, address: str, error: grpc.RpcError) -> NoReturn:
-    print_error(f"{what}: {address} cannot be reached ({error.code().name})")
-    raise typer.Exit(1)

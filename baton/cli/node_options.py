@@ -78,6 +78,14 @@ def node_command(
                 help="What routers with --node-token want to see.", envvar="BATON_NODE_TOKEN"
             ),
         ] = "",
+        admin_token: Annotated[
+            str,
+            typer.Option(
+                help="That admin calls must bring; the same at the router, which asks for "
+                "operators. Anybody may look if empty.",
+                envvar="BATON_ADMIN_TOKEN",
+            ),
+        ] = "",
         kv_connector: Annotated[str, typer.Option(help="How KV blocks travel.")] = "nixl",
         dtype: Annotated[
             str, typer.Option(help=f"Weights and KV cache: {', '.join(DTYPES)}.")
@@ -189,6 +197,7 @@ def node_command(
                 drain_timeout_s=drain_timeout_s,
                 node_token=node_token,
                 metrics_listen=metrics_listen,
+                admin_token=admin_token,
             )
             options = complete(options)
         except ConfigError as error:

@@ -36,6 +36,7 @@ class NodeOptions:
     drain_timeout_s: float = 0.0
     node_token: str = field(default="", repr=False)
     metrics_listen: str = ""
+    admin_token: str = field(default="", repr=False)
     decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
 
 
@@ -79,6 +80,7 @@ def run_node(options: NodeOptions, program: str) -> int:
             drain_timeout_s=options.drain_timeout_s,
             node_token=options.node_token,
             metrics_listen=options.metrics_listen,
+            admin_token=options.admin_token,
         ),
         log_level=options.log_level,
     )

@@ -44,6 +44,12 @@ def up(
     log_folder: Annotated[
         Path | None, typer.Option(help="Where logs go; a temporary folder if not given.")
     ] = None,
+    admin_token: Annotated[
+        str,
+        typer.Option(
+            help="That admin calls must bring; none if empty.", envvar="BATON_ADMIN_TOKEN"
+        ),
+    ] = "",
     ready_timeout_s: Annotated[float, typer.Option(help="How long to wait for all nodes.")] = 120.0,
 ) -> None:
     """Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.
@@ -60,6 +66,7 @@ def up(
         node_args=["--dtype", dtype, "--kv-cache-memory", kv_cache_memory, *node_args.split()],
         decode_args=decode_args.split(),
         log_folder=log_folder,
+        admin_token=admin_token,
     )
     stopping = threading.Event()
 
@@ -79,7 +86,7 @@ def up(
                 console.print(f"       OpenAI API: http://{http_listen}/v1")
             console.print("[dim]Ctrl-C stops everything[/]")
             while not stopping.wait(0.5):
-                deployment.check()
+                deployment.check(may_leave=True)
     except KeyboardInterrupt:
         console.print("stopped")
     except BatonError as error:

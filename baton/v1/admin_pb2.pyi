@@ -21,7 +21,7 @@ class ListNodesResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeDescription, _Mapping]]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "address", "beat", "peers", "num_requests", "lost")
+    __slots__ = ("node_name", "engine_id", "role", "address", "beat", "peers", "num_requests", "lost", "version", "num_blocks", "block_size", "max_model_len", "health", "health_why", "weight", "prefill_tokens_per_s", "step_s")
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,15 @@ class NodeDescription(_message.Message):
     PEERS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_WHY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
     role: _types_pb2.NodeRole
@@ -38,7 +47,16 @@ class NodeDescription(_message.Message):
     peers: _containers.RepeatedCompositeFieldContainer[PeerDescription]
     num_requests: int
     lost: bool
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ..., lost: bool = ...) -> None: ...
+    version: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    health: str
+    health_why: str
+    weight: float
+    prefill_tokens_per_s: float
+    step_s: float
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ..., lost: bool = ..., version: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., health: _Optional[str] = ..., health_why: _Optional[str] = ..., weight: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
     __slots__ = ("node_name", "connected", "transport", "problem", "bandwidth_bytes_per_s")
@@ -135,3 +153,402 @@ class BlockRange(_message.Message):
     first_block_id: int
     num_blocks: int
     def __init__(self, first_block_id: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class NodeRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class RemoveRequest(_message.Message):
+    __slots__ = ("node", "force")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    force: bool
+    def __init__(self, node: _Optional[str] = ..., force: bool = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ("window_s",)
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    window_s: float
+    def __init__(self, window_s: _Optional[float] = ...) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ("uptime_s", "num_open", "num_queued", "num_finished", "num_retried", "num_failed", "num_prompt_tokens", "num_output_tokens", "policy", "admission", "window_s", "num_finished_in_window", "ttft_s", "time_per_token_s", "total_s", "nodes")
+    class NumFailedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETRIED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_IN_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TIME_PER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    uptime_s: float
+    num_open: int
+    num_queued: int
+    num_finished: int
+    num_retried: int
+    num_failed: _containers.ScalarMap[str, int]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    policy: str
+    admission: AdmissionDescription
+    window_s: float
+    num_finished_in_window: int
+    ttft_s: Percentiles
+    time_per_token_s: Percentiles
+    total_s: Percentiles
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeStats]
+    def __init__(self, uptime_s: _Optional[float] = ..., num_open: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_retried: _Optional[int] = ..., num_failed: _Optional[_Mapping[str, int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., admission: _Optional[_Union[AdmissionDescription, _Mapping]] = ..., window_s: _Optional[float] = ..., num_finished_in_window: _Optional[int] = ..., ttft_s: _Optional[_Union[Percentiles, _Mapping]] = ..., time_per_token_s: _Optional[_Union[Percentiles, _Mapping]] = ..., total_s: _Optional[_Union[Percentiles, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStats, _Mapping]]] = ...) -> None: ...
+
+class AdmissionDescription(_message.Message):
+    __slots__ = ("num_queued", "num_queued_tokens", "num_begun", "expected_wait_s", "num_refused")
+    class NumRefusedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BEGUN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    num_queued: int
+    num_queued_tokens: int
+    num_begun: int
+    expected_wait_s: float
+    num_refused: _containers.ScalarMap[str, int]
+    def __init__(self, num_queued: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_begun: _Optional[int] = ..., expected_wait_s: _Optional[float] = ..., num_refused: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class Percentiles(_message.Message):
+    __slots__ = ("p50", "p90", "p99", "max")
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P90_FIELD_NUMBER: _ClassVar[int]
+    P99_FIELD_NUMBER: _ClassVar[int]
+    MAX_FIELD_NUMBER: _ClassVar[int]
+    p50: float
+    p90: float
+    p99: float
+    max: float
+    def __init__(self, p50: _Optional[float] = ..., p90: _Optional[float] = ..., p99: _Optional[float] = ..., max: _Optional[float] = ...) -> None: ...
+
+class NodeStats(_message.Message):
+    __slots__ = ("node_name", "num_requests", "num_prompt_tokens", "num_output_tokens", "ttft_s", "time_per_token_s", "num_failed_attempts")
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TIME_PER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    node_name: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    ttft_s: Percentiles
+    time_per_token_s: Percentiles
+    num_failed_attempts: int
+    def __init__(self, node_name: _Optional[str] = ..., num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., ttft_s: _Optional[_Union[Percentiles, _Mapping]] = ..., time_per_token_s: _Optional[_Union[Percentiles, _Mapping]] = ..., num_failed_attempts: _Optional[int] = ...) -> None: ...
+
+class ListRouterRequestsRequest(_message.Message):
+    __slots__ = ("limit", "open_only")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    OPEN_ONLY_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    open_only: bool
+    def __init__(self, limit: _Optional[int] = ..., open_only: bool = ...) -> None: ...
+
+class ListRouterRequestsResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestTrace]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
+
+class TraceRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class RequestTrace(_message.Message):
+    __slots__ = ("request_id", "received_at", "state", "num_prompt_tokens", "max_tokens", "num_output_tokens", "accepted_s", "first_token_s", "ended_s", "finish_reason", "error_code", "error", "attempts", "receipt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    received_at: float
+    state: str
+    num_prompt_tokens: int
+    max_tokens: int
+    num_output_tokens: int
+    accepted_s: float
+    first_token_s: float
+    ended_s: float
+    finish_reason: str
+    error_code: str
+    error: str
+    attempts: _containers.RepeatedCompositeFieldContainer[AttemptTrace]
+    receipt: _types_pb2.Receipt
+    def __init__(self, request_id: _Optional[str] = ..., received_at: _Optional[float] = ..., state: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., accepted_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., finish_reason: _Optional[str] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[AttemptTrace, _Mapping]]] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ...) -> None: ...
+
+class AttemptTrace(_message.Message):
+    __slots__ = ("began_s", "prefill_node", "decode_node", "failed_s", "error_code", "error")
+    BEGAN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    began_s: float
+    prefill_node: str
+    decode_node: str
+    failed_s: float
+    error_code: str
+    error: str
+    def __init__(self, began_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., failed_s: _Optional[float] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id", "prompt", "num_prompt_tokens", "max_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt: str
+    num_prompt_tokens: int
+    max_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("decisions", "policy")
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[DecisionDescription]
+    policy: str
+    def __init__(self, decisions: _Optional[_Iterable[_Union[DecisionDescription, _Mapping]]] = ..., policy: _Optional[str] = ...) -> None: ...
+
+class DecisionDescription(_message.Message):
+    __slots__ = ("placed_at", "num_prompt_tokens", "max_tokens", "num_cached_tokens", "prefill_node", "decode_node", "candidates")
+    PLACED_AT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    placed_at: float
+    num_prompt_tokens: int
+    max_tokens: int
+    num_cached_tokens: int
+    prefill_node: str
+    decode_node: str
+    candidates: _containers.RepeatedCompositeFieldContainer[CandidateDescription]
+    def __init__(self, placed_at: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[CandidateDescription, _Mapping]]] = ...) -> None: ...
+
+class CandidateDescription(_message.Message):
+    __slots__ = ("prefill_node", "decode_node", "cost", "terms")
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    prefill_node: str
+    decode_node: str
+    cost: float
+    terms: _containers.RepeatedCompositeFieldContainer[CostTerm]
+    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., cost: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ...) -> None: ...
+
+class CostTerm(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPolicyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetPolicyRequest(_message.Message):
+    __slots__ = ("policy",)
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    def __init__(self, policy: _Optional[str] = ...) -> None: ...
+
+class PolicyDescription(_message.Message):
+    __slots__ = ("policy", "known")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    known: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, policy: _Optional[str] = ..., known: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetVersionRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetVersionResponse(_message.Message):
+    __slots__ = ("router", "nodes")
+    class NodesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    nodes: _containers.ScalarMap[str, str]
+    def __init__(self, router: _Optional[str] = ..., nodes: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class AuditRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class AuditResponse(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeAudit]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeAudit, _Mapping]]] = ...) -> None: ...
+
+class NodeAudit(_message.Message):
+    __slots__ = ("node_name", "ledger", "problem")
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    node_name: str
+    ledger: ListBlocksResponse
+    problem: str
+    def __init__(self, node_name: _Optional[str] = ..., ledger: _Optional[_Union[ListBlocksResponse, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ("num_prefixes",)
+    NUM_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    num_prefixes: int
+    def __init__(self, num_prefixes: _Optional[int] = ...) -> None: ...
+
+class AdminFlushCacheRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class AdminFlushCacheResponse(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeFlush]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeFlush, _Mapping]]] = ...) -> None: ...
+
+class NodeFlush(_message.Message):
+    __slots__ = ("node_name", "num_prefixes", "problem")
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    node_name: str
+    num_prefixes: int
+    problem: str
+    def __init__(self, node_name: _Optional[str] = ..., num_prefixes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class SetLogLevelRequest(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    def __init__(self, level: _Optional[str] = ...) -> None: ...
+
+class SetLogLevelResponse(_message.Message):
+    __slots__ = ("previous",)
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    previous: str
+    def __init__(self, previous: _Optional[str] = ...) -> None: ...
+
+class AdminSetLogLevelRequest(_message.Message):
+    __slots__ = ("node", "level")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    level: str
+    def __init__(self, node: _Optional[str] = ..., level: _Optional[str] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class AdminProfileRequest(_message.Message):
+    __slots__ = ("node", "seconds")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    seconds: float
+    def __init__(self, node: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("thread", "num_samples", "seconds", "functions")
+    THREAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
+    thread: str
+    num_samples: int
+    seconds: float
+    functions: _containers.RepeatedCompositeFieldContainer[ProfiledFunction]
+    def __init__(self, thread: _Optional[str] = ..., num_samples: _Optional[int] = ..., seconds: _Optional[float] = ..., functions: _Optional[_Iterable[_Union[ProfiledFunction, _Mapping]]] = ...) -> None: ...
+
+class ProfiledFunction(_message.Message):
+    __slots__ = ("function", "place", "num_own", "num_total")
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    NUM_OWN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    function: str
+    place: str
+    num_own: int
+    num_total: int
+    def __init__(self, function: _Optional[str] = ..., place: _Optional[str] = ..., num_own: _Optional[int] = ..., num_total: _Optional[int] = ...) -> None: ...

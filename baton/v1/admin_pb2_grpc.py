@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdminStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """A node is named by its name or its engine id. NOT_FOUND: there is no such node or request.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -39,12 +40,202 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ListNodesResponse.FromString,
                 _registered_method=True)
+        self.GetNode = channel.unary_unary(
+                '/baton.v1.Admin/GetNode',
+                request_serializer=baton_dot_v1_dot_admin__pb2.NodeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.NodeDescription.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Admin/Drain',
+                request_serializer=baton_dot_v1_dot_admin__pb2.NodeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.NodeDescription.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/baton.v1.Admin/Resume',
+                request_serializer=baton_dot_v1_dot_admin__pb2.NodeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.NodeDescription.FromString,
+                _registered_method=True)
+        self.Remove = channel.unary_unary(
+                '/baton.v1.Admin/Remove',
+                request_serializer=baton_dot_v1_dot_admin__pb2.RemoveRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.NodeDescription.FromString,
+                _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/baton.v1.Admin/GetStats',
+                request_serializer=baton_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/baton.v1.Admin/ListRequests',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ListRouterRequestsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ListRouterRequestsResponse.FromString,
+                _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/baton.v1.Admin/Trace',
+                request_serializer=baton_dot_v1_dot_admin__pb2.TraceRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.RequestTrace.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.Admin/Explain',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/baton.v1.Admin/Abort',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AbortRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.GetPolicy = channel.unary_unary(
+                '/baton.v1.Admin/GetPolicy',
+                request_serializer=baton_dot_v1_dot_admin__pb2.GetPolicyRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.PolicyDescription.FromString,
+                _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/baton.v1.Admin/SetPolicy',
+                request_serializer=baton_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.PolicyDescription.FromString,
+                _registered_method=True)
+        self.GetVersion = channel.unary_unary(
+                '/baton.v1.Admin/GetVersion',
+                request_serializer=baton_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.GetVersionResponse.FromString,
+                _registered_method=True)
+        self.ListNodeRequests = channel.unary_unary(
+                '/baton.v1.Admin/ListNodeRequests',
+                request_serializer=baton_dot_v1_dot_admin__pb2.NodeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.Audit = channel.unary_unary(
+                '/baton.v1.Admin/Audit',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AuditRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.AuditResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/baton.v1.Admin/FlushCache',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AdminFlushCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.AdminFlushCacheResponse.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/baton.v1.Admin/SetLogLevel',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AdminSetLogLevelRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+                _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/baton.v1.Admin/Profile',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AdminProfileRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """A node is named by its name or its engine id. NOT_FOUND: there is no such node or request.
+    """
 
     def ListNodes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetNode(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Returns at once; who wants to know the end asks GetNode until it is drained.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Remove(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStats(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Trace(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPolicy(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPolicy(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetVersion(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListNodeRequests(self, request, context):
+        """These are asked of nodes, by the router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Audit(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Profile(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -58,6 +249,91 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ListNodesRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ListNodesResponse.SerializeToString,
             ),
+            'GetNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetNode,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.NodeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.NodeDescription.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.NodeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.NodeDescription.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.NodeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.NodeDescription.SerializeToString,
+            ),
+            'Remove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.RemoveRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.NodeDescription.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.GetStatsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ListRouterRequestsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ListRouterRequestsResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.TraceRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.RequestTrace.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AbortRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.AbortResponse.SerializeToString,
+            ),
+            'GetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPolicy,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.GetPolicyRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.PolicyDescription.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.SetPolicyRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.PolicyDescription.SerializeToString,
+            ),
+            'GetVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetVersion,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.GetVersionRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.GetVersionResponse.SerializeToString,
+            ),
+            'ListNodeRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodeRequests,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.NodeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'Audit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AuditRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.AuditResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AdminFlushCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.AdminFlushCacheResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AdminSetLogLevelRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AdminProfileRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'baton.v1.Admin', rpc_method_handlers)
@@ -67,7 +343,8 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin(object):
-    """Missing associated documentation comment in .proto file."""
+    """A node is named by its name or its engine id. NOT_FOUND: there is no such node or request.
+    """
 
     @staticmethod
     def ListNodes(request,
@@ -86,6 +363,465 @@ class Admin(object):
             '/baton.v1.Admin/ListNodes',
             baton_dot_v1_dot_admin__pb2.ListNodesRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/GetNode',
+            baton_dot_v1_dot_admin__pb2.NodeRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.NodeDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Drain',
+            baton_dot_v1_dot_admin__pb2.NodeRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.NodeDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Resume',
+            baton_dot_v1_dot_admin__pb2.NodeRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.NodeDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Remove',
+            baton_dot_v1_dot_admin__pb2.RemoveRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.NodeDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/GetStats',
+            baton_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ListRequests',
+            baton_dot_v1_dot_admin__pb2.ListRouterRequestsRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ListRouterRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Trace',
+            baton_dot_v1_dot_admin__pb2.TraceRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.RequestTrace.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Explain',
+            baton_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Abort',
+            baton_dot_v1_dot_admin__pb2.AbortRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/GetPolicy',
+            baton_dot_v1_dot_admin__pb2.GetPolicyRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.PolicyDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/SetPolicy',
+            baton_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.PolicyDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/GetVersion',
+            baton_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.GetVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodeRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ListNodeRequests',
+            baton_dot_v1_dot_admin__pb2.NodeRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Audit',
+            baton_dot_v1_dot_admin__pb2.AuditRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.AuditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/FlushCache',
+            baton_dot_v1_dot_admin__pb2.AdminFlushCacheRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.AdminFlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/SetLogLevel',
+            baton_dot_v1_dot_admin__pb2.AdminSetLogLevelRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Profile',
+            baton_dot_v1_dot_admin__pb2.AdminProfileRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -116,6 +852,21 @@ class NodeAdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.ListBlocksRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ListBlocksResponse.FromString,
                 _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/baton.v1.NodeAdmin/FlushCache',
+                request_serializer=baton_dot_v1_dot_admin__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/baton.v1.NodeAdmin/SetLogLevel',
+                request_serializer=baton_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+                _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/baton.v1.NodeAdmin/Profile',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class NodeAdminServicer(object):
@@ -133,6 +884,24 @@ class NodeAdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushCache(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Profile(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +914,21 @@ def add_NodeAdminServicer_to_server(servicer, server):
                     servicer.ListBlocks,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ListBlocksRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ListBlocksResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.FlushCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -201,6 +985,87 @@ class NodeAdmin(object):
             '/baton.v1.NodeAdmin/ListBlocks',
             baton_dot_v1_dot_admin__pb2.ListBlocksRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ListBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.NodeAdmin/FlushCache',
+            baton_dot_v1_dot_admin__pb2.FlushCacheRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.NodeAdmin/SetLogLevel',
+            baton_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.NodeAdmin/Profile',
+            baton_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

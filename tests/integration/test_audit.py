@@ -1,4 +1,4 @@
-"""`baton audit` of real nodes, at rest and while they work."""
+"""`baton admin audit` of real nodes, at rest and while they work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 
 
 def audit(address: str) -> str:
-    result = CliRunner(env={"COLUMNS": "250"}).invoke(app, ["audit", "--router", address])
+    result = CliRunner(env={"COLUMNS": "250"}).invoke(app, ["admin", "audit", "--router", address])
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -107,7 +107,7 @@ def test_node_whose_router_cannot_be_reached(demo_model: Path) -> None:
 def test_client_whose_router_cannot_be_reached() -> None:
     address = free_address()
     assert_one_error_line(["generate", "hello", "--router", address], "router", address)
-    assert_one_error_line(["nodes", "--router", address], "router", address)
+    assert_one_error_line(["admin", "nodes", "--router", address], "router", address)
 
 
 def test_node_with_another_model(broken_model: Path, deployment: LocalDeployment) -> None:

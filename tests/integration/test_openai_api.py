@@ -27,7 +27,6 @@ from engine import LLM
 from tests.fakes.event_source import EventSourceReader
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
-from tests.integration.test_servers import node_addresses
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(180)]
 
@@ -346,9 +345,9 @@ def test_leaving_a_stream_ends_the_request_on_the_nodes(
     def open_requests() -> list[str]:
         found = []
         for name in ("p0", "d0"):
-            address = node_addresses(api.config.listen)[name]
+            command = ["admin", "requests", name, "--router", api.config.listen]
             shown = subprocess.run(
-                [sys.executable, "-m", "baton", "requests", address],
+                [sys.executable, "-m", "baton", *command],
                 capture_output=True, text=True, timeout=60, check=True,
             ).stdout  # fmt: skip
             found += re.findall(r"leaver\S*", shown)

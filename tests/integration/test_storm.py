@@ -87,7 +87,9 @@ def assert_nothing_is_held(address: str, num_nodes: int) -> None:
 def test_cancels_and_deadlines_leave_no_block_held(deployment: LocalDeployment) -> None:
     address = deployment.config.listen
     ends = asyncio.run(storm(address, seed=1))
-    assert set(ends) == {"whole", "left", "DeadlineExceededError"}
+    # Refused: the router saw that a deadline could not be kept.
+    assert {"whole", "left", "DeadlineExceededError"} <= set(ends)
+    assert set(ends) <= {"whole", "left", "DeadlineExceededError", "OverloadedError"}
     assert_nothing_is_held(address, num_nodes=4)
 
 
@@ -102,6 +104,7 @@ def test_a_killed_prefill_node_leaves_no_block_held(deployment: LocalDeployment)
         return await requests
 
     ends = asyncio.run(run())
-    assert set(ends) <= {"whole", "left", "DeadlineExceededError", "NodeUnavailableError"}
+    errors = {"DeadlineExceededError", "NodeUnavailableError", "OverloadedError"}
+    assert set(ends) <= {"whole", "left"} | errors
     assert ends.count("whole") > 0
     assert_nothing_is_held(address, num_nodes=3)

@@ -20,6 +20,7 @@ from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
 PARAMS = SamplingParams(max_tokens=150, temperature=1.0, seed=3, ignore_eos=True)
 PROMPT = "def add(a, b):\n"
+SPREAD = ("--policy", "round_robin")  # other policies may find one node the best for all
 
 
 @pytest.fixture
@@ -30,14 +31,16 @@ def deployment(tmp_path: Path) -> Iterator[tuple[LocalDeployment, str]]:
         model=str(DEMO_MODEL),
         listen=free_address(),
         num_decode=2,
-        router_args=["--node-token", "t"],
+        router_args=["--node-token", "t", *SPREAD],
         node_args=[
             "--dtype", "float32", "--router", second, "--node-token", "t",
             "--drain-timeout-s", "60",
         ],
         log_folder=tmp_path,
     )  # fmt: skip
-    command = ["router", "--model", str(DEMO_MODEL), "--listen", second, "--node-token", "t"]
+    command = [
+        "router", "--model", str(DEMO_MODEL), "--listen", second, "--node-token", "t", *SPREAD,
+    ]  # fmt: skip
     with (
         (tmp_path / "second.log").open("wb") as log,
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Unit tests of the ledger: what balances, what is an orphan, and what `baton audit` says of it."""
+"""Unit tests of the ledger: what balances, what is an orphan, and what operators are told of it."""
 
 from __future__ import annotations
 
@@ -50,29 +50,23 @@ def test_ids_that_follow_one_another_are_ranges(
     assert to_ranges(block_ids) == ranges
 
 
-class Admin(admin_pb2_grpc.AdminServicer, admin_pb2_grpc.NodeAdminServicer):
-    """A router and its nodes at one address."""
+class Admin(admin_pb2_grpc.AdminServicer):
+    """A router that answers for one node, and says what is wrong with the others."""
 
     def __init__(self) -> None:
         self.address = ""
         self.ledger = Ledger(
             holdings=(), num_blocks=1, num_free_blocks=1, num_references=0, orphans=(), overdrawn=()
         )
-        self.addresses = [""]
+        self.problems: list[str] = []
 
-    def ListNodes(
-        self, request: admin_pb2.ListNodesRequest, context: grpc.ServicerContext
-    ) -> admin_pb2.ListNodesResponse:
-        nodes = [
-            admin_pb2.NodeDescription(node_name=f"n{i}", address=address or self.address)
-            for i, address in enumerate(self.addresses)
-        ]
-        return admin_pb2.ListNodesResponse(nodes=nodes)
-
-    def ListBlocks(
-        self, request: admin_pb2.ListBlocksRequest, context: grpc.ServicerContext
-    ) -> admin_pb2.ListBlocksResponse:
-        return wire_ledger.ledger_to_proto(self.ledger)
+    def Audit(
+        self, request: admin_pb2.AuditRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.AuditResponse:
+        ledger = wire_ledger.ledger_to_proto(self.ledger)
+        nodes = [admin_pb2.NodeAudit(node_name="n0", ledger=ledger)]
+        nodes += [admin_pb2.NodeAudit(node_name="n1", problem=text) for text in self.problems]
+        return admin_pb2.AuditResponse(nodes=nodes)
 
 
 @pytest.fixture
@@ -80,7 +74,6 @@ def admin() -> Iterator[Admin]:
     made = Admin()
     server = grpc.server(ThreadPoolExecutor(2))
     admin_pb2_grpc.add_AdminServicer_to_server(made, server)  # type: ignore[no-untyped-call]  # generated
-    admin_pb2_grpc.add_NodeAdminServicer_to_server(made, server)  # type: ignore[no-untyped-call]  # generated
     made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     yield made
@@ -89,7 +82,7 @@ def admin() -> Iterator[Admin]:
 
 def audit(admin: Admin) -> tuple[int, str]:
     runner = CliRunner(env={"COLUMNS": "200"})
-    result = runner.invoke(app, ["audit", "--router", admin.address])
+    result = runner.invoke(app, ["admin", "audit", "--router", admin.address])
     return result.exit_code, result.output
 
 
@@ -100,27 +93,27 @@ def test_audit_of_nodes_in_order_names_every_owner_and_ends_with_0(admin: Admin)
     code, output = audit(admin)
     assert code == 0, output
     row = next(line for line in output.splitlines() if "PUSHING" in line)
-    assert row.split()[:9] == ["n0", "push", "r1", "7", "PUSHING", "d0-1", "4:", "4-6,", "9"]
+    assert row.split()[:9] == ["n0", "push", "r1", "7", "PUSHING", "d0-1", "0", "us", "4:"]
     assert "n0: 4 of 10 blocks held, 4 references, 4 of them with an owner" in output
 
 
-def test_audit_names_orphans_and_ends_with_1(admin: Admin) -> None:
+def test_audit_names_orphans_and_ends_with_5(admin: Admin) -> None:
     admin.ledger = take(ref_counts={2: 1, 3: 1, 7: 1})
     code, output = audit(admin)
-    assert code == 1
+    assert code == 5
     assert "ORPHANS (references without an owner): blocks 2-3, 7" in output
     admin.ledger = take(hold(BlockOwner.REQUEST, 2), ref_counts={})
     code, output = audit(admin)
-    assert code == 1
+    assert code == 5
     assert "OVERDRAWN (owners without a reference): blocks 2" in output
 
 
 def test_audit_ends_with_1_when_a_node_or_the_router_cannot_be_asked(admin: Admin) -> None:
-    admin.addresses = ["", "127.0.0.1:1"]
+    admin.problems = ["n1: the router cannot reach it at h:1 (UNAVAILABLE)"]
     code, output = audit(admin)
     assert code == 1
     assert "n0: 0 of 1 blocks held" in output
-    assert "n1: cannot be asked (UNAVAILABLE)" in output
+    assert "n1: the router cannot reach it at h:1 (UNAVAILABLE)" in output
     admin.address = "127.0.0.1:1"
     code, output = audit(admin)
     assert (code, "cannot be reached (UNAVAILABLE)" in output) == (1, True)

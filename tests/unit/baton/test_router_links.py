@@ -285,3 +285,29 @@ async def test_a_name_with_several_addresses_is_several_routers() -> None:
         async with served(one, other), scene.running():
             names["routers.test"] = ["127.0.0.1", "127.0.0.2"]
             await until(lambda: one.pool.nodes and other.pool.nodes)
+
+
+@asynchronous
+async def test_a_node_that_one_router_removes_by_force_still_drains_for_the_other() -> None:
+    one, other = Router(), Router()
+    scene = Scene(one.address, other.address)
+    async with served(one, other), scene.running() as task:
+        await until(lambda: one.pool.nodes and other.pool.nodes)
+        inbox = other.place("a", 7)
+        await until(scene.placed)
+        one.pool.expel("p0")
+        await until(lambda: scene.stops)
+        await until(lambda: one.address not in scene.links._links)  # it dialled, and was refused
+        assert not task.done()
+        assert one.pool.nodes == []
+        assert scene.drain.state is ServingState.DRAINING
+        scene.say(scene.placed()[0], 5)
+        assert await inbox.get() == 5
+        scene.links.beat(NodeBeat())
+        await until(lambda: other.node.is_draining)
+
+        def is_drained() -> bool:
+            scene.links.beat(NodeBeat())
+            return scene.drain.drained.is_set()
+
+        await until(is_drained)

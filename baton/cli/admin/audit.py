@@ -1,0 +1,107 @@
+"""`baton admin audit`: who holds the KV blocks of every node, and whether any is held by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import typer
+from rich.markup import escape
+
+from baton.cli.admin.connection import (
+    ExitCode,
+    OptionalNodeArgument,
+    OutputFormat,
+    OutputOption,
+    RouterOption,
+    TokenOption,
+    connection,
+)
+from baton.cli.admin.output import format_seconds, is_json, make_console, make_table, print_json
+from baton.client import DEFAULT_ADDRESS
+from baton.v1 import admin_pb2
+
+MAX_RANGES = 4  # of a holding, in the table; JSON has all
+_NO_TRANSFER = ("request", "null block", "step in flight")
+
+
+def audit(
+    node: OptionalNodeArgument = "",
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.
+
+    On a node in order, the references that its block pool counts are those of the owners listed.
+    """
+    with connection(router, token) as admin:
+        found: admin_pb2.AuditResponse = admin.call("Audit", admin_pb2.AuditRequest(node=node))
+    if is_json(output):
+        print_json(found)
+    else:
+        _print(found)
+    if any(_problem(one.ledger) for one in found.nodes):
+        raise typer.Exit(ExitCode.ORPHANS)
+    if any(one.problem for one in found.nodes):
+        raise typer.Exit(ExitCode.ERROR)
+
+
+def _print(found: admin_pb2.AuditResponse) -> None:
+    numbers = ("epoch", "age")
+    table = make_table(
+        "node", "owner", "request", "epoch", "state", "peer", "age", "blocks", right=numbers
+    )
+    verdicts = []
+    for one in found.nodes:
+        name = escape(one.node_name)
+        if one.problem:
+            verdicts.append(f"[red]{escape(one.problem)}[/]")
+            continue
+        for holding in one.ledger.holdings:
+            table.add_row(name, *_cells(holding))
+        problem = _problem(one.ledger)
+        style = "red" if problem else "green"
+        verdicts.append(f"[{style}]{name}: {_balance(one.ledger)}{problem}[/]")
+    console = make_console()
+    if table.row_count:
+        console.print(table)
+    for verdict in verdicts or ["no node has joined"]:
+        console.print(verdict, soft_wrap=True)
+
+
+def _cells(holding: admin_pb2.BlockHolding) -> tuple[str, ...]:
+    has_transfer = holding.owner not in _NO_TRANSFER
+    return (
+        holding.owner,
+        escape(holding.request_id),
+        str(holding.epoch) if has_transfer else "",
+        holding.state,
+        escape(holding.peer),
+        format_seconds(holding.age_s) if holding.request_id else "",
+        f"{holding.num_blocks}: {_ids(holding.ranges[:MAX_RANGES])}"
+        + (", ..." if len(holding.ranges) > MAX_RANGES else ""),
+    )
+
+
+def _balance(ledger: admin_pb2.ListBlocksResponse) -> str:
+    num_owned = sum(holding.num_blocks for holding in ledger.holdings)
+    num_held = ledger.num_blocks - ledger.num_free_blocks
+    return (
+        f"{num_held} of {ledger.num_blocks} blocks held, {ledger.num_references} references, "
+        f"{num_owned} of them with an owner"
+    )
+
+
+def _problem(ledger: admin_pb2.ListBlocksResponse) -> str:
+    problem = ""
+    if ledger.orphans:
+        problem += f"; ORPHANS (references without an owner): blocks {_ids(ledger.orphans)}"
+    if ledger.overdrawn:
+        problem += f"; OVERDRAWN (owners without a reference): blocks {_ids(ledger.overdrawn)}"
+    return problem
+
+
+def _ids(ranges: Iterable[admin_pb2.BlockRange]) -> str:
+    """``3-7, 9``."""
+    ends = ((r.first_block_id, r.first_block_id + r.num_blocks - 1) for r in ranges)
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ends)

@@ -1,0 +1,154 @@
+"""The options of every admin command, its connection to the router, and its exit codes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import grpc
+import typer
+
+from baton.client import DEFAULT_ADDRESS
+from baton.client_messages import trailers_of
+from baton.error_details import error_from_trailers
+from baton.errors import InvalidRequestError, NotFoundError
+from baton.process import print_error
+from baton.rpc import open_sync_channel
+from baton.v1 import admin_pb2, admin_pb2_grpc
+
+TIMEOUT_S = 15.0  # the router waits for nodes for up to 10 s
+_COMPLETION_TIMEOUT_S = 1.0
+
+
+class ExitCode(enum.IntEnum):
+    """Of `baton admin` commands; a script can go by them."""
+
+    OK = 0
+    ERROR = 1  # the router or a node cannot be reached, or refuses
+    USAGE = 2  # options that make no sense; a value that the router refuses
+    NOT_FOUND = 3  # there is no such node or request
+    TIMEOUT = 4  # what was waited for did not come
+    ORPHANS = 5  # the audit found blocks whose owners and references differ
+
+
+class OutputFormat(enum.Enum):
+    """How results are printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+RouterOption = Annotated[str, typer.Option(help="host:port of the router.", envvar="BATON_ROUTER")]
+TokenOption = Annotated[
+    str, typer.Option(help="What the router's --admin-token is.", envvar="BATON_ADMIN_TOKEN")
+]
+OutputOption = Annotated[OutputFormat, typer.Option(help="For people, or for programs.")]
+
+
+class AdminConnection:
+    """Calls of one router's `Admin` service; use it as a context manager's target.
+
+    Args:
+        router: ``host:port``.
+        token: of operators; empty: none.
+    """
+
+    def __init__(self, router: str, token: str, channel: grpc.Channel) -> None:
+        self._router = router
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+
+    def call(self, method: str, request: Any, timeout_s: float = TIMEOUT_S) -> Any:
+        """One call; raises AdminError."""
+        try:
+            return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise AdminError.of(error, self._router) from None
+
+    def nodes(self) -> list[admin_pb2.NodeDescription]:
+        """All nodes that the router knows."""
+        response: admin_pb2.ListNodesResponse = self.call("ListNodes", admin_pb2.ListNodesRequest())
+        return list(response.nodes)
+
+    def node(self, name: str) -> admin_pb2.NodeDescription:
+        """One node."""
+        found: admin_pb2.NodeDescription = self.call("GetNode", admin_pb2.NodeRequest(node=name))
+        return found
+
+
+class AdminError(Exception):
+    """A command cannot be done.
+
+    Args:
+        message: one line.
+        exit_code: of the command.
+    """
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.ERROR) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    @classmethod
+    def of(cls, error: grpc.RpcError, router: str) -> AdminError:
+        """What a failed call means."""
+        code, details = error.code(), error.details() or ""
+        ours = error_from_trailers(details, trailers_of(error))
+        if isinstance(ours, NotFoundError):
+            return cls(details, ExitCode.NOT_FOUND)
+        if isinstance(ours, InvalidRequestError):
+            return cls(details, ExitCode.USAGE)
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return cls(f"router: {router} is of another version and cannot do this")
+        if ours is None and code in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        ):
+            return cls(f"router: {router} cannot be reached ({code.name})")
+        return cls(details or code.name)
+
+
+@contextmanager
+def connection(router: str, token: str) -> Iterator[AdminConnection]:
+    """Talk to a router; one line and the exit code for what goes wrong meanwhile."""
+    try:
+        with open_sync_channel(router) as channel:
+            yield AdminConnection(router, token, channel)
+    except AdminError as error:
+        print_error(error)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        typer.echo()
+        raise typer.Exit(130) from None
+
+
+def complete_node(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of nodes that begin like this, asked of the router; none if it does not answer."""
+    router = context.params.get("router") or DEFAULT_ADDRESS
+    with open_sync_channel(router) as channel:
+        admin = AdminConnection(router, context.params.get("token") or "", channel)
+        try:
+            response: admin_pb2.ListNodesResponse = admin.call(
+                "ListNodes", admin_pb2.ListNodesRequest(), _COMPLETION_TIMEOUT_S
+            )
+        except AdminError:
+            return []
+    return [node.node_name for node in response.nodes if node.node_name.startswith(incomplete)]
+
+
+def complete_server(context: typer.Context, incomplete: str) -> list[str]:
+    """The same, and the router."""
+    return [*(["router"] if "router".startswith(incomplete) else []),
+            *complete_node(context, incomplete)]  # fmt: skip
+
+
+NodeArgument = Annotated[
+    str, typer.Argument(help="Name or engine id of a node.", autocompletion=complete_node)
+]
+OptionalNodeArgument = Annotated[
+    str, typer.Argument(help="Name or engine id of a node.", autocompletion=complete_node)
+]
+ServerArgument = Annotated[
+    str, typer.Argument(help="A node, or `router`.", autocompletion=complete_server)
+]

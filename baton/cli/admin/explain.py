@@ -1,0 +1,81 @@
+"""`baton admin explain`: why a request went where it went, or where one would go now."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from baton.cli.admin.connection import (
+    OutputFormat,
+    OutputOption,
+    RouterOption,
+    TokenOption,
+    connection,
+)
+from baton.cli.admin.output import format_time, is_json, make_console, make_table, print_json
+from baton.client import DEFAULT_ADDRESS
+from baton.v1 import admin_pb2
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(help="One of the last requests.")] = "",
+    prompt: Annotated[str, typer.Option(help="Or: if this text came now.")] = "",
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Or: if so many tokens came now, cached nowhere.", min=0)
+    ] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(help="Of --prompt and --prompt-tokens: output tokens.", min=1)
+    ] = 128,
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Show the places that the routing policy looked at, and what it made of each.
+
+    Of the past (REQUEST_ID), as they were then; of --prompt or --prompt-tokens, as they are now.
+    """
+    if sum(map(bool, (request_id, prompt, prompt_tokens))) != 1:
+        raise typer.BadParameter("give one of REQUEST_ID, --prompt and --prompt-tokens")
+    request = admin_pb2.ExplainRequest(max_tokens=max_tokens)
+    if request_id:
+        request.request_id = request_id
+    elif prompt:
+        request.prompt = prompt
+    else:
+        request.num_prompt_tokens = prompt_tokens
+    with connection(router, token) as admin:
+        found = admin.call("Explain", request)
+    if is_json(output):
+        print_json(found)
+        return
+    if not found.decisions:
+        typer.echo("it was not placed")
+    for number, decision in enumerate(found.decisions, start=1):
+        _print(decision, f"attempt {number}" if request_id else f"now, by {found.policy}")
+
+
+def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:
+    console = make_console()
+    path = " and ".join(filter(None, (decision.prefill_node, decision.decode_node)))
+    console.print(
+        f"[bold]{title}[/]  [dim]{format_time(decision.placed_at)}[/]  {escape(path)}  [dim]"
+        f"{decision.num_prompt_tokens} prompt tokens, {decision.num_cached_tokens} of them cached, "
+        f"{decision.max_tokens} may follow[/]"
+    )
+    if not decision.candidates:
+        console.print("this policy compares no costs", style="dim")
+        return
+    terms = list(dict.fromkeys(term.name for one in decision.candidates for term in one.terms))
+    titles = [name.replace("_", " ") for name in terms]
+    table = make_table("prefill", "decode", "cost", *titles, right=("cost", *titles))
+    for one in decision.candidates:
+        values = {term.name: term.value for term in one.terms}
+        table.add_row(
+            escape(one.prefill_node or "-"),
+            escape(one.decode_node),
+            f"{one.cost:.4g}",
+            *(f"{values[name]:.3g}" if name in values else "" for name in terms),
+        )
+    console.print(table)

@@ -1,0 +1,159 @@
+"""`baton admin drain`, `resume` and `remove`: a node's way out of service, and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from baton.cli.admin.connection import (
+    AdminConnection,
+    AdminError,
+    ExitCode,
+    NodeArgument,
+    OutputFormat,
+    OutputOption,
+    RouterOption,
+    TokenOption,
+    connection,
+)
+from baton.cli.admin.nodes import state_of
+from baton.cli.admin.output import is_json, print_json
+from baton.client import DEFAULT_ADDRESS
+from baton.v1 import admin_pb2
+
+_POLL_S = 0.1
+
+WaitOption = Annotated[bool, typer.Option("--wait", help="Return when it is done.")]
+TimeoutOption = Annotated[
+    float, typer.Option(help="With --wait: give up after so long, seconds; exit code 4.", min=0)
+]
+_Node = admin_pb2.NodeDescription
+
+
+def drain(
+    name: NodeArgument,
+    wait: WaitOption = False,
+    timeout_s: TimeoutOption = 300.0,
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Have a node take nothing new and end what it has; it stays, for `resume` or `remove`.
+
+    With --wait, returns when no request, transfer or block that a peer may write is left there.
+    """
+    with connection(router, token) as admin:
+        found = admin.call("Drain", admin_pb2.NodeRequest(node=name))
+        if wait:
+            found = _wait(admin, found, "drained", timeout_s, quiet=is_json(output))
+    _print(found, output, f"{found.node_name} is {'drained' if wait else 'told to drain'}")
+
+
+def resume(
+    name: NodeArgument,
+    wait: WaitOption = False,
+    timeout_s: TimeoutOption = 10.0,
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Have a draining or drained node serve again."""
+    with connection(router, token) as admin:
+        found = admin.call("Resume", admin_pb2.NodeRequest(node=name))
+        if wait:
+            found = _wait(admin, found, "serving", timeout_s, quiet=is_json(output))
+    _print(found, output, f"{found.node_name} {'serves' if wait else 'is told to serve'} again")
+
+
+def remove(
+    name: NodeArgument,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Part with it now; what it has is tried again on other nodes."
+        ),
+    ] = False,
+    wait: WaitOption = False,
+    timeout_s: TimeoutOption = 300.0,
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Drain a node and end its process.
+
+    With --force for a node that does not do as it is told: it is out at once, and may join again
+    only when it is started anew.
+    """
+    with connection(router, token) as admin:
+        found = admin.call("Remove", admin_pb2.RemoveRequest(node=name, force=force))
+        if wait and not force:
+            _wait(admin, found, "", timeout_s, quiet=is_json(output))
+    is_gone = wait or force
+    _print(found, output, f"{found.node_name} is {'removed' if is_gone else 'told to leave'}")
+
+
+def _wait(
+    admin: AdminConnection, found: _Node, wanted: str, timeout_s: float, *, quiet: bool
+) -> _Node:
+    """Until a node is in a state ("": it is gone), showing what is left; raises AdminError."""
+    give_up_at = time.monotonic() + timeout_s
+    console = Console(stderr=True, highlight=False)
+    if quiet or not console.is_terminal:
+        return _poll(admin, found, wanted, give_up_at, lambda node: None)
+    with Live(console=console, transient=True) as live:
+        return _poll(admin, found, wanted, give_up_at, lambda node: live.update(_left(node)))
+
+
+def _poll(
+    admin: AdminConnection,
+    found: _Node,
+    wanted: str,
+    give_up_at: float,
+    show: Callable[[_Node], None],
+) -> _Node:
+    # By its engine id: one that was started anew meanwhile is another.
+    while not _has_reached(found, wanted):
+        show(found)
+        if time.monotonic() > give_up_at:
+            raise AdminError(
+                f"{found.node_name} is {state_of(found)} after the time is up: {_left(found)}",
+                ExitCode.TIMEOUT,
+            )
+        time.sleep(_POLL_S)
+        try:
+            found = admin.node(found.engine_id)
+        except AdminError as error:
+            if error.exit_code is not ExitCode.NOT_FOUND:
+                raise
+            if wanted:
+                raise AdminError(f"{found.node_name} went away", ExitCode.NOT_FOUND) from None
+            return found
+    return found
+
+
+def _has_reached(found: _Node, wanted: str) -> bool:
+    if wanted == "serving":  # warming up, and so on, is serving
+        return state_of(found) not in ("draining", "drained", "lost")
+    return state_of(found) == wanted
+
+
+def _left(found: _Node) -> Text:
+    beat = found.beat
+    num_open = beat.num_waiting + beat.num_waiting_for_remote_kvs + beat.num_running
+    return Text(
+        f"{found.node_name} is {state_of(found)}: {num_open} requests, "
+        f"{beat.num_transfers} transfers, {beat.num_quarantined_blocks} blocks in quarantine left"
+    )
+
+
+def _print(found: _Node, output: OutputFormat, text: str) -> None:
+    if is_json(output):
+        print_json(found)
+    else:
+        typer.echo(text)

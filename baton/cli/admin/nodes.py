@@ -1,0 +1,187 @@
+"""`baton admin nodes` and `node`: who has joined, how busy each is, and whom it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from baton.cli.admin.connection import (
+    NodeArgument,
+    OutputFormat,
+    OutputOption,
+    RouterOption,
+    TokenOption,
+    connection,
+)
+from baton.cli.admin.output import (
+    enum_word,
+    format_bar,
+    format_count,
+    format_seconds,
+    is_json,
+    make_console,
+    make_table,
+    print_json,
+)
+from baton.client import DEFAULT_ADDRESS
+from baton.rates import format_rate
+from baton.v1 import admin_pb2, node_pb2, types_pb2
+
+_STYLES = {"serving": "green", "draining": "yellow", "drained": "cyan", "lost": "red"}
+
+
+def nodes(
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """List the nodes that have joined a router, how busy they are, and whom they reach."""
+    with connection(router, token) as admin:
+        response = admin.call("ListNodes", admin_pb2.ListNodesRequest())
+    if is_json(output):
+        print_json(response)
+        return
+    console = make_console()
+    console.print(nodes_table(response.nodes) if response.nodes else "no node has joined")
+    print_problems(console, response.nodes)
+
+
+def node(
+    name: NodeArgument,
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Show one node."""
+    with connection(router, token) as admin:
+        found = admin.node(name)
+    if is_json(output):
+        print_json(found)
+        return
+    console = make_console()
+    console.print(_card(found))
+    if found.peers:
+        peers = make_table("peer", "transport", "bandwidth", right=("bandwidth",))
+        for peer in found.peers:
+            rate = peer.bandwidth_bytes_per_s
+            peers.add_row(
+                escape(peer.node_name), _transport(peer), format_rate(rate) if rate else ""
+            )
+        console.print("", peers)
+    print_problems(console, [found])
+
+
+def role_of(found: admin_pb2.NodeDescription) -> str:
+    """``prefill`` or ``decode``."""
+    return enum_word(types_pb2.NodeRole.Name(found.role))
+
+
+def state_of(found: admin_pb2.NodeDescription) -> str:
+    """What the node does for its router, in one word."""
+    if found.lost:
+        return "lost"
+    serving_state = enum_word(node_pb2.ServingState.Name(found.beat.serving_state))
+    return (found.health or "serving") if serving_state == "serving" else serving_state
+
+
+def kv_share(found: admin_pb2.NodeDescription) -> float:
+    """Share of a node's KV blocks that requests hold."""
+    return 1 - found.beat.num_free_blocks / found.num_blocks if found.num_blocks else 0.0
+
+
+def nodes_table(found: Sequence[admin_pb2.NodeDescription], *, peers: bool = True) -> Table:
+    """One row per node."""
+    numbers = ("open", "run", "wait")
+    columns = ["node", "role", "state", *numbers, "KV in use"]
+    table = make_table(*columns, *(["peers"] if peers else []), right=numbers)
+    for one in found:
+        state, beat = state_of(one), one.beat
+        cells = [
+            escape(one.node_name),
+            role_of(one),
+            f"[{_STYLES.get(state, 'yellow')}]{state}[/]",
+            *(
+                ("", "", "", "")
+                if one.lost
+                else (
+                    str(one.num_requests),
+                    str(beat.num_running),
+                    str(beat.num_waiting + beat.num_waiting_for_remote_kvs),
+                    format_bar(kv_share(one)),
+                )
+            ),
+        ]
+        if peers:
+            cells.append("\n".join(_path(peer) for peer in one.peers))
+        table.add_row(*cells)
+    return table
+
+
+def print_problems(console: Console, found: Sequence[admin_pb2.NodeDescription]) -> None:
+    """Whole sentences do not fit a column; each pair is told once."""
+    for problem in sorted({peer.problem for one in found for peer in one.peers}):
+        if problem:
+            console.print(f"not paired: {escape(problem)}", style="yellow", soft_wrap=True)
+    for one in found:
+        if one.health_why and one.health not in ("", "serving"):
+            console.print(
+                f"{escape(one.node_name)} is {one.health}: {escape(one.health_why)}",
+                style="yellow",
+                soft_wrap=True,
+            )
+
+
+def _card(one: admin_pb2.NodeDescription) -> Table:
+    """Two columns: what, and how much of it."""
+    state = state_of(one)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("node", f"[bold]{escape(one.node_name)}[/]  {role_of(one)}")
+    table.add_row("state", f"[{_STYLES.get(state, 'yellow')}]{state}[/]")
+    table.add_row("engine id", escape(one.engine_id))
+    table.add_row("address", one.address)
+    table.add_row("version", escape(one.version))
+    if one.lost:
+        return table
+    beat = one.beat
+    table.add_row("requests", f"{one.num_requests} open from this router")
+    table.add_row(
+        "",
+        f"{beat.num_running} running, {beat.num_waiting} waiting, "
+        f"{beat.num_waiting_for_remote_kvs} waiting for KV, of all routers",
+    )
+    table.add_row("transfers", str(beat.num_transfers))
+    num_used = one.num_blocks - beat.num_free_blocks
+    table.add_row(
+        "KV blocks",
+        f"{format_bar(kv_share(one))}  {num_used} of {one.num_blocks} in use, "
+        f"{beat.num_quarantined_blocks} in quarantine",
+    )
+    table.add_row(
+        "room",
+        f"{format_count(one.num_blocks * one.block_size)} tokens in blocks of {one.block_size}; "
+        f"at most {one.max_model_len} per request",
+    )
+    table.add_row("weight", f"{one.weight:g}")
+    if one.prefill_tokens_per_s:
+        table.add_row("prompts", f"{format_count(one.prefill_tokens_per_s)} tokens/s, measured")
+    if one.step_s:
+        table.add_row("step", f"{format_seconds(one.step_s)}, measured")
+    return table
+
+
+def _path(peer: admin_pb2.PeerDescription) -> str:
+    """``d0: nixl/ucx cma 2.9 GB/s``."""
+    rate = peer.bandwidth_bytes_per_s
+    words = [f"{escape(peer.node_name)}:", _transport(peer)]
+    return " ".join([*words, format_rate(rate)] if rate else words)
+
+
+def _transport(peer: admin_pb2.PeerDescription) -> str:
+    if peer.transport:
+        return escape(peer.transport)
+    return "not paired" if peer.problem else "..."

@@ -1,0 +1,118 @@
+"""How admin commands print: tables for people, raw units as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import typer
+from google.protobuf.message import Message
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from baton.cli.admin.connection import OutputFormat
+
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+def make_console() -> Console:
+    """Wide enough for our tables where the width is not a terminal's."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=100)
+
+
+def make_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table; columns in ``right`` are numbers. The last column takes what is long."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def print_json(value: Message | Mapping[str, Any]) -> None:
+    """Names and raw units as in the proto files."""
+    plain = to_plain(value) if isinstance(value, Message) else value
+    typer.echo(json.dumps(plain, indent=2, allow_nan=False))
+
+
+def is_json(output: OutputFormat) -> bool:
+    return output is OutputFormat.JSON
+
+
+def to_plain(message: Message) -> dict[str, Any]:
+    """A message as JSON has it; every field is there, absent ones are null.
+
+    (`json_format` makes strings of 64-bit numbers, for the sake of JavaScript.)
+    """
+    return {field.name: _field_to_plain(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _field_to_plain(message: Message, field: Any) -> Any:
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(sorted(value.items()))
+    if field.is_repeated:
+        return [_value_to_plain(field, one) for one in value]
+    return _value_to_plain(field, value)
+
+
+def _value_to_plain(field: Any, value: Any) -> Any:
+    if isinstance(value, Message):
+        return to_plain(value)
+    if field.enum_type is not None:
+        return enum_word(field.enum_type.values_by_number[value].name)
+    return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+def enum_word(name: str) -> str:
+    """``prefill`` for NODE_ROLE_PREFILL; the prefix of two words is all our enums have."""
+    word = name.split("_", 2)[-1].lower()
+    return "serving" if name == "SERVING_STATE_UNSPECIFIED" else word
+
+
+# ------------------------------------------------------------------ values for people
+
+
+def format_seconds(seconds: float) -> str:
+    """``840 us``, ``12.3 ms``, ``4.56 s``, ``2 min 5 s``, ``3 h 4 min``, ``1 min``."""
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s} s" if rest_s else f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_count(number: float) -> str:
+    """``0.32``, ``843``, ``12.3k``, ``4.56M``."""
+    if not float(number).is_integer() and abs(number) < 9.95:
+        return f"{number:.2g}"
+    for unit in ("", "k", "M"):
+        if abs(number) < 999.5:
+            return f"{number:.0f}" if not unit else f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}G"
+
+
+def format_time(unix_s: float) -> str:
+    """``14:03:59.123``, of this machine's clock."""
+    return datetime.fromtimestamp(unix_s).strftime("%H:%M:%S.%f")[:-3]
+
+
+def format_bar(share: float, width: int = 8) -> str:
+    """``███▌····  44%``."""
+    share = min(max(share, 0.0), 1.0)
+    eighths = round(share * width * 8)
+    full, part = divmod(eighths, 8)
+    bar = "█" * full + (_BLOCKS[part] if part else "")
+    return f"{bar:·<{width}} {share * 100:3.0f}%"

@@ -1,0 +1,189 @@
+"""`baton admin requests`, `trace` and `abort`: what became of requests, and ending one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from baton.cli.admin.connection import (
+    OptionalNodeArgument,
+    OutputFormat,
+    OutputOption,
+    RouterOption,
+    TokenOption,
+    connection,
+)
+from baton.cli.admin.output import (
+    format_count,
+    format_seconds,
+    format_time,
+    is_json,
+    make_console,
+    make_table,
+    print_json,
+)
+from baton.cli.receipt_table import format_bytes
+from baton.client import DEFAULT_ADDRESS
+from baton.v1 import admin_pb2, types_pb2
+
+RequestArgument = Annotated[str, typer.Argument(help="See `baton admin requests`.")]
+_STYLES = {"running": "green", "failed": "red", "queued": "yellow"}
+
+
+def requests(
+    node: OptionalNodeArgument = "",
+    limit: Annotated[int, typer.Option(help="Of the router: at most so many.", min=1)] = 20,
+    open_only: Annotated[
+        bool, typer.Option("--open", help="Of the router: only those in progress.")
+    ] = False,
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """List the last requests of the router; or, of one node, all that are open there."""
+    with connection(router, token) as admin:
+        if node:
+            of_node = admin.call("ListNodeRequests", admin_pb2.NodeRequest(node=node))
+        else:
+            request = admin_pb2.ListRouterRequestsRequest(limit=limit, open_only=open_only)
+            found = admin.call("ListRequests", request)
+    if is_json(output):
+        print_json(of_node if node else found)
+    elif node:
+        _print_of_node(of_node)
+    else:
+        _print_of_router(found.requests)
+
+
+def trace(
+    request_id: RequestArgument,
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Tell the life of one of the router's last requests."""
+    with connection(router, token) as admin:
+        found = admin.call("Trace", admin_pb2.TraceRequest(request_id=request_id))
+    if is_json(output):
+        print_json(found)
+        return
+    console = make_console()
+    style = _STYLES.get(found.state, "cyan")
+    console.print(
+        f"[bold]{escape(found.request_id)}[/]  [{style}]{found.state}[/]  "
+        f"{found.num_prompt_tokens} + {found.num_output_tokens} of at most "
+        f"{found.max_tokens} tokens"
+    )
+    table = make_table("after", "what", right=("after",))
+    for after_s, what in sorted(_events(found), key=lambda event: event[0]):
+        table.add_row(format_seconds(after_s) if after_s else "0", what)
+    console.print(table)
+
+
+def abort(
+    request_id: RequestArgument,
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+) -> None:
+    """End an open request, on its nodes too; its client is told CANCELLED."""
+    with connection(router, token) as admin:
+        admin.call("Abort", admin_pb2.AbortRequest(request_id=request_id))
+    typer.echo(f"{request_id} is ended")
+
+
+def _print_of_router(found: Iterable[admin_pb2.RequestTrace]) -> None:
+    numbers = ("in", "out", "TTFT", "total", "tries")
+    table = make_table("received", "request", "state", *numbers, "nodes", right=numbers)
+    for one in found:
+        style = _STYLES.get(one.state, "cyan")
+        last = one.attempts[-1] if one.attempts else None
+        path = " > ".join(filter(None, (last.prefill_node, last.decode_node))) if last else ""
+        table.add_row(
+            format_time(one.received_at),
+            escape(one.request_id),
+            f"[{style}]{one.error_code or one.state}[/]",
+            str(one.num_prompt_tokens),
+            str(one.num_output_tokens),
+            format_seconds(one.first_token_s) if one.HasField("first_token_s") else "",
+            format_seconds(one.ended_s) if one.HasField("ended_s") else "",
+            str(len(one.attempts)),
+            escape(path),
+        )
+    console = make_console()
+    console.print(table if table.row_count else "there were no requests")
+
+
+def _print_of_node(found: admin_pb2.ListRequestsResponse) -> None:
+    numbers = ("tokens", "computed", "blocks", "age")
+    table = make_table("request", "status", "transfer", *numbers, right=numbers)
+    for one in found.requests:
+        table.add_row(
+            escape(one.request_id),
+            one.status,
+            one.transfer_state,
+            str(one.num_tokens),
+            str(one.num_computed_tokens),
+            str(one.num_blocks),
+            format_seconds(one.age_s),
+        )
+    console = make_console()
+    if table.row_count:
+        console.print(table)
+    console.print(
+        f"{len(found.requests)} requests; {found.num_free_blocks} of {found.num_blocks} blocks "
+        f"free, {found.num_quarantined_blocks} in quarantine"
+    )
+
+
+def _events(found: admin_pb2.RequestTrace) -> Iterator[tuple[float, str]]:
+    """(seconds after it was received, what happened)."""
+    yield 0.0, f"received at {format_time(found.received_at)}"
+    yield found.accepted_s, f"checked and tokenized: {found.num_prompt_tokens} tokens"
+    for number, attempt in enumerate(found.attempts, start=1):
+        path = " and ".join(filter(None, (attempt.prefill_node, attempt.decode_node)))
+        yield attempt.began_s, f"attempt {number}: placed on {escape(path)}"
+        if attempt.HasField("failed_s"):
+            problem = escape(f"{attempt.error_code}: {attempt.error}")
+            yield attempt.failed_s, f"[red]attempt {number} failed: {problem}[/]"
+    if found.HasField("first_token_s"):
+        yield found.first_token_s, "first token" + _prefill_account(found.receipt)
+    if found.HasField("ended_s"):
+        if found.error_code:
+            problem = escape(f"{found.error_code}: {found.error}")
+            yield found.ended_s, f"[red]failed: {problem}[/]"
+        else:
+            yield found.ended_s, f"finished ({found.finish_reason})" + _decode_account(found)
+
+
+def _prefill_account(receipt: types_pb2.Receipt) -> str:
+    if not receipt.HasField("prefill"):
+        return ""
+    prefill = receipt.prefill
+    return (
+        f": {escape(receipt.prefill_node)} had it wait {format_seconds(prefill.queue_s)} and "
+        f"computed {prefill.num_computed_tokens} tokens in {format_seconds(prefill.prefill_s)}, "
+        f"{prefill.num_cached_tokens} were cached"
+    )
+
+
+def _decode_account(found: admin_pb2.RequestTrace) -> str:
+    receipt = found.receipt
+    text = f": {found.num_output_tokens} tokens"
+    if receipt.num_output_tokens > 1:
+        per_token_s = (receipt.total_s - receipt.ttft_s) / (receipt.num_output_tokens - 1)
+        text += f", {format_seconds(per_token_s)} each"
+    if not receipt.HasField("decode"):
+        return text
+    decode = receipt.decode
+    push = decode.push
+    return text + (
+        f"; {escape(receipt.decode_node)} got {format_bytes(push.num_bytes)} "
+        f"({format_count(push.num_blocks)} blocks) by {push.transport}, "
+        f"{format_seconds(push.exposed_transfer_s)} of it exposed; "
+        f"parked {format_seconds(decode.parked_s)}, "
+        f"first step {format_seconds(decode.first_step_s)} later, "
+        f"{decode.num_preemptions} preemptions"
+    )

@@ -1,0 +1,127 @@
+"""`baton admin policy`, `flush-cache`, `log-level` and `profile`: the running system's knobs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from baton.cli.admin.connection import (
+    TIMEOUT_S,
+    ExitCode,
+    OptionalNodeArgument,
+    OutputFormat,
+    OutputOption,
+    RouterOption,
+    ServerArgument,
+    TokenOption,
+    connection,
+)
+from baton.cli.admin.output import format_seconds, is_json, make_console, make_table, print_json
+from baton.client import DEFAULT_ADDRESS
+from baton.v1 import admin_pb2
+
+ROUTER = "router"
+
+policy = typer.Typer(no_args_is_help=True, help="See or change how requests are placed.")
+
+
+@policy.command("get")
+def get_policy(
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Print the routing policy, and those that there are."""
+    with connection(router, token) as admin:
+        found = admin.call("GetPolicy", admin_pb2.GetPolicyRequest())
+    if is_json(output):
+        print_json(found)
+        return
+    for name in found.known:
+        typer.echo(f"{'*' if name == found.policy else ' '} {name}")
+
+
+@policy.command("set")
+def set_policy(
+    name: Annotated[str, typer.Argument(help="See `baton admin policy get`.")],
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Place requests by another policy from now on; until the router's next start."""
+    with connection(router, token) as admin:
+        found = admin.call("SetPolicy", admin_pb2.SetPolicyRequest(policy=name))
+    if is_json(output):
+        print_json(found)
+    else:
+        typer.echo(f"the policy is {found.policy}")
+
+
+def flush_cache(
+    node: OptionalNodeArgument = "",
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Empty the prefix cache of a node, or of all; requests in progress keep what they have."""
+    with connection(router, token) as admin:
+        found = admin.call("FlushCache", admin_pb2.AdminFlushCacheRequest(node=node))
+    if is_json(output):
+        print_json(found)
+    else:
+        for one in found.nodes:
+            typer.echo(f"{one.node_name}: {one.problem or f'{one.num_prefixes} blocks forgotten'}")
+    if any(one.problem for one in found.nodes):
+        raise typer.Exit(ExitCode.ERROR)
+
+
+def log_level(
+    name: ServerArgument,
+    level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+) -> None:
+    """Set what a node, or the router (its name here is `router`), logs from now on."""
+    node = "" if name == ROUTER else name
+    with connection(router, token) as admin:
+        request = admin_pb2.AdminSetLogLevelRequest(node=node, level=level)
+        found = admin.call("SetLogLevel", request)
+    typer.echo(f"{name} logs {level} and above; it was {found.previous}")
+
+
+def profile(
+    name: ServerArgument,
+    seconds: Annotated[float, typer.Option(help="How long to watch.", min=0.1, max=60)] = 5.0,
+    limit: Annotated[int, typer.Option(help="Functions to print.", min=1)] = 20,
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """See what a node's engine, or the router (named `router`), spends its time on.
+
+    Samples the stack of the thread 200 times a second while it goes on serving. Time in C code
+    (torch's, too) counts for the Python function that called it.
+    """
+    node = "" if name == ROUTER else name
+    with connection(router, token) as admin:
+        request = admin_pb2.AdminProfileRequest(node=node, seconds=seconds)
+        found = admin.call("Profile", request, TIMEOUT_S + seconds)
+    if is_json(output):
+        print_json(found)
+        return
+    console = make_console()
+    console.print(
+        f"thread {found.thread} of {escape(name)}: {found.num_samples} samples in "
+        f"{format_seconds(found.seconds)}"
+    )
+    table = make_table("own", "total", "function", "place", right=("own", "total"))
+    for one in found.functions[:limit]:
+        table.add_row(
+            f"{100 * one.num_own / found.num_samples:.1f}%",
+            f"{100 * one.num_total / found.num_samples:.1f}%",
+            escape(one.function),
+            escape(one.place),
+        )
+    console.print(table)

@@ -1,0 +1,41 @@
+"""`baton admin version`: this program's, the router's and its nodes' versions."""
+
+from __future__ import annotations
+
+import typer
+
+from baton.cli.admin.connection import (
+    OutputFormat,
+    OutputOption,
+    RouterOption,
+    TokenOption,
+    connection,
+)
+from baton.cli.admin.output import is_json, make_console, print_json
+from baton.client import DEFAULT_ADDRESS
+from baton.v1 import admin_pb2
+from baton.version import __version__
+
+
+def version(
+    router: RouterOption = DEFAULT_ADDRESS,
+    token: TokenOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Print the versions of this program, the router and its nodes, and whether they differ."""
+    with connection(router, token) as admin:
+        found = admin.call("GetVersion", admin_pb2.GetVersionRequest())
+    if is_json(output):
+        print_json(
+            {
+                "client": __version__,
+                "router": found.router,
+                "nodes": dict(sorted(found.nodes.items())),
+            }
+        )
+        return
+    versions = {"client": __version__, "router": found.router, **dict(sorted(found.nodes.items()))}
+    for name, of in versions.items():
+        typer.echo(f"{name:<{max(map(len, versions))}}  {of}")
+    if len(set(versions.values())) > 1:
+        make_console().print("the versions differ", style="yellow")

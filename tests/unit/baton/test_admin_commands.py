@@ -1,0 +1,106 @@
+"""Unit tests of `baton admin`: its page names every command and no other, and units read well."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import typer.main
+from typer.testing import CliRunner
+
+from baton.cli.admin.app import app
+from baton.cli.admin.connection import ExitCode
+from baton.cli.admin.output import (
+    enum_word,
+    format_bar,
+    format_count,
+    format_seconds,
+    print_json,
+)
+from baton.v1 import admin_pb2, node_pb2, types_pb2
+
+PAGE = (Path(__file__).parents[3] / "docs" / "admin.md").read_text(encoding="utf-8")
+ON_PAGE = re.findall(r"^\$ baton admin (.*)$", PAGE, re.MULTILINE)
+
+
+def _find(words: list[str]) -> tuple[Any, str, list[str]]:
+    """The command that words begin with, its name, and its arguments."""
+    found: Any = typer.main.get_command(app)
+    name: list[str] = []
+    while hasattr(found, "commands"):
+        name.append(words.pop(0))
+        found = found.commands[name[-1]]
+    return found, " ".join(name), words
+
+
+@pytest.mark.parametrize("line", ON_PAGE)
+def test_every_command_on_the_page_is_one(line: str) -> None:
+    command, name, arguments = _find(shlex.split(line.partition(" | ")[0], comments=True))
+    command.make_context(name, arguments)  # raises if an option or argument is wrong
+
+
+def test_every_command_is_on_the_page() -> None:
+    group: Any = typer.main.get_command(app)
+    names = {
+        f"{name} {inner}".strip()
+        for name, command in group.commands.items()
+        for inner in getattr(command, "commands", {"": None})
+    }
+    assert names == {_find(shlex.split(line, comments=True))[1] for line in ON_PAGE}
+
+
+def test_every_exit_code_is_on_the_page_and_in_the_help() -> None:
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
+    for code in ExitCode:
+        assert re.search(rf"^\| {int(code)} \|", PAGE, re.MULTILINE), code
+        assert re.search(rf"[ :]{int(code)} ", shown), code
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.00084, "840 us"), (0.0123, "12.3 ms"), (4.567, "4.57 s"), (125, "2 min 5 s"),
+     (60, "1 min"), (11040, "3 h 4 min")],
+)  # fmt: skip
+def test_durations_for_people(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.321, "0.32"), (0, "0"), (843, "843"), (12340, "12.3k"), (4.56e6, "4.56M")],
+)
+def test_counts_for_people(number: float, text: str) -> None:
+    assert format_count(number) == text
+
+
+def test_bars_are_as_wide_whatever_they_show() -> None:
+    bars = [format_bar(share / 97) for share in range(-3, 110)]
+    assert {len(bar) for bar in bars} == {len("████████ 100%")}
+    assert (bars[0], bars[-1]) == ("········   0%", "████████ 100%")
+
+
+def test_names_of_enums_are_one_word() -> None:
+    roles = (types_pb2.NODE_ROLE_PREFILL, types_pb2.NODE_ROLE_DECODE)
+    assert [enum_word(types_pb2.NodeRole.Name(one)) for one in roles] == ["prefill", "decode"]
+    states = range(3)
+    assert [enum_word(node_pb2.ServingState.Name(one)) for one in states] == [
+        "serving",
+        "draining",
+        "drained",
+    ]
+
+
+def test_json_has_numbers_as_numbers_absent_values_as_null_and_every_field(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stats = admin_pb2.GetStatsResponse(num_finished=2**40, num_failed={"CANCELLED": 3})
+    print_json(stats)
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {field.name for field in stats.DESCRIPTOR.fields}
+    assert (found["num_finished"], found["num_failed"]) == (2**40, {"CANCELLED": 3})
+    assert found["admission"] is None

@@ -1,0 +1,237 @@
+"""Admission: limits, the order of the queue, refusals, and what is left behind: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton.errors import ConfigError, DeadlineExceededError, OverloadedError
+from router.admission import Admission, AdmissionOptions, Ticket
+from router.capacity import Capacity
+from tests.fakes.fleets import FleetBook
+from tests.fakes.router_scene import asynchronous
+
+PROMPT = 1000
+
+
+class Gate:
+    """An admission before one pair of nodes, of which a prompt occupies the prefill node."""
+
+    def __init__(self, options: AdmissionOptions | None = None, num_nodes: int = 1) -> None:
+        self.book = FleetBook(num_nodes, num_nodes)
+        fleet = self.book.fleet()
+        for _ in range(50):  # a token takes a millisecond
+            for node in self.book.prefills:
+                node.prefill.measure(PROMPT, 1.0)
+                node.prefill.refresh()
+        options = options or AdmissionOptions()
+        self.admission = Admission(Capacity(lambda: fleet, options.prefill_window_s), options)
+        self.order: list[str] = []
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    @contextlib.asynccontextmanager
+    async def enter(
+        self,
+        *,
+        num_prompt_tokens: int = PROMPT,
+        max_tokens: int = 10,
+        timeout_s: float = 600.0,
+        priority: int = 0,
+        client: str = "",
+    ) -> AsyncIterator[Ticket]:
+        async with self.admission.enter(
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+            timeout_s=timeout_s,
+            priority=priority,
+            client=client,
+        ) as ticket:
+            yield ticket
+
+    def begin(self, name: str, *, priority: int = 0, timeout_s: float = 600.0) -> None:
+        """A request that computes until it is told to end."""
+
+        async def run() -> None:
+            async with self.enter(priority=priority, timeout_s=timeout_s):
+                self.order.append(name)
+                node = min(self.book.prefills, key=lambda node: node.num_open_tokens)
+                node.note_opened(PROMPT, num_uncomputed=PROMPT)
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    node.note_closed(PROMPT, num_uncomputed=PROMPT)
+
+        self.tasks[name] = asyncio.create_task(run())
+
+    async def end(self, name: str) -> None:
+        self.tasks[name].cancel()
+        await asyncio.gather(self.tasks[name], return_exceptions=True)
+        await self.pause()
+
+    async def pause(self) -> None:
+        await asyncio.sleep(0.03)
+
+    async def close(self) -> None:
+        for name in list(self.tasks):
+            await self.end(name)
+        state = self.admission.state()
+        assert (state.num_queued, state.num_queued_tokens, state.num_begun) == (0, 0, 0)
+        assert state.expected_wait_s == 0
+        await self.pause()
+        assert self.admission._pump is None
+        assert self.admission._queue == []
+        assert self.admission._of_client == {}
+
+
+@asynchronous
+async def test_requests_wait_while_the_nodes_have_enough_and_begin_by_priority_and_arrival() -> (
+    None
+):
+    gate = Gate()
+    gate.begin("first")
+    await gate.pause()
+    gate.begin("later")
+    gate.begin("urgent", priority=-1)
+    gate.begin("last", priority=5)
+    gate.begin("latest")
+    await gate.pause()
+    assert gate.order == ["first"]
+    assert gate.admission.state().num_queued == 4
+    for name in ("first", "urgent", "later", "latest", "last"):
+        await gate.end(name)
+    assert gate.order == ["first", "urgent", "later", "latest", "last"]
+    await gate.close()
+
+
+@asynchronous
+async def test_one_that_leaves_the_queue_holds_nobody_up() -> None:
+    gate = Gate()
+    for name in ("first", "leaves", "next"):
+        gate.begin(name)
+        await gate.pause()
+    await gate.end("leaves")
+    assert gate.admission.state().num_queued == 1
+    await gate.end("first")
+    assert gate.order == ["first", "next"]
+    await gate.close()
+
+
+@asynchronous
+async def test_room_is_found_on_any_of_many_nodes() -> None:
+    gate = Gate(num_nodes=3)
+    for name in "abcd":
+        gate.begin(name)
+    await gate.pause()
+    assert gate.order == ["a", "b", "c"]
+    await gate.close()
+
+
+@asynchronous
+async def test_a_full_queue_refuses_the_least_urgent_one() -> None:
+    gate = Gate(AdmissionOptions(max_queued_requests=2))
+    gate.begin("first")
+    await gate.pause()
+    gate.begin("a")
+    gate.begin("b", priority=3)
+    await gate.pause()
+    with pytest.raises(OverloadedError, match="2 requests wait, the limit") as refused:
+        async with gate.enter(priority=3):
+            pass
+    assert refused.value.retry_delay_s is not None
+    assert 2 < refused.value.retry_delay_s < 5  # three prompts of a second each
+    gate.begin("c")
+    await gate.pause()
+    assert "more urgent ones came" in str(gate.tasks["b"].exception())
+    assert gate.admission.state().num_refused == {"queue": 2}
+    await gate.close()
+
+
+@asynchronous
+async def test_what_would_come_too_late_is_refused_at_once() -> None:
+    gate = Gate(AdmissionOptions(max_ttft_s=3.9))
+    gate.begin("first")
+    await gate.pause()
+    gate.begin("a")
+    gate.begin("b")
+    await gate.pause()
+    with pytest.raises(
+        OverloadedError, match=r"first token would come in 4\.\d s, the limit is 3.9"
+    ):
+        async with gate.enter():
+            pass
+    with pytest.raises(OverloadedError, match=r"its deadline is in 3\.3 s"):
+        async with gate.enter(priority=-1, max_tokens=1000, timeout_s=3.3):
+            pass
+    gate.begin("urgent", priority=-1)  # before "a" and "b"
+    await gate.pause()
+    assert gate.admission.state().num_queued == 3
+    assert gate.admission.state().num_refused == {"ttft": 1, "deadline": 1}
+    await gate.close()
+
+
+@asynchronous
+async def test_a_deadline_ends_the_wait() -> None:
+    gate = Gate()
+    gate.begin("first")
+    await gate.pause()
+    for node in gate.book.prefills:  # the estimate knows of nothing, so that it is not refused
+        node.prefill_queue_s = 0.6
+        node.prefill.base = node.prefill.per_unit = 0.0
+    gate.book.shared.residence_s = 0.0
+    with pytest.raises(DeadlineExceededError, match="waited for its turn"):
+        async with gate.enter(num_prompt_tokens=0, timeout_s=0.7):
+            pass
+    await gate.close()
+
+
+@asynchronous
+async def test_open_requests_are_limited_for_all_and_for_each_client() -> None:
+    gate = Gate(AdmissionOptions(max_open_requests=3, max_open_requests_per_client=1))
+    async with gate.enter(client="a"):
+        with pytest.raises(OverloadedError, match="1 requests of this client are open, the limit"):
+            async with gate.enter(client="a"):
+                pass
+        async with gate.enter(client="b"), gate.enter():
+            with pytest.raises(OverloadedError, match="3 requests are open, the limit"):
+                async with gate.enter():
+                    pass
+    async with gate.enter(client="a"):
+        pass
+    await gate.close()
+
+
+@asynchronous
+async def test_it_waits_for_kv_memory_too_but_not_for_an_empty_node() -> None:
+    gate = Gate()
+    node = gate.book["d0"]
+    room = node.num_blocks * node.block_size
+    async with gate.enter(num_prompt_tokens=2 * room):  # its node will say what is wrong with it
+        pass
+    node.note_opened(room, num_arriving=room)
+    gate.begin("waits")
+    await gate.pause()
+    assert gate.order == []
+    assert gate.admission.state().expected_wait_s > 0
+    node.note_closed(room, num_arriving=room)
+    await gate.pause()
+    assert gate.order == ["waits"]
+    await gate.close()
+
+
+@asynchronous
+async def test_what_it_expected_wrongly_it_learns() -> None:
+    gate = Gate()
+    before = gate.admission._capacity.wait_s(1, PROMPT, 0)
+    for _ in range(100):
+        gate.admission._capacity.note_wait(1.0, 2.0)  # at first it says 1, and later 2
+    assert gate.admission._capacity.wait_s(1, PROMPT, 0) > 1.5 * before
+    await gate.close()
+
+
+@pytest.mark.parametrize("name", AdmissionOptions.__slots__)
+def test_limits_below_zero_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: must be 0 or more, got -1"):
+        AdmissionOptions(**{name: -1})
