@@ -56,9 +56,7 @@ def credentials(api_key: str | None) -> rpc.Metadata:
         ConfigError: it cannot be sent.
     """
     key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
-    if not key:
-        return ()
-    if not (key.isascii() and key.isprintable()):
+    if key and not (key.isascii() and key.isprintable()):
         raise ConfigError("api_key: must be printable ASCII")
     return rpc.bearer(key)
 

@@ -22,7 +22,7 @@ import grpc
 
 from baton.errors import ConfigError, NodeUnavailableError
 from baton.process import PARENT_PIPE_VARIABLE
-from baton.rpc import open_sync_channel
+from baton.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 STOP_GRACE_S = 6.0
@@ -249,7 +249,7 @@ class LocalDeployment:
         return Child(name, process, log, arguments, cores)
 
     def _update_states(self, stub: admin_pb2_grpc.AdminStub) -> None:
-        metadata = (("authorization", f"Bearer {self.config.admin_token}"),)
+        metadata = bearer(self.config.admin_token)
         try:
             response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2, metadata=metadata)
         except grpc.RpcError:

@@ -81,7 +81,7 @@ class RouterLink:
         self._submit = submit
         self._on_joined = on_joined
         self._join_timeout_s = join_timeout_s
-        self._metadata = bearer(node_token) if node_token else ()
+        self._metadata = bearer(node_token)
         self._num_missed_beats = 0
 
     def emit(self, event: NodeEvent) -> None:

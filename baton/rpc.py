@@ -139,8 +139,8 @@ def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 def bearer(token: str) -> Metadata:
-    """Metadata that `has_token` and `authorization_of` look at."""
-    return (("authorization", f"Bearer {token}"),)
+    """Metadata that `has_token` and `authorization_of` look at; none for an empty token."""
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 class RpcServer:

@@ -11,7 +11,7 @@ from baton.client_messages import trailers_of
 from baton.error_details import error_from_trailers
 from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError
 from baton.link import NodeRegistration
-from baton.rpc import open_channel
+from baton.rpc import bearer, open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 TIMEOUT_S = 10.0  # a node answers between two steps
@@ -25,7 +25,7 @@ class NodeCalls:
     """
 
     def __init__(self, token: str = "") -> None:
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = bearer(token)
 
     async def list_requests(self, node: NodeRegistration) -> admin_pb2.ListRequestsResponse:
         response: admin_pb2.ListRequestsResponse = await self._ask(

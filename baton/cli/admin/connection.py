@@ -15,7 +15,7 @@ from baton.client_messages import trailers_of
 from baton.error_details import error_from_trailers
 from baton.errors import InvalidRequestError, NotFoundError
 from baton.process import print_error
-from baton.rpc import open_sync_channel
+from baton.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 TIMEOUT_S = 15.0  # the router waits for nodes for up to 10 s
@@ -57,7 +57,7 @@ class AdminConnection:
 
     def __init__(self, router: str, token: str, channel: grpc.Channel) -> None:
         self._router = router
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = bearer(token)
         self._stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
 
     def call(self, method: str, request: Any, timeout_s: float = TIMEOUT_S) -> Any:
