@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from baton.client import AsyncClient
 from baton.client_messages import make_request
@@ -23,6 +24,8 @@ from baton.errors import (
 from baton.link import CancelCommand, PrefillCommand
 from baton.rpc import open_channel
 from baton.v1 import inference_pb2_grpc
+from router.admission import Admission, AdmissionOptions
+from router.capacity import Capacity
 from router.journal import JournalOptions
 from tests.fakes.grpc_scene import TOKENIZER, breakable, expected, params, served
 from tests.fakes.router_scene import asynchronous
@@ -151,6 +154,32 @@ async def test_errors_come_back_as_they_were_raised_with_what_to_do_about_them()
         assert (lost.value.retryable, lost.value.retry_delay_s) == (True, 0.5)
         assert lost.value.receipt is not None
         assert lost.value.receipt.num_output_tokens == 0
+
+
+@asynchronous
+async def test_a_refusal_says_how_long_to_wait() -> None:
+    async with served() as (scene, client), open_channel(client._address) as channel:
+        limit = AdmissionOptions(max_open_requests=1)
+        scene.dispatcher.admission = Admission(Capacity(lambda: scene.pool.fleet), limit)
+        scene.talks.clear()
+        first = asyncio.create_task(client.generate([1], params()))
+        while scene.dispatcher.num_open == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        with pytest.raises(OverloadedError) as refused:
+            await client.generate([1], params())
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        call = stub.Generate(make_request([1], params()))
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        status = status_pb2.Status.FromString(dict(await call.trailing_metadata())[DETAILS_KEY])
+        retry = error_details_pb2.RetryInfo()
+        assert status.details[1].Unpack(retry)
+        assert retry.retry_delay.ToNanoseconds() > 0
+        assert refused.value.retryable
+        assert refused.value.retry_delay_s == pytest.approx(
+            retry.retry_delay.ToNanoseconds() / 1e9, rel=0.5
+        )
+        scene.talks.set()
+        assert (await first).token_ids == expected(100, 8)
 
 
 @asynchronous

@@ -13,10 +13,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, OverloadedError
 from baton.link import CancelCommand, PrefillCommand
 from baton.outputs import FinishReason
+from router.admission import Admission, AdmissionOptions
+from router.capacity import Capacity
 from router.http import exchange
+from router.http.errors import error_response
 from router.http.server import HttpServer
 from router.intake import Intake
 from router.metrics import RouterMetrics
@@ -136,6 +139,27 @@ def test_what_fails_on_a_node_has_a_status_or_ends_the_stream(
         assert last["error"]["type"] == kind
 
     run()
+
+
+@on_http()
+async def test_a_refusal_says_how_many_whole_seconds_to_wait(scene: HttpScene) -> None:
+    limit = AdmissionOptions(max_open_requests=1)
+    scene.dispatcher.admission = Admission(Capacity(lambda: scene.pool.fleet), limit)
+    reply = scene.post()
+    command = await scene.command()
+    response = await scene.post()
+    assert response.status == 429
+    assert int(response.headers["Retry-After"]) >= 1
+    assert (await error_of(response))["type"] == "rate_limit_error"
+    scene.say(command, 0, "x", last=FinishReason.STOP)
+    assert (await reply).status == 200
+
+
+@pytest.mark.parametrize(("delay_s", "header"), [(0.1, "1"), (2.0, "2"), (2.3, "3")])
+def test_a_wait_is_rounded_up(delay_s: float, header: str) -> None:
+    error = OverloadedError("full")
+    error.retry_delay_s = delay_s
+    assert error_response(error).headers["Retry-After"] == header
 
 
 @on_http()
