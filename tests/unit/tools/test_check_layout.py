@@ -9,6 +9,9 @@ import pytest
 from tools import check_layout
 
 
+MAP = "# Map\n\n**`baton/`: the ground.**\n\n| file | job |\n|---|---|\n| `version.py` | v |\n"
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """The smallest tree without findings."""
@@ -16,6 +19,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "baton" / "version.py").write_text('"""Version."""\n\n__version__ = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## [1.2.3] - unreleased\n")
+    (tmp_path / "docs" / "architecture.md").write_text(MAP)
     (tmp_path / "docs" / "a.md").write_text("[c](../CHANGELOG.md#x) [w](https://e.org/no) [h](#h)")
     return tmp_path
 
@@ -36,10 +40,16 @@ def test_nothing_to_find(root: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("path", "text", "words"),
     [
         ("kernels/__init__.py", "", "kernels/ must not be a package"),
-        ("baton/long.py", '"""Long."""\n' + "x = 1\n" * 400, "401 lines"),
+        ("baton/__init__.py", '"""Long."""\n' + "x = 1\n" * 400, "401 lines"),
         ("tests/test_silent.py", "x = 1\n", "no module docstring"),
-        ("baton/f.py", '"""F."""\ndef f():\n' + "    x = 1\n" * 61, "baton/f.py:2: f has 61 lines"),
+        (
+            "baton/__init__.py",
+            '"""F."""\ndef f():\n' + "    x = 1\n" * 61,
+            "baton/__init__.py:2: f has 61 lines",
+        ),
         ("docs/b.md", "see [this](gone.md)\n", "gone.md leads nowhere"),
+        ("baton/new.py", '"""New."""', "docs/architecture.md: has no line for baton/new.py"),
+        ("docs/architecture.md", MAP + "| `gone.py` | - |\n", "gone.py is not there"),
         ("CHANGELOG.md", "## [1.2.2] - today\n## [1.2.3] - before\n", "is 1.2.2"),
         ("CHANGELOG.md", "nothing\n", "is none"),
     ],
@@ -54,6 +64,17 @@ def test_each_finding_is_one_line(
     assert words in line
 
 
+def test_files_on_the_map_may_be_below_their_heading_or_beside_the_one_before(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("baton/cli/a.py", "baton/cli/b.py", "router/c.py"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text('"""One."""\n')
+    rows = "| `cli/a.py`, `b.py` | two |\n\n**`router/`: one.**\n\n| `router/c.py` | c |\n"
+    (root / "docs" / "architecture.md").write_text(MAP + rows)
+    assert findings(root, capsys) == []
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -63,7 +84,7 @@ def test_each_finding_is_one_line(
     ],
 )
 def test_what_does_not_count(source: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "baton" / "m.py").write_text(source)
+    (root / "baton" / "__init__.py").write_text(source)
     assert findings(root, capsys) == []
 
 
