@@ -16,6 +16,7 @@ from baton.client_messages import (
     ModelDescription,
     Progress,
     Prompt,
+    credentials,
     error_of,
     join,
     join_batch,
@@ -46,9 +47,11 @@ class Client:
 
     Args:
         address: ``host:port`` of the router.
+        api_key: for routers that want one; as ``BATON_API_KEY`` in the environment if None.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+        self._metadata = credentials(api_key)
         self._address = address
         self._channel = rpc.open_sync_channel(address)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
@@ -59,9 +62,14 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> Completion:
         """The whole completion of one prompt; raises a BatonError."""
-        return join(list(self.stream(prompt, sampling_params, timeout_s=timeout_s)))
+        deltas = self.stream(
+            prompt, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
+        return join(list(deltas))
 
     def stream(
         self,
@@ -71,15 +79,25 @@ class Client:
         timeout_s: float | None = None,
         request_id: str = "",
         resumable: bool = False,
+        session_id: str = "",
+        priority: int = 0,
     ) -> Iterator[TextDelta]:
         """The completion piece by piece, as it is made; leaving the loop cancels the request.
 
         Args:
             resumable: when the connection breaks, go on where it broke, within some seconds.
+            session_id: requests with the same one share a beginning, such as a conversation's.
+            priority: where requests wait, smaller goes first.
         """
-        progress = Progress(
-            make_request(prompt, sampling_params, request_id, resumable=resumable), timeout_s
+        request = make_request(
+            prompt,
+            sampling_params,
+            request_id,
+            resumable=resumable,
+            session_id=session_id,
+            priority=priority,
         )
+        progress = Progress(request, timeout_s, self._metadata)
         while True:
             call = progress.next_call(self._stub)
             try:
@@ -98,7 +116,7 @@ class Client:
         request = inference_pb2.ResumeRequest(
             request_id=request_id, next_output_index=next_output_index
         )
-        yield from self._read(self._stub.Resume(request, timeout=timeout_s))
+        yield from self._read(self._stub.Resume, request, timeout_s)
 
     def generate_batch(
         self,
@@ -106,9 +124,13 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> list[list[Completion]]:
         """The ``n`` completions of each prompt, in order; raises a BatonError."""
-        deltas = self.stream_batch(prompts, sampling_params, timeout_s=timeout_s)
+        deltas = self.stream_batch(
+            prompts, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
         return join_batch(list(deltas))
 
     def stream_batch(
@@ -117,10 +139,14 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> Iterator[TextDelta]:
         """Pieces of all completions as they are made; they say of which prompt and choice."""
-        request = make_batch_request(prompts, sampling_params)
-        yield from self._read(self._stub.GenerateBatch(request, timeout=timeout_s))
+        request = make_batch_request(
+            prompts, sampling_params, session_id=session_id, priority=priority
+        )
+        yield from self._read(self._stub.GenerateBatch, request, timeout_s)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as the model would see them."""
@@ -138,7 +164,8 @@ class Client:
             self._call(self._stub.ListModels, inference_pb2.ListModelsRequest())
         )
 
-    def _read(self, call: Any) -> Iterator[TextDelta]:
+    def _read(self, method: Any, request: object, timeout_s: float | None) -> Iterator[TextDelta]:
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
             for response in call:
                 yield wire.text_delta_from_proto(response)
@@ -149,7 +176,7 @@ class Client:
 
     def _call(self, method: Any, request: object) -> Any:
         try:
-            return method(request)
+            return method(request, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error, self._address) from None
 
@@ -173,9 +200,11 @@ class AsyncClient:
 
     Args:
         address: ``host:port`` of the router.
+        api_key: for routers that want one; as ``BATON_API_KEY`` in the environment if None.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+        self._metadata = credentials(api_key)
         self._address = address
         self._channel = rpc.open_channel(address)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
@@ -186,9 +215,13 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> Completion:
         """The whole completion of one prompt; raises a BatonError."""
-        deltas = self.stream(prompt, sampling_params, timeout_s=timeout_s)
+        deltas = self.stream(
+            prompt, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
         return join([delta async for delta in deltas])
 
     async def stream(
@@ -199,15 +232,25 @@ class AsyncClient:
         timeout_s: float | None = None,
         request_id: str = "",
         resumable: bool = False,
+        session_id: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
         """The completion piece by piece, as it is made; closing the iterator cancels it.
 
         Args:
             resumable: when the connection breaks, go on where it broke, within some seconds.
+            session_id: requests with the same one share a beginning, such as a conversation's.
+            priority: where requests wait, smaller goes first.
         """
-        progress = Progress(
-            make_request(prompt, sampling_params, request_id, resumable=resumable), timeout_s
+        request = make_request(
+            prompt,
+            sampling_params,
+            request_id,
+            resumable=resumable,
+            session_id=session_id,
+            priority=priority,
         )
+        progress = Progress(request, timeout_s, self._metadata)
         while True:
             call = progress.next_call(self._stub)
             try:
@@ -226,7 +269,7 @@ class AsyncClient:
         request = inference_pb2.ResumeRequest(
             request_id=request_id, next_output_index=next_output_index
         )
-        async for delta in self._read(self._stub.Resume(request, timeout=timeout_s)):
+        async for delta in self._read(self._stub.Resume, request, timeout_s):
             yield delta
 
     async def generate_batch(
@@ -235,9 +278,13 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> list[list[Completion]]:
         """The ``n`` completions of each prompt, in order; raises a BatonError."""
-        deltas = self.stream_batch(prompts, sampling_params, timeout_s=timeout_s)
+        deltas = self.stream_batch(
+            prompts, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
         return join_batch([delta async for delta in deltas])
 
     async def stream_batch(
@@ -246,10 +293,14 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
         """Pieces of all completions as they are made; they say of which prompt and choice."""
-        request = make_batch_request(prompts, sampling_params)
-        async for delta in self._read(self._stub.GenerateBatch(request, timeout=timeout_s)):
+        request = make_batch_request(
+            prompts, sampling_params, session_id=session_id, priority=priority
+        )
+        async for delta in self._read(self._stub.GenerateBatch, request, timeout_s):
             yield delta
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
@@ -268,7 +319,10 @@ class AsyncClient:
             await self._call(self._stub.ListModels, inference_pb2.ListModelsRequest())
         )
 
-    async def _read(self, call: Any) -> AsyncGenerator[TextDelta, None]:
+    async def _read(
+        self, method: Any, request: object, timeout_s: float | None
+    ) -> AsyncGenerator[TextDelta, None]:
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for response in call:
                 yield wire.text_delta_from_proto(response)
@@ -279,7 +333,7 @@ class AsyncClient:
 
     async def _call(self, method: Any, request: object) -> Any:
         try:
-            return await method(request)
+            return await method(request, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error, self._address) from None
 

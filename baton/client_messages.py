@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,17 +12,20 @@ from typing import Any, cast
 
 import grpc
 
-from baton import wire, wire_types
+from baton import rpc, wire, wire_types
 from baton.error_details import error_from_trailers
 from baton.errors import (
     BatonError,
+    ConfigError,
     DeadlineExceededError,
     InvalidRequestError,
     NodeUnavailableError,
     OverloadedError,
     RequestCancelledError,
+    UnauthenticatedError,
 )
-from baton.outputs import Completion, FinishReason, TextDelta
+from baton.outputs import Completion, FinishReason, TextDelta, join_deltas
+from baton.prompt import check_priority
 from baton.sampling_params import MAX_TOKEN_ID, SamplingParams
 from baton.v1 import inference_pb2, types_pb2
 
@@ -31,6 +35,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 # A router keeps a resumable request for about as long.
 RESUME_WITHIN_S = 10.0
 _RESUME_PAUSE_S = 0.25
+API_KEY_VARIABLE = "BATON_API_KEY"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,13 +46,36 @@ class ModelDescription:
     max_model_len: int
 
 
+def credentials(api_key: str | None) -> rpc.Metadata:
+    """What a call brings to show whose it is.
+
+    Args:
+        api_key: as the environment variable ``BATON_API_KEY`` if None; empty: nothing.
+
+    Raises:
+        ConfigError: it cannot be sent.
+    """
+    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    if not key:
+        return ()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("api_key: must be printable ASCII")
+    return rpc.bearer(key)
+
+
 class Progress:
     """How far a stream has come, over all the calls that it takes."""
 
-    def __init__(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float | None,
+        metadata: rpc.Metadata = (),
+    ) -> None:
         if request.resumable and not request.request_id:
             request.request_id = uuid.uuid4().hex
         self._request = request
+        self._metadata = metadata
         self._expires_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._next_output_index = 0
         self._broke_at: float | None = None
@@ -58,11 +86,11 @@ class Progress:
         if self._expires_at is not None:
             timeout_s = max(self._expires_at - time.monotonic(), 0)
         if self._next_output_index == 0:  # the same request again: the same stream, not another
-            return stub.Generate(self._request, timeout=timeout_s)
+            return stub.Generate(self._request, timeout=timeout_s, metadata=self._metadata)
         rest = inference_pb2.ResumeRequest(
             request_id=self._request.request_id, next_output_index=self._next_output_index
         )
-        return stub.Resume(rest, timeout=timeout_s)
+        return stub.Resume(rest, timeout=timeout_s, metadata=self._metadata)
 
     def take(self, response: inference_pb2.GenerateResponse) -> TextDelta:
         delta = wire.text_delta_from_proto(response)
@@ -88,22 +116,35 @@ def make_request(
     request_id: str = "",
     *,
     resumable: bool = False,
+    session_id: str = "",
+    priority: int = 0,
 ) -> inference_pb2.GenerateRequest:
     """The request message of a prompt; raises InvalidRequestError."""
+    check_priority(priority)
     params = wire_types.sampling_params_to_proto(sampling_params or SamplingParams())
     request = inference_pb2.GenerateRequest(
-        request_id=request_id, sampling_params=params, resumable=resumable
+        request_id=request_id,
+        sampling_params=params,
+        resumable=resumable,
+        session_id=_checked_text("session_id", session_id),
+        priority=priority,
     )
     _fill_prompt(request, prompt)
     return request
 
 
 def make_batch_request(
-    prompts: Sequence[Prompt], sampling_params: SamplingParams | None, request_id: str = ""
+    prompts: Sequence[Prompt],
+    sampling_params: SamplingParams | None,
+    request_id: str = "",
+    *,
+    session_id: str = "",
+    priority: int = 0,
 ) -> inference_pb2.GenerateBatchRequest:
     """The request message of several prompts; raises InvalidRequestError."""
     if isinstance(prompts, str):
         raise InvalidRequestError("prompts", "must be a list of prompts, got a text")
+    check_priority(priority)
     params = sampling_params or SamplingParams()
     one = dataclasses.replace(params, n=1)
     return inference_pb2.GenerateBatchRequest(
@@ -111,6 +152,8 @@ def make_batch_request(
         prompts=map(make_prompt, prompts),
         sampling_params=wire_types.sampling_params_to_proto(one),
         n=params.n,
+        session_id=_checked_text("session_id", session_id),
+        priority=priority,
     )
 
 
@@ -156,16 +199,16 @@ def _checked_text(field: str, text: object) -> str:
 
 def join(deltas: Sequence[TextDelta]) -> Completion:
     """The completion that pieces make."""
-    last = deltas[-1]
+    whole = join_deltas(deltas)
     return Completion(
-        request_id=last.request_id,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        finish_reason=last.finish_reason or FinishReason.ABORT,
-        receipt=last.receipt,
-        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
-        prompt_logprobs=tuple(one for delta in deltas for one in delta.prompt_logprobs),
-        choice_index=last.choice_index,
+        request_id=whole.request_id,
+        text=whole.text,
+        token_ids=whole.token_ids,
+        finish_reason=whole.finish_reason or FinishReason.ABORT,
+        receipt=whole.receipt,
+        logprobs=whole.logprobs,
+        prompt_logprobs=whole.prompt_logprobs,
+        choice_index=whole.choice_index,
     )
 
 
@@ -199,6 +242,7 @@ def error_of(error: grpc.RpcError, address: str) -> BatonError:
         grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
         grpc.StatusCode.CANCELLED: RequestCancelledError,
+        grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     }
     return kinds.get(code, BatonError)(details or code.name)
 

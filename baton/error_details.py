@@ -22,6 +22,7 @@ from baton.errors import (
     OverloadedError,
     RequestCancelledError,
     TransferError,
+    UnauthenticatedError,
 )
 from baton.outputs import Receipt
 from baton.v1 import types_pb2
@@ -32,6 +33,7 @@ RECEIPT_KEY = "baton-receipt-bin"
 
 _KINDS: dict[str, type[BatonError]] = {
     "NOT_FOUND": NotFoundError,
+    "UNAUTHENTICATED": UnauthenticatedError,
     "OVERLOADED": OverloadedError,
     "NODE_UNAVAILABLE": NodeUnavailableError,
     "DEADLINE_EXCEEDED": DeadlineExceededError,

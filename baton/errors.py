@@ -2,6 +2,7 @@
 
     BatonError
     ├── InvalidRequestError     a request's field is outside its limit          INVALID_ARGUMENT
+    ├── UnauthenticatedError    a call brings no key that is known              UNAUTHENTICATED
     ├── ConfigError             a program's option or file is wrong              (start-up only)
     │   └── ModelLoadError      a model folder is missing, broken or unsupported
     ├── NotFoundError           no node or request of that name                  NOT_FOUND
@@ -49,6 +50,10 @@ class InvalidRequestError(BatonError, ValueError):
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+
+class UnauthenticatedError(BatonError):
+    """A call brings no API key, or none that the router knows."""
 
 
 class ConfigError(BatonError, ValueError):
@@ -99,6 +104,7 @@ class EngineDeadError(BatonError):
 STATUS_OF_ERROR: dict[type[BatonError], str] = {
     InvalidRequestError: "INVALID_ARGUMENT",
     NotFoundError: "NOT_FOUND",
+    UnauthenticatedError: "UNAUTHENTICATED",
     OverloadedError: "RESOURCE_EXHAUSTED",
     NodeUnavailableError: "UNAVAILABLE",
     DeadlineExceededError: "DEADLINE_EXCEEDED",
@@ -111,6 +117,7 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
 HTTP_STATUS_OF: dict[str, int] = {
     "INVALID_ARGUMENT": 400,
     "NOT_FOUND": 404,
+    "UNAUTHENTICATED": 401,
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,

@@ -5,6 +5,8 @@ Torch-free and protobuf-free, so that the engine, the nodes, the router and the 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -194,6 +196,21 @@ class TextDelta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     choice_index: int = 0
     prompt_index: int = 0
+
+
+def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Pieces of one output that follow each other, at least one, as a single piece."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    return dataclasses.replace(
+        last,
+        output_index=first.output_index,
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
+        prompt_logprobs=tuple(one for delta in deltas for one in delta.prompt_logprobs),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from baton.link import (
     split_request_id,
 )
 from baton.outputs import RequestOutput
-from baton.rpc import open_channel
+from baton.rpc import bearer, open_channel
 from baton.v1 import node_pb2, node_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class RouterLink:
         self._submit = submit
         self._on_joined = on_joined
         self._join_timeout_s = join_timeout_s
-        self._metadata = (("authorization", f"Bearer {node_token}"),) if node_token else ()
+        self._metadata = bearer(node_token) if node_token else ()
         self._num_missed_beats = 0
 
     def emit(self, event: NodeEvent) -> None:

@@ -49,6 +49,7 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def status_of(error: BatonError) -> grpc.StatusCode:
@@ -129,6 +130,16 @@ def bears_token(metadata: Iterable[tuple[str, str | bytes]] | None, token: str) 
     return hmac.compare_digest(str(given).encode(), f"Bearer {token}".encode())
 
 
+def bearer(token: str) -> Metadata:
+    """Metadata that `has_token` and `authorization_of` look at."""
+    return (("authorization", f"Bearer {token}"),)
+
+
+def authorization_of(context: Context) -> str:
+    """What a call shows of who makes it; empty when it shows nothing."""
+    return str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+
+
 class RpcServer:
     """A gRPC server with health checking and reflection.
 
@@ -204,12 +215,11 @@ def is_public(option: str, address: str) -> bool:
     return host not in ("localhost", "[::1]") and not host.startswith("127.")
 
 
-def warn_if_public(address: str) -> None:
-    """Log a warning when others than this machine can call: there is no authentication yet."""
+def warn_if_public(address: str, *, authenticated: bool = False) -> None:
+    """Log a warning when others than this machine can call, and in what it is not protected."""
     if is_public("listen", address):
-        logger.warning(
-            "%s can be reached from other machines, without authentication or TLS", address
-        )
+        missing = "TLS" if authenticated else "authentication or TLS"
+        logger.warning("%s can be reached from other machines, without %s", address, missing)
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

@@ -124,6 +124,14 @@ def router(
     served_model_name: Annotated[
         str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
     ] = "",
+    api_keys_file: Annotated[
+        str,
+        typer.Option(
+            help="Lines of name:key; only who brings one of the keys may call, over gRPC and "
+            "HTTP. Read again on SIGHUP. Anybody may call if not given.",
+            envvar="BATON_API_KEYS_FILE",
+        ),
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -154,6 +162,7 @@ def router(
                 http_listen=http_listen,
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
+                api_keys_file=api_keys_file,
             )
         )
 

@@ -1,73 +1,102 @@
-"""A request for n outputs as n requests for one, and their streams as one stream again.
+"""Choices: a request for n outputs of each prompt is as many calls, and their outputs one stream.
 
-Shared by every public API. Knows neither gRPC nor HTTP.
+The one place that names and seeds them, for every public API. Knows neither gRPC nor HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
+from baton.errors import InvalidRequestError
 from baton.prompt import choice_request_id, choice_seed, draw_seed
-from router.intake import GenerationRequest
+from router.call import Call
+from router.intake import GenerationRequest, Intake, Prompt
+
+MAX_OUTPUTS = 1024
 
 Item = TypeVar("Item")
 
 
-def split_choices(request: GenerationRequest) -> list[GenerationRequest]:
-    """One request per output that is wanted of a prompt; ids and seeds are those of `engine.LLM`.
+def check_num_outputs(field: str, num_outputs: int) -> None:
+    """Raise InvalidRequestError, about the field of prompts, unless so many can be asked for."""
+    if not 1 <= num_outputs <= MAX_OUTPUTS:
+        raise InvalidRequestError(field, f"must make 1 to {MAX_OUTPUTS} outputs, got {num_outputs}")
 
-    Output i (from 0) is what a request with seed + i gives.
+
+async def accept_choices(
+    intake: Intake, request: GenerationRequest, more_prompts: Sequence[Prompt] = ()
+) -> list[Call]:
+    """The checked calls of all outputs, those of one prompt next to each other.
+
+    Output i (from 0) of a prompt is what a request with seed + i gives, as in `engine.LLM`. The
+    first of all has the request's id, the others the same with ``-1`` and so on.
+
+    Args:
+        request: for ``n`` outputs of its prompt,
+        more_prompts: and of each of these.
+
+    Raises:
+        InvalidRequestError: of any of them; none has begun then.
     """
     params = request.sampling_params
-    if params.n == 1:
-        return [request]
     request_id = request.request_id or uuid.uuid4().hex
-    seed = draw_seed() if params.seed is None else params.seed
-    return [
-        dataclasses.replace(
-            request,
-            request_id=choice_request_id(request_id, index),
-            sampling_params=dataclasses.replace(params, n=1, seed=choice_seed(seed, index)),
-        )
-        for index in range(params.n)
-    ]
+    calls: list[Call] = []
+    for prompt in (request.prompt, *more_prompts):
+        seed = draw_seed() if params.seed is None else params.seed
+        for index in range(params.n):
+            one = dataclasses.replace(
+                request,
+                # Tokenized once.
+                prompt=calls[-1].prompt_token_ids if index else prompt,
+                sampling_params=dataclasses.replace(params, n=1, seed=choice_seed(seed, index)),
+                request_id=choice_request_id(request_id, len(calls)),
+            )
+            calls.append(await intake.accept(one))
+    return calls
 
 
 async def merge_streams(
     streams: Sequence[AsyncGenerator[Item, None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    """What all streams yield, as it comes, with the index of the stream.
+    """What all streams yield, as it comes, each with its stream's index.
 
-    Each waits until its last item is taken. Ends with all of them, or with the first error; what is
-    still open then is closed.
+    No stream is read on while as many items as there are streams wait to be taken. Ending the
+    iteration ends all streams; the first error of one is raised, and ends the others.
     """
-    pending = {_next(stream): index for index, stream in enumerate(streams)}
+    if len(streams) == 1:  # nearly always: no task, no queue
+        async with contextlib.aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, Item] | int] = asyncio.Queue()
+    room = asyncio.Semaphore(len(streams))
+
+    async def pump(index: int) -> None:
+        try:
+            async with contextlib.aclosing(streams[index]) as stream:
+                async for item in stream:
+                    await room.acquire()
+                    queue.put_nowait((index, item))
+        finally:
+            queue.put_nowait(index)  # it has ended
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(streams))]
+    num_open = len(tasks)
     try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=pending.__getitem__):
-                index = pending.pop(task)
-                for item in task.result():
-                    yield index, item
-                    pending[_next(streams[index])] = index
+        while num_open:
+            taken = await queue.get()
+            if isinstance(taken, int):
+                num_open -= 1
+                await tasks[taken]  # raises what the stream raised
+                continue
+            yield taken
+            room.release()
     finally:
-        for task in pending:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
-
-
-def _next(stream: AsyncGenerator[Item, None]) -> asyncio.Task[list[Item]]:
-    """One item, or none at the end."""
-
-    async def take() -> list[Item]:
-        async for item in stream:
-            return [item]
-        return []
-
-    return asyncio.create_task(take())
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,12 +6,11 @@ Keeps what they said, for who comes back. Bounded in streams and in bytes. Knows
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, InvalidRequestError, OverloadedError
-from baton.outputs import TextDelta
+from baton.outputs import TextDelta, join_deltas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +29,7 @@ class JournalOptions:
 @dataclass(slots=True, eq=False)
 class _Stream:
     content: bytes
+    client: str
     task: asyncio.Task[None] | None = None
     deltas: list[TextDelta] = field(default_factory=list)
     is_done: bool = False
@@ -65,22 +65,32 @@ class Journal:
         return stream is not None
 
     def keep(
-        self, request_id: str, content: bytes, deltas: AsyncGenerator[TextDelta, None]
+        self,
+        request_id: str,
+        content: bytes,
+        deltas: AsyncGenerator[TextDelta, None],
+        *,
+        client: str = "",
     ) -> None:
-        """Run a stream from now on, whoever reads it; raises OverloadedError when full."""
+        """Run a stream from now on, whoever of this client reads it.
+
+        Raises OverloadedError when full.
+        """
         self._make_room()
-        stream = self._streams[request_id] = _Stream(content)
+        stream = self._streams[request_id] = _Stream(content, client)
         stream.task = asyncio.create_task(self._run(stream, deltas))
         self._expect_reader(request_id, stream)
 
-    async def read(self, request_id: str, output_index: int) -> AsyncGenerator[TextDelta, None]:
+    async def read(
+        self, request_id: str, output_index: int, *, client: str = ""
+    ) -> AsyncGenerator[TextDelta, None]:
         """What a stream says from an index on; what is there already is one piece.
 
         Raises InvalidRequestError for an id that is not kept, or an index where no piece ended; and
         what the stream itself ended with.
         """
         stream = self._streams.get(request_id)
-        if stream is None:
+        if stream is None or stream.client != client:
             raise InvalidRequestError("request_id", f"{request_id!r} is not (or no longer) kept")
         position = _position(stream.deltas, output_index)
         stream.num_readers += 1
@@ -145,21 +155,6 @@ class Journal:
             raise OverloadedError(
                 f"resumable: no more fit: {self.num_streams} requests, {self.num_bytes} bytes"
             )
-
-
-def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Pieces that follow each other, as one."""
-    first, last = deltas[0], deltas[-1]
-    if first is last:
-        return first
-    return dataclasses.replace(
-        last,
-        output_index=first.output_index,
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        text="".join(delta.text for delta in deltas),
-        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
-        prompt_logprobs=first.prompt_logprobs,
-    )
 
 
 def _position(deltas: Sequence[TextDelta], output_index: int) -> int:

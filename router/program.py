@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from baton.admin_gate import AdminGate
 from baton.client import DEFAULT_ADDRESS
@@ -27,6 +29,7 @@ from baton.v1 import (
 from router.admin.node_calls import NodeCalls
 from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
+from router.api_keys import ApiKeys
 from router.capacity import Capacity
 from router.dispatcher import Dispatcher
 from router.intake import Intake
@@ -50,6 +53,7 @@ class RouterConfig:
     Attributes:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
+        api_keys_file: who may call; empty: anybody.
     """
 
     model: str
@@ -69,6 +73,7 @@ class RouterConfig:
     http_listen: str = ""
     http_cors_origin: str = ""
     served_model_name: str = ""
+    api_keys_file: str = ""
 
     def __post_init__(self) -> None:
         if self.reuse_port and not self.node_listen:
@@ -105,15 +110,20 @@ async def serve(config: RouterConfig) -> None:
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
     )
-    servers = _make_servers(config, dispatcher, intake)
-    stopping = stop_event(asyncio.get_running_loop())
+    api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
+    servers = _make_servers(config, dispatcher, intake, api_keys)
+    loop = asyncio.get_running_loop()
+    stopping = stop_event(loop)
+    loop.add_signal_handler(signal.SIGHUP, api_keys.reload)
     try:
         for listen, server in servers.items():
             address = await server.start(listen)
             await server.set_serving(True)
-            warn_if_public(address)
+            # (Operators and nodes bring no API key.)
+            all_bring_keys = bool(config.api_keys_file and config.node_listen)
+            warn_if_public(address, authenticated=all_bring_keys and listen == config.listen)
             logger.info("router of %s listens on %s", config.model, address)
-        async with _watching(pool), _serving_http(config, intake, pool, metrics):
+        async with _watching(pool), _serving_http(config, intake, pool, metrics, api_keys):
             await stopping.wait()
             logger.info("stopping")
     finally:
@@ -122,7 +132,11 @@ async def serve(config: RouterConfig) -> None:
 
 @contextlib.asynccontextmanager
 async def _serving_http(
-    config: RouterConfig, intake: Intake, pool: NodePool, metrics: RouterMetrics
+    config: RouterConfig,
+    intake: Intake,
+    pool: NodePool,
+    metrics: RouterMetrics,
+    api_keys: ApiKeys,
 ) -> AsyncIterator[None]:
     if not config.http_listen:
         yield
@@ -135,11 +149,12 @@ async def _serving_http(
         pool,
         metrics,
         model_name=config.served_model_name or config.model,
+        api_keys=api_keys,
         cors_origin=config.http_cors_origin,
         grace_s=STOP_GRACE_S,
     )
     address = await server.start(config.http_listen)
-    warn_if_public(address)
+    warn_if_public(address, authenticated=bool(config.api_keys_file))
     logger.info("HTTP API on http://%s", address)
     try:
         yield
@@ -164,7 +179,7 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
 
 
 def _make_servers(
-    config: RouterConfig, dispatcher: Dispatcher, intake: Intake
+    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, api_keys: ApiKeys
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -173,7 +188,7 @@ def _make_servers(
 
     journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
     model_name = config.served_model_name or config.model
-    service = InferenceService(intake, model=model_name, journal=journal)
+    service = InferenceService(intake, model=model_name, journal=journal, api_keys=api_keys)
 
     def add_public(server: object) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated

@@ -12,14 +12,23 @@ from baton import wire, wire_types
 from baton.error_details import receipt_trailer
 from baton.errors import InvalidRequestError
 from baton.outputs import TextDelta
-from baton.rpc import Context
-from baton.sampling_params import MAX_STOP_TOKEN_IDS
-from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.choices import merge_streams, split_choices
+from baton.rpc import Context, authorization_of
+from baton.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from router.api_keys import ApiKeys
+from router.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake import ChatPrompt, GenerationRequest, Intake, Prompt
 from router.journal import Journal
 
-MAX_BATCH_OUTPUTS = 1024
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Of a call: what its message does not say; fields as in `GenerationRequest`."""
+
+    received_at: float
+    timeout_s: float | None
+    client: str
+
 
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
 
@@ -30,12 +39,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     Args:
         model: its name, for `ListModels`.
         journal: keeps resumable requests.
+        api_keys: who may call.
     """
 
-    def __init__(self, intake: Intake, *, model: str = "", journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        intake: Intake,
+        *,
+        model: str = "",
+        journal: Journal | None = None,
+        api_keys: ApiKeys | None = None,
+    ) -> None:
         self._intake = intake
         self._model = model
         self._journal = journal or Journal()
+        self._api_keys = api_keys or ApiKeys()
 
     async def Generate(  # gRPC's naming
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -51,7 +69,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ResumeRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Go on with a resumable request's stream."""
-        kept = self._journal.read(request.request_id, request.next_output_index)
+        client = self._client_of(context)
+        kept = self._journal.read(request.request_id, request.next_output_index, client=client)
         async with contextlib.aclosing(kept) as deltas:
             async for delta in deltas:
                 if delta.receipt is not None:
@@ -62,15 +81,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateBatchRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Stream the outputs of several prompts as they come. All are checked before one begins."""
-        streams: list[AsyncGenerator[TextDelta, None]] = []
-        places = []
-        for prompt_index, parts in enumerate(_split_batch(request, context.time_remaining())):
-            for choice_index, part in enumerate(parts):
-                streams.append(self._intake.stream(await self._intake.accept(part)))
-                places.append((prompt_index, choice_index))
+        arrival = self._arrival(context)
+        first, more_prompts = _batch_from_proto(request, arrival)
+        calls = await accept_choices(self._intake, first, more_prompts)
+        streams = [self._intake.stream(call) for call in calls]
         async with contextlib.aclosing(merge_streams(streams)) as merged:
             async for number, delta in merged:
-                prompt_index, choice_index = places[number]
+                prompt_index, choice_index = divmod(number, request.n or 1)
                 yield wire.text_delta_to_proto(
                     dataclasses.replace(delta, prompt_index=prompt_index, choice_index=choice_index)
                 )
@@ -79,6 +96,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """The tokens of a prompt as `Generate` would see them."""
+        self._client_of(context)
         token_ids = await self._intake.tokenize(_prompt_from_proto(request.prompt))
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
@@ -86,6 +104,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.CountTokensRequest, context: Context
     ) -> inference_pb2.CountTokensResponse:
         """How many tokens a prompt has."""
+        self._client_of(context)
         token_ids = await self._intake.tokenize(_prompt_from_proto(request.prompt))
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
 
@@ -93,6 +112,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """The one model of this router."""
+        self._client_of(context)
         model = inference_pb2.Model(name=self._model, max_model_len=self._intake.max_model_len)
         return inference_pb2.ListModelsResponse(models=[model])
 
@@ -100,7 +120,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[TextDelta, None]:
         """The stream of a request; of a resumable one that is kept already, the same again."""
-        request = _request_from_proto(message, time.perf_counter(), context.time_remaining())
+        request = _request_from_proto(message, self._arrival(context))
         if not message.resumable:
             return self._intake.stream(await self._intake.accept(request))
         content = message.SerializeToString(deterministic=True)
@@ -108,58 +128,61 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not self._journal.holds(request_id, content):
             call = await self._intake.accept(dataclasses.replace(request, request_id=request_id))
             if not self._journal.holds(request_id, content):  # still not: checking takes time
-                self._journal.keep(request_id, content, self._intake.stream(call))
-        return self._journal.read(request_id, 0)
+                deltas = self._intake.stream(call)
+                self._journal.keep(request_id, content, deltas, client=request.client)
+        return self._journal.read(request_id, 0, client=request.client)
+
+    def _arrival(self, context: Context) -> _Arrival:
+        return _Arrival(time.perf_counter(), context.time_remaining(), self._client_of(context))
+
+    def _client_of(self, context: Context) -> str:
+        """Who calls; raises UnauthenticatedError. The first thing that every call asks."""
+        return self._api_keys.client_of(authorization_of(context))
 
 
 def _request_from_proto(
-    request: inference_pb2.GenerateRequest, received_at: float, timeout_s: float | None
+    request: inference_pb2.GenerateRequest, arrival: _Arrival
 ) -> GenerationRequest:
     """Raises InvalidRequestError."""
-    if len(request.sampling_params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS}")
     return GenerationRequest(
         prompt=_prompt_from_proto(request),
-        sampling_params=wire_types.sampling_params_from_proto(request.sampling_params),
+        sampling_params=_params_from_proto(request.sampling_params),
         request_id=request.request_id,
-        received_at=received_at,
-        timeout_s=timeout_s,
+        received_at=arrival.received_at,
+        timeout_s=arrival.timeout_s,
         session_id=request.session_id,
         priority=request.priority,
+        client=arrival.client,
     )
 
 
-def _split_batch(
-    request: inference_pb2.GenerateBatchRequest, timeout_s: float | None
-) -> list[list[GenerationRequest]]:
-    """Requests by prompt and output; raises InvalidRequestError."""
-    received_at = time.perf_counter()
+def _batch_from_proto(
+    request: inference_pb2.GenerateBatchRequest, arrival: _Arrival
+) -> tuple[GenerationRequest, list[Prompt]]:
+    """A request for `n` outputs of the first prompt, and the other prompts.
+
+    Raises InvalidRequestError.
+    """
     n = request.n or 1
-    num_outputs = n * len(request.prompts)
-    if not 1 <= num_outputs <= MAX_BATCH_OUTPUTS:
-        raise InvalidRequestError(
-            "prompts", f"must make 1 to {MAX_BATCH_OUTPUTS} outputs, got {num_outputs}"
-        )
-    if len(request.sampling_params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS}")
-    params = dataclasses.replace(
-        wire_types.sampling_params_from_proto(request.sampling_params), n=n
+    check_num_outputs("prompts", n * len(request.prompts))
+    prompt, *more_prompts = map(_prompt_from_proto, request.prompts)
+    generation = GenerationRequest(
+        prompt=prompt,
+        sampling_params=dataclasses.replace(_params_from_proto(request.sampling_params), n=n),
+        request_id=request.request_id,
+        received_at=arrival.received_at,
+        timeout_s=arrival.timeout_s,
+        session_id=request.session_id,
+        priority=request.priority,
+        client=arrival.client,
     )
-    request_id = request.request_id or uuid.uuid4().hex
-    return [
-        split_choices(
-            GenerationRequest(
-                prompt=_prompt_from_proto(prompt),
-                sampling_params=params,
-                request_id=f"{request_id}.{index}",
-                received_at=received_at,
-                timeout_s=timeout_s,
-                session_id=request.session_id,
-                priority=request.priority,
-            )
-        )
-        for index, prompt in enumerate(request.prompts)
-    ]
+    return generation, more_prompts
+
+
+def _params_from_proto(params: types_pb2.SamplingParams) -> SamplingParams:
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS}")
+    return wire_types.sampling_params_from_proto(params)
 
 
 def _prompt_from_proto(request: AnyPrompt) -> Prompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -19,7 +20,7 @@ from baton.cli.structured_output_options import (
     RegexOption,
     make_structured_output,
 )
-from baton.client import DEFAULT_ADDRESS, Client, Prompt
+from baton.client import DEFAULT_ADDRESS, Client
 from baton.errors import BatonError
 from baton.outputs import TextDelta
 from baton.process import print_error
@@ -59,6 +60,10 @@ def generate(
     json_object: JsonObjectOption = False,
     seed: SeedOption = None,
     n: Annotated[int, typer.Option(help="Outputs; more than one are printed at the end.")] = 1,
+    session_id: Annotated[
+        str, typer.Option(help="Requests of one session share a beginning: where it is cached.")
+    ] = "",
+    priority: Annotated[int, typer.Option(help="Where requests wait, smaller goes first.")] = 0,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
@@ -80,11 +85,21 @@ def generate(
         )
         with Client(router) as client:
             if n > 1:
-                [completions] = client.generate_batch([prompt], params, timeout_s=timeout_s)
+                [completions] = client.generate_batch(
+                    [prompt],
+                    params,
+                    timeout_s=timeout_s,
+                    session_id=session_id,
+                    priority=priority,
+                )
                 for completion in completions:
                     typer.echo(f"[{completion.choice_index}] {completion.text}")
                 return
-            _, last = _print_stream(client, prompt, params, timeout_s)
+            _, last = _print_stream(
+                client.stream(
+                    prompt, params, timeout_s=timeout_s, session_id=session_id, priority=priority
+                )
+            )
     if receipt and last is not None and last.receipt is not None:
         Console(stderr=True, highlight=False).print(receipt_line(last.receipt), style="dim")
 
@@ -102,6 +117,7 @@ def chat(
     with contextlib.suppress(ImportError):  # makes the arrow keys work in `input`
         import readline  # noqa: F401
     messages = [{"role": "system", "content": system}] if system else []
+    session_id = uuid.uuid4().hex  # every turn begins with all before it
     with _errors():
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
@@ -109,16 +125,14 @@ def chat(
         with Client(router) as client:
             while (text := _read_line()) is not None:
                 if text:
-                    _answer(client, messages, text, params)
+                    _answer(client, messages, text, params, session_id)
 
 
-def _print_stream(
-    client: Client, prompt: Prompt, params: SamplingParams, timeout_s: float | None
-) -> tuple[str, TextDelta | None]:
+def _print_stream(deltas: Iterator[TextDelta]) -> tuple[str, TextDelta | None]:
     """Print a completion as it comes; returns its text and the last delta."""
     pieces: list[str] = []
     last = None
-    for delta in client.stream(prompt, params, timeout_s=timeout_s):
+    for delta in deltas:
         typer.echo(delta.text, nl=False)
         pieces.append(delta.text)
         last = delta
@@ -127,12 +141,18 @@ def _print_stream(
 
 
 def _answer(
-    client: Client, messages: list[dict[str, str]], text: str, params: SamplingParams
+    client: Client,
+    messages: list[dict[str, str]],
+    text: str,
+    params: SamplingParams,
+    session_id: str,
 ) -> None:
     """One turn of a chat; a question that failed is forgotten, the conversation goes on."""
     question = {"role": "user", "content": text}
     try:
-        answer, _ = _print_stream(client, [*messages, question], params, None)
+        answer, _ = _print_stream(
+            client.stream([*messages, question], params, session_id=session_id)
+        )
     except BatonError as error:
         print_error(error)
     except KeyboardInterrupt:

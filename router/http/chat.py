@@ -8,9 +8,9 @@ from aiohttp import web
 
 from baton.errors import InvalidRequestError
 from baton.outputs import FinishReason, TextDelta
-from router.http.choices import accept_choices
+from router.choices import accept_choices
 from router.http.conversation import chat_prompt, forced_call, output_parser
-from router.http.exchange import REQUEST_ID, Exchange, read_body
+from router.http.exchange import Exchange, generation_request, read_body
 from router.http.logprobs import TokenTexts
 from router.http.responses import (
     AssistantMessage,
@@ -22,10 +22,10 @@ from router.http.responses import (
     ToolCallDelta,
     ToolCallObject,
 )
-from router.http.sampling import as_client_wrote, num_choices, sampling_params
+from router.http.sampling import as_client_wrote, sampling_params
 from router.http.schema import ChatRequest
 from router.http.tool_calls import OutputParser, ParsedCall
-from router.intake import GenerationRequest, Intake
+from router.intake import Intake
 
 
 class ChatDialect:
@@ -105,7 +105,6 @@ async def chat_completions(
     """Raises what `web.middleware` turns into a response."""
     received_at = time.perf_counter()
     body = await read_body(request, ChatRequest, model_name=model_name)
-    num = num_choices(body)
     with as_client_wrote(body):
         forced = forced_call(body)
     prompt = await intake.tokenize(chat_prompt(body))
@@ -115,21 +114,16 @@ async def chat_completions(
         logprobs=_num_logprobs(body),
         structured_output=forced,
     )
-    generation = GenerationRequest(
-        prompt=prompt,
-        sampling_params=params,
-        request_id=request[REQUEST_ID],
-        received_at=received_at,
-    )
+    generation = generation_request(request, body, prompt, params, received_at)
     with as_client_wrote(body):
-        calls = await accept_choices(intake, generation, [prompt], num)
+        calls = await accept_choices(intake, generation)
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
     return await Exchange(
         request=request,
         intake=intake,
         body=body,
         calls=calls,
-        num_choices=num,
+        num_choices=params.n,
         dialect=ChatDialect([output_parser(body) for _ in calls], texts),
     ).respond()
 

@@ -9,16 +9,15 @@ from aiohttp import web
 
 from baton.errors import InvalidRequestError
 from baton.outputs import TextDelta
-from router.http.choices import accept_choices
-from router.http.exchange import REQUEST_ID, Exchange, read_body
+from router.choices import accept_choices, check_num_outputs
+from router.http.exchange import Exchange, generation_request, read_body
 from router.http.logprobs import TokenTexts
 from router.http.responses import CompletionChoice, CompletionLogprobs
-from router.http.sampling import as_client_wrote, num_choices, sampling_params
+from router.http.sampling import as_client_wrote, sampling_params
 from router.http.schema import CompletionRequest
-from router.intake import GenerationRequest, Intake
+from router.intake import Intake
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_OUTPUTS = 1024
 
 
 class CompletionDialect:
@@ -70,35 +69,28 @@ async def completions(request: web.Request, intake: Intake, model_name: str) -> 
     """Raises what `web.middleware` turns into a response."""
     received_at = time.perf_counter()
     body = await read_body(request, CompletionRequest, model_name=model_name)
-    num = num_choices(body)
-    _check_unsupported(body, num)
-    given = _prompts(body.prompt)
-    if len(given) * num > MAX_OUTPUTS:
-        raise InvalidRequestError(
-            "prompt", f"must have at most {MAX_OUTPUTS} outputs, got {len(given) * num}"
-        )
-    prompts = [await intake.tokenize(prompt) for prompt in given]
     params = sampling_params(
         body,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    generation = GenerationRequest(
-        prompt=prompts[0],
-        sampling_params=params,
-        request_id=request[REQUEST_ID],
-        received_at=received_at,
-    )
+    _check_unsupported(body, params.n)
+    given = _prompts(body.prompt)
+    check_num_outputs("prompt", len(given) * params.n)
+    prompts = [await intake.tokenize(prompt) for prompt in given]
+    generation = generation_request(request, body, prompts[0], params, received_at)
     with as_client_wrote(body):
-        calls = await accept_choices(intake, generation, prompts, num)
-    echoes = [_echo(intake, *pair) for pair in zip(prompts, given, strict=True) for _ in range(num)]
+        calls = await accept_choices(intake, generation, prompts[1:])
+    echoes = [
+        _echo(intake, *pair) for pair in zip(prompts, given, strict=True) for _ in range(params.n)
+    ]
     return await Exchange(
         request=request,
         intake=intake,
         body=body,
         calls=calls,
-        num_choices=num,
+        num_choices=params.n,
         dialect=CompletionDialect(
             echoes if body.echo else [([], "")] * len(calls),
             TokenTexts(intake.tokenizer) if body.logprobs is not None else None,

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import hdrs, web
 
-from baton.errors import HTTP_STATUS_OF, BatonError, InvalidRequestError, status_name
+from baton.errors import (
+    HTTP_STATUS_OF,
+    BatonError,
+    InvalidRequestError,
+    UnauthenticatedError,
+    status_name,
+)
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
@@ -24,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -76,6 +83,8 @@ def error_body(error: BatonError | ApiError) -> bytes:
         param, code = error.param, error.code
     elif isinstance(error, InvalidRequestError):
         param = error.field
+    elif isinstance(error, UnauthenticatedError):
+        code = "invalid_api_key"
     kind = _TYPES.get(status_of(error), "internal_error")
     return msgspec.json.encode(_ErrorBody(_Error(str(error), kind, param, code)))
 
@@ -83,9 +92,12 @@ def error_body(error: BatonError | ApiError) -> bytes:
 def error_response(error: BatonError | ApiError) -> web.Response:
     """The response to a request that failed before anything was sent."""
     status = status_of(error)
+    headers = {}
     delay_s = None if isinstance(error, ApiError) else error.retry_delay_s
-    # HTTP knows whole seconds only.
-    headers = {"Retry-After": str(math.ceil(delay_s))} if delay_s is not None else None
+    if delay_s is not None:
+        headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))  # HTTP knows whole seconds only
+    if isinstance(error, UnauthenticatedError):
+        headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     return web.Response(
         status=status, body=error_body(error), content_type="application/json", headers=headers
     )

@@ -12,19 +12,22 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from aiohttp import hdrs, web
 
-from baton.outputs import Receipt, TextDelta
+from baton.outputs import Receipt, TextDelta, join_deltas
+from baton.sampling_params import SamplingParams
 from router.call import Call
-from router.http.choices import join_deltas, merge, receipt_of
+from router.choices import merge_streams
 from router.http.errors import ApiError, known_error
 from router.http.responses import Receipts, Response, usage_of
 from router.http.sampling import as_client_wrote
 from router.http.schema import SamplingRequest, decode
 from router.http.sse import EventStream
-from router.intake import Intake
+from router.intake import GenerationRequest, Intake, Prompt
 
 T = TypeVar("T", bound=SamplingRequest)
 
 REQUEST_ID = web.RequestKey("request_id", str)
+CLIENT = web.RequestKey("client", str)
+SESSION_ID_HEADER = "X-Session-Id"
 BODY_TIMEOUT_S = 30.0
 # A client that takes nothing for so long after its deadline is cut off.
 READ_GRACE_S = 30.0
@@ -79,7 +82,7 @@ class Exchange:
                 async for index, delta in merged:
                     deltas[index].append(delta)
         outputs = [join_deltas(parts) for parts in deltas]
-        receipts = [receipt_of(output) for output in outputs]
+        receipts = [_receipt_of(output) for output in outputs]
         response = self._response(
             self.dialect.object,
             [self.dialect.choice(index, output) for index, output in enumerate(outputs)],
@@ -113,7 +116,7 @@ class Exchange:
             async for index, delta in merged:
                 ended = []
                 if delta.finish_reason is not None:
-                    ended = [receipt_of(delta)]
+                    ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
                 choice = self.dialect.chunk(index, delta)
                 if choice is not None:
@@ -129,7 +132,7 @@ class Exchange:
         await events.finish()
 
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        return merge([self.intake.stream(call) for call in self.calls])
+        return merge_streams([self.intake.stream(call) for call in self.calls])
 
     def _response(self, kind: str, choices: list[Any], receipts: list[Receipt]) -> Response:
         response = Response(
@@ -142,6 +145,25 @@ class Exchange:
         if self.body.include_receipt and receipts:
             response.baton = Receipts(receipts)
         return response
+
+
+def generation_request(
+    request: web.Request,
+    body: SamplingRequest,
+    prompt: Prompt,
+    params: SamplingParams,
+    received_at: float,
+) -> GenerationRequest:
+    """What a client asks for in body and headers."""
+    return GenerationRequest(
+        prompt=prompt,
+        sampling_params=params,
+        request_id=request[REQUEST_ID],
+        received_at=received_at,
+        session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
+        priority=body.priority or 0,
+        client=request[CLIENT],
+    )
 
 
 async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> T:
@@ -165,6 +187,12 @@ async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> 
     if body.model != model_name:
         raise unknown_model(body.model, model_name)
     return body
+
+
+def _receipt_of(delta: TextDelta) -> Receipt:
+    """Of an output's last delta."""
+    assert delta.receipt is not None
+    return delta.receipt
 
 
 def unknown_model(model: str, model_name: str) -> ApiError:

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from baton.errors import InvalidRequestError
-from baton.sampling_params import MAX_N, SamplingParams
+from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
 from router.http.schema import ResponseFormat, SamplingRequest, StructuredOutputs
 
 # Names and meanings that OpenAI's or vLLM's requests and SamplingParams share.
 _SAME = (
+    "n",
     "temperature",
     "top_p",
     "min_p",
@@ -75,14 +76,6 @@ def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
         else:
             field = "tools"
         raise InvalidRequestError(field, error.problem) from None
-
-
-def num_choices(request: SamplingRequest) -> int:
-    """Outputs per prompt; raises InvalidRequestError."""
-    num = 1 if request.n is None else request.n
-    if not 1 <= num <= MAX_N:
-        raise InvalidRequestError("n", f"must be 1 to {MAX_N}, got {num}")
-    return num
 
 
 def _only_one(

@@ -59,6 +59,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         include_receipt: Baton's; adds ``"baton": {"receipts": [...]}`` to the response.
+        session_id: Baton's; requests with the same one share a beginning. OpenAI's ``user`` is
+            somebody who may have many.
+        priority: vLLM's; where requests wait, smaller goes first.
         user: and those after it: taken from clients that send them, without an effect.
     """
 
@@ -85,6 +88,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     banned_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     include_receipt: bool | None = None
+    session_id: str | None = None
+    priority: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None

@@ -12,10 +12,11 @@ from aiohttp import hdrs, web
 
 from baton.errors import ConfigError
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES, split_address
+from router.api_keys import ApiKeys
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import ApiError, error_middleware, error_response
-from router.http.exchange import REQUEST_ID, unknown_model
+from router.http.exchange import CLIENT, REQUEST_ID, unknown_model
 from router.http.responses import ModelList, ModelObject
 from router.intake import MAX_REQUEST_ID_CHARS, Intake
 from router.metrics import RouterMetrics
@@ -33,6 +34,7 @@ class HttpServer:
 
     Args:
         model_name: what clients call the model.
+        api_keys: who may call what is below ``/v1``.
         cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
         grace_s: when it stops, requests in progress have so long to end.
     """
@@ -44,6 +46,7 @@ class HttpServer:
         metrics: RouterMetrics,
         *,
         model_name: str,
+        api_keys: ApiKeys | None = None,
         cors_origin: str = "",
         grace_s: float = 0.0,
     ) -> None:
@@ -51,11 +54,12 @@ class HttpServer:
         self._pool = pool
         self._metrics = metrics
         self._model_name = model_name
+        self._api_keys = api_keys or ApiKeys()
         self._cors_origin = cors_origin
         self._created = int(time.time())
         app = web.Application(
             client_max_size=MAX_CLIENT_MESSAGE_BYTES,
-            middlewares=[self._name_and_preflight, error_middleware],
+            middlewares=[self._name_and_preflight, error_middleware, self._authenticate],
         )
         app.on_response_prepare.append(self._add_headers)
         app.add_routes(
@@ -110,6 +114,14 @@ class HttpServer:
         is_preflight = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
         if request.method == hdrs.METH_OPTIONS and is_preflight and self._cors_origin:
             return web.Response(status=204)
+        return await handler(request)
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Handler) -> Any:
+        """Find out whose request it is; what operators' programs ask needs no key."""
+        if request.path.startswith("/v1/"):
+            authorization = request.headers.get(hdrs.AUTHORIZATION, "")
+            request[CLIENT] = self._api_keys.client_of(authorization)
         return await handler(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:

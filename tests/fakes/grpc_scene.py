@@ -14,13 +14,14 @@ from baton.rpc import RpcServer
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.dispatcher import Dispatcher
+from router.api_keys import ApiKeys
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
 from router.policies.least_tokens import LeastTokens
 from router.retry_budget import RetryOptions
 from router.service import InferenceService
 from tests.fakes.nodes import HandNode, make_pool, make_registration, token, token_1
+from tests.fakes.router_scene import RecordingDispatcher
 
 TOKENIZER = Tokenizer(Path(__file__).parents[2] / "examples" / "demo_model")
 
@@ -67,7 +68,9 @@ class AnsweringNode(HandNode):
 class GrpcScene:
     """What a test needs of a served router; ``talks`` is cleared to silence the decode node."""
 
-    def __init__(self, options: JournalOptions | None = None) -> None:
+    def __init__(
+        self, options: JournalOptions | None = None, api_keys: ApiKeys | None = None
+    ) -> None:
         self.pool = make_pool()
         self.talks = asyncio.Event()
         self.talks.set()
@@ -75,10 +78,12 @@ class GrpcScene:
         self.decode = AnsweringNode(self, NodeRole.DECODE)
         self.prefill.reach(self.decode)
         retries = RetryOptions(max_attempts=1, pair_timeout_s=0)
-        self.dispatcher = Dispatcher(self.pool, LeastTokens(), retries)
+        self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), retries)
         intake = Intake(self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
         self.journal = Journal(options)
-        self.service = InferenceService(intake, model="demo", journal=self.journal)
+        self.service = InferenceService(
+            intake, model="demo", journal=self.journal, api_keys=api_keys
+        )
 
     async def until_quiet(self) -> None:
         """Until no request is in progress."""
@@ -89,16 +94,16 @@ class GrpcScene:
 
 @contextlib.asynccontextmanager
 async def served(
-    options: JournalOptions | None = None,
+    options: JournalOptions | None = None, *, api_keys: ApiKeys | None = None, api_key: str = ""
 ) -> AsyncIterator[tuple[GrpcScene, AsyncClient]]:
     """A scene behind a real server, and a client of it."""
-    scene = GrpcScene(options)
+    scene = GrpcScene(options, api_keys)
     server = RpcServer(
         [inference_pb2.DESCRIPTOR.services_by_name["Inference"]],
         lambda one: inference_pb2_grpc.add_InferenceServicer_to_server(scene.service, one),  # type: ignore[no-untyped-call]  # generated
     )
     address = await server.start("127.0.0.1:0")
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, api_key=api_key) as client:
         yield scene, client
     await server.stop(0)
 

@@ -15,13 +15,12 @@ import aiohttp
 from baton.link import PrefillCommand, RequestDelta, RequestError
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
 from baton.tokenizer import Tokenizer
-from router.dispatcher import Dispatcher
 from router.http.server import HttpServer
 from router.intake import Intake
 from router.metrics import RouterMetrics
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
-from tests.fakes.router_scene import NO_RETRIES
+from tests.fakes.router_scene import NO_RETRIES, RecordingDispatcher
 
 TOKENIZER = Tokenizer(Path(__file__).parents[2] / "examples" / "demo_model")
 MODEL = "demo"
@@ -32,13 +31,14 @@ class HttpScene:
 
     Attributes:
         session: an HTTP client; ``url`` is where the API is.
+        headers: of every request that is posted.
     """
 
     def __init__(self, *, pair: bool = True, timeout_s: float = 60.0, **options: Any) -> None:
         self.pool = make_pool()
         if pair:
             self.prefill, self.decode = join_pair(self.pool)
-        self.dispatcher = Dispatcher(self.pool, LeastTokens(), NO_RETRIES)
+        self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), NO_RETRIES)
         self.metrics = RouterMetrics(self.pool)
         intake = Intake(
             self.dispatcher,
@@ -48,6 +48,7 @@ class HttpScene:
             metrics=self.metrics,
         )
         self.server = HttpServer(intake, self.pool, self.metrics, model_name=MODEL, **options)
+        self.headers: dict[str, str] = {}
         self.session: aiohttp.ClientSession
         self.url = ""
 
@@ -64,7 +65,7 @@ class HttpScene:
         return asyncio.ensure_future(self._post(path, {**given, **body}))
 
     async def _post(self, path: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        return await self.session.post(self.url + path, json=body)
+        return await self.session.post(self.url + path, json=body, headers=self.headers)
 
     async def command(self, number: int = 1) -> PrefillCommand:
         """The last of so many commands that the prefill node is to get."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from baton.link import NodeRole, PrefillCommand
@@ -20,6 +20,18 @@ from tests.fakes.nodes import HandNode, make_pool, make_registration
 
 PARAMS = SamplingParams(max_tokens=3, seed=1)
 NO_RETRIES = RetryOptions(max_attempts=1, pair_timeout_s=0)
+
+
+class RecordingDispatcher(Dispatcher):
+    """Remembers the calls that it was given."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.calls: list[Call] = []
+
+    def run(self, call: Call) -> AsyncGenerator[CallOutput, None]:
+        self.calls.append(call)
+        return super().run(call)
 
 
 class Scene:

@@ -1,42 +1,71 @@
-"""Unit tests of choices: n outputs of one prompt are n requests whose streams run side by side."""
+"""Unit tests of choices: n outputs of prompts are so many calls whose streams run side by side."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 
 import pytest
 
+from baton.errors import InvalidRequestError, NodeUnavailableError
+from baton.outputs import FinishReason, TextDelta, join_deltas
 from baton.prompt import choice_seed
 from baton.sampling_params import MAX_SEED, SamplingParams
-from router.choices import merge_streams, split_choices
-from router.intake import GenerationRequest
+from router.call import Call
+from router.choices import accept_choices, check_num_outputs, merge_streams
+from router.dispatcher import Dispatcher
+from router.intake import GenerationRequest, Intake, Prompt
+from router.policies.least_tokens import LeastTokens
+from tests.fakes.nodes import make_pool
+from tests.fakes.router_scene import asynchronous
 
 
-def request(params: SamplingParams, request_id: str = "a") -> GenerationRequest:
-    return GenerationRequest(
-        prompt="x", sampling_params=params, request_id=request_id, received_at=0.0
+def accept(params: SamplingParams, request_id: str = "a", *more_prompts: Prompt) -> list[Call]:
+    intake = Intake(
+        Dispatcher(make_pool(), LeastTokens()), None, vocab_size=100, default_timeout_s=60.0
     )
+    request = GenerationRequest(
+        prompt=[1, 2],
+        sampling_params=params,
+        request_id=request_id,
+        received_at=0.0,
+        session_id="s",
+        priority=3,
+        client="alice",
+    )
+    return asyncio.run(accept_choices(intake, request, more_prompts))
 
 
-def test_one_output_is_the_request_itself() -> None:
-    one = request(SamplingParams())
-    assert split_choices(one) == [one]
+def test_one_output_has_the_requests_id_and_seed() -> None:
+    [call] = accept(SamplingParams(seed=7))
+    assert (call.request_id, call.sampling_params) == ("a", SamplingParams(seed=7))
 
 
-def test_each_output_has_its_own_id_and_the_next_seed() -> None:
-    parts = split_choices(request(SamplingParams(n=3, seed=7, top_k=5)))
-    assert [part.request_id for part in parts] == ["a", "a-1", "a-2"]
-    assert [part.sampling_params for part in parts] == [
-        SamplingParams(seed=seed, top_k=5) for seed in (7, 8, 9)
+def test_each_output_has_its_own_id_and_the_next_seed_of_its_prompt() -> None:
+    calls = accept(SamplingParams(n=2, seed=7, top_k=5), "a", [3], [4])
+    assert [call.request_id for call in calls] == ["a", "a-1", "a-2", "a-3", "a-4", "a-5"]
+    assert [call.prompt_token_ids for call in calls] == [[1, 2], [1, 2], [3], [3], [4], [4]]
+    assert [call.sampling_params for call in calls] == [
+        SamplingParams(seed=seed, top_k=5) for seed in (7, 8) * 3
     ]
+    assert {(call.session_id, call.priority, call.client) for call in calls} == {("s", 3, "alice")}
 
 
-def test_without_id_and_seed_they_are_drawn_once_for_all() -> None:
-    first, second = split_choices(request(SamplingParams(n=2), request_id=""))
+def test_without_id_and_seed_they_are_drawn_once_for_all_of_a_prompt() -> None:
+    first, second, third, _ = accept(SamplingParams(n=2), "", [3])
+    assert first.request_id
     assert second.request_id == f"{first.request_id}-1"
     assert first.sampling_params.seed is not None
     assert second.sampling_params.seed == choice_seed(first.sampling_params.seed, 1)
+    assert third.sampling_params.seed != first.sampling_params.seed
+
+
+def test_outputs_have_a_limit_and_prompts_must_be_there() -> None:
+    check_num_outputs("prompts", 1024)
+    for num in (0, 1025):
+        with pytest.raises(InvalidRequestError, match=f"^prompt: must make 1 to 1024 .* got {num}"):
+            check_num_outputs("prompt", num)
 
 
 def test_seeds_wrap_around_and_stay_seeds() -> None:
@@ -45,53 +74,79 @@ def test_seeds_wrap_around_and_stay_seeds() -> None:
     SamplingParams(seed=choice_seed(MAX_SEED, 127))
 
 
-class Stream:
-    """Yields what it is fed; remembers that it was closed."""
+class Source:
+    """Streams that know how far they were read and that they were closed."""
 
-    def __init__(self) -> None:
-        self.fed: asyncio.Queue[int | Exception | None] = asyncio.Queue()
-        self.closed = False
+    def __init__(self, num_streams: int, num_deltas: int = 5) -> None:
+        self.num_read = [0] * num_streams
+        self.closed = [False] * num_streams
+        self.fails: set[int] = set()
+        self.waits: set[int] = set()
+        self._num_deltas = num_deltas
+        self.streams = [self._stream(index) for index in range(num_streams)]
 
-    async def items(self) -> AsyncGenerator[int, None]:
+    async def _stream(self, number: int) -> AsyncGenerator[TextDelta, None]:
         try:
-            while (item := await self.fed.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+            for index in range(self._num_deltas):
+                if number in self.waits:
+                    await asyncio.Event().wait()
+                if number in self.fails and index == 1:
+                    raise NodeUnavailableError("gone")
+                self.num_read[number] += 1
+                yield TextDelta(str(number), index, (index,), f"{index} ")
+                await asyncio.sleep(0)
         finally:
-            self.closed = True
+            self.closed[number] = True
 
 
-def test_streams_are_merged_as_they_come_and_end_together() -> None:
+@pytest.mark.parametrize("num_streams", [1, 2, 5])
+def test_every_delta_arrives_once_and_in_its_streams_order(num_streams: int) -> None:
     async def run() -> None:
-        streams = [Stream(), Stream()]
-        merged = merge_streams([stream.items() for stream in streams])
-        streams[1].fed.put_nowait(10)
-        assert await anext(merged) == (1, 10)
-        streams[0].fed.put_nowait(20)
-        streams[0].fed.put_nowait(None)
-        assert await anext(merged) == (0, 20)
-        streams[1].fed.put_nowait(11)
-        streams[1].fed.put_nowait(None)
-        assert [item async for item in merged] == [(1, 11)]
-        assert all(stream.closed for stream in streams)
+        source = Source(num_streams)
+        merged = [item async for item in merge_streams(source.streams)]
+        assert len(merged) == 5 * num_streams
+        for number in range(num_streams):
+            found = [delta.output_index for index, delta in merged if index == number]
+            assert found == list(range(5))
+        assert all(source.closed)
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fails", [True, False], ids=["one fails", "the reader leaves"])
-def test_when_it_ends_early_every_stream_is_closed(fails: bool) -> None:
-    async def run() -> None:
-        streams = [Stream(), Stream(), Stream()]
-        merged = merge_streams([stream.items() for stream in streams])
-        streams[0].fed.put_nowait(1)
-        assert await anext(merged) == (0, 1)
-        if fails:
-            streams[1].fed.put_nowait(ValueError("x"))
-            with pytest.raises(ValueError, match="x"):
-                await anext(merged)
-        else:
-            await merged.aclose()
-        assert all(stream.closed for stream in streams)
+@asynchronous
+async def test_a_slow_reader_holds_the_streams_up() -> None:
+    source = Source(2, num_deltas=1000)
+    async with contextlib.aclosing(merge_streams(source.streams)) as merged:
+        for _ in range(5):
+            await anext(merged)
+            for _ in range(50):
+                await asyncio.sleep(0)
+        # Those that were taken, those that wait, and one in the hands of each stream.
+        assert sum(source.num_read) <= 5 + 2 + 2
+    assert all(source.closed)
 
-    asyncio.run(run())
+
+@asynchronous
+async def test_who_stops_reading_ends_all_streams() -> None:
+    source = Source(3)
+    source.waits = {1}
+    async with contextlib.aclosing(merge_streams(source.streams)) as merged:
+        await anext(merged)
+    assert all(source.closed)
+
+
+@pytest.mark.parametrize("num_streams", [1, 3])
+def test_the_error_of_one_ends_all(num_streams: int) -> None:
+    async def run() -> None:
+        source = Source(num_streams)
+        source.fails, source.waits = {0}, {2}
+        with pytest.raises(NodeUnavailableError, match=r"^gone$"):
+            assert [item async for item in merge_streams(source.streams)] == []
+        assert all(source.closed)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_joined_deltas_are_one_output() -> None:
+    parts = [TextDelta("a", 0, (1,), "x"), TextDelta("a", 1, (2, 3), "yz", FinishReason.STOP)]
+    assert join_deltas(parts) == TextDelta("a", 0, (1, 2, 3), "xyz", FinishReason.STOP)

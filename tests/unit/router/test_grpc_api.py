@@ -110,6 +110,26 @@ async def test_leaving_a_batch_cancels_all_of_it() -> None:
         assert len(scene.decode.of(CancelCommand)) == 4
 
 
+# ---------------------------------------------------------------- sessions, priorities
+
+
+@asynchronous
+async def test_session_and_priority_reach_the_call() -> None:
+    async with served() as (scene, client):
+        await client.generate([1], params(1), session_id="talk", priority=-3)
+        await client.generate_batch([[1], [2]], params(1, n=2), session_id="b", priority=5)
+        await client.generate([1], params(1))
+        assert [(call.session_id, call.priority) for call in scene.dispatcher.calls] == [
+            ("talk", -3),
+            *[("b", 5)] * 4,
+            ("", 0),
+        ]
+        with pytest.raises(InvalidRequestError, match=r"^priority: must be -2147483648 to"):
+            await client.generate([1], params(1), priority=2**31)
+        with pytest.raises(InvalidRequestError, match=r"^session_id: must have at most 256"):
+            await client.generate([1], params(1), session_id="x" * 257)
+
+
 # ---------------------------------------------------------------- errors
 
 

@@ -37,6 +37,9 @@ class _NoDeadline:
     def set_trailing_metadata(self, trailers: object) -> None:
         pass  # tests/unit/router/test_grpc_api.py reads them
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
 
 class Scene:
     """A service over one pair of nodes that say one token of `TEXT` after the other."""

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import InvalidRequestError
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
-from router.http.sampling import num_choices, sampling_params
+from router.http.sampling import sampling_params
 from router.http.schema import SamplingRequest
 
 SCHEMA = {"type": "object"}
@@ -90,7 +90,7 @@ def test_errors_name_the_field_that_the_client_wrote(fields: dict[str, Any], mes
 
 
 def test_n_has_limits() -> None:
-    assert (num_choices(request()), num_choices(request(n=128))) == (1, 128)
-    for n in (0, 129):
-        with pytest.raises(InvalidRequestError, match=rf"^n: must be 1 to 128, got {n}$"):
-            num_choices(request(n=n))
+    assert (params().n, params(n=128).n) == (1, 128)
+    for n, limit in ((0, "1 or more"), (129, "128 or less")):
+        with pytest.raises(InvalidRequestError, match=rf"^n: must be {limit}, got {n}$"):
+            params(n=n)

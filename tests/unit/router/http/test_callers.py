@@ -1,0 +1,67 @@
+"""Unit tests of who calls over HTTP: sessions, priorities, API keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from baton.outputs import FinishReason
+from router.api_keys import ApiKeys
+from tests.fakes.http_scene import MODEL, HttpScene, on_http
+
+
+@on_http()
+async def test_session_and_priority_reach_the_call_from_body_or_header(scene: HttpScene) -> None:
+    bodies: list[dict[str, Any]] = [{"user": "me"}, {"priority": -3}, {"session_id": "of body"}]
+    for number, body in enumerate(bodies):
+        scene.headers = {"X-Session-Id": "of header"} if number else {}
+        reply = scene.post(**body)
+        scene.say(await scene.command(number + 1), 0, "x", last=FinishReason.STOP)
+        assert (await reply).status == 200
+    assert [(call.session_id, call.priority) for call in scene.dispatcher.calls] == [
+        ("", 0),
+        ("of header", -3),
+        ("of body", 0),
+    ]
+
+
+def test_only_who_brings_a_key_is_served_and_operators_need_none(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("alice:secret-1\n", encoding="utf-8")
+
+    @on_http(api_keys=ApiKeys(path), cors_origin="*")
+    async def run(scene: HttpScene) -> None:
+        session, url = scene.session, scene.url
+        paths = ["/v1/models", f"/v1/models/{MODEL}", "/v1/nothing"]
+        for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "secret-1"}):
+            for get in paths:
+                async with session.get(url + get, headers=headers) as response:
+                    await check_refused(response)
+            scene.headers = headers
+            for post in ("/v1/completions", "/v1/chat/completions"):
+                await check_refused(await scene.post(post))
+        for free in ("/health", "/ready", "/metrics"):
+            async with session.get(url + free) as response:
+                assert response.status == 200
+        preflight = {"Access-Control-Request-Method": "POST"}
+        async with session.options(url + "/v1/completions", headers=preflight) as response:
+            assert response.status == 204  # browsers ask without the key
+        assert scene.dispatcher.calls == []
+
+        scene.headers = {"Authorization": "Bearer secret-1"}
+        reply = scene.post()
+        scene.say(await scene.command(), 0, "x", last=FinishReason.STOP)
+        assert (await reply).status == 200
+        assert [call.client for call in scene.dispatcher.calls] == ["alice"]
+
+    run()
+
+
+async def check_refused(response: aiohttp.ClientResponse) -> None:
+    assert response.status == 401
+    assert response.headers["WWW-Authenticate"] == "Bearer"
+    error = (await response.json())["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+    assert "secret" not in error["message"]
