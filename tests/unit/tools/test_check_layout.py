@@ -8,7 +8,6 @@ import pytest
 
 from tools import check_layout
 
-
 MAP = "# Map\n\n**`baton/`: the ground.**\n\n| file | job |\n|---|---|\n| `version.py` | v |\n"
 
 
