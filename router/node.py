@@ -69,6 +69,7 @@ class Node:
         reports: what the node said about peers, by engine id.
         load: what policies see; written here and in the pool only.
         legs: by epoch.
+        clock: seconds that never go back.
     """
 
     registration: NodeRegistration
@@ -77,6 +78,7 @@ class Node:
     legs: dict[int, _Leg] = field(default_factory=dict)
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
+    clock: Callable[[], float] = time.monotonic
     load: NodeLoad = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +86,7 @@ class Node:
 
     def meet(self, shared: SharedRates) -> None:
         """Start counting anew, on the grounds of what other nodes measured."""
-        self.load = NodeLoad(self.registration, shared)
+        self.load = NodeLoad(self.registration, shared, self.clock)
 
     @property
     def name(self) -> str:
@@ -166,11 +168,11 @@ class Node:
             return
         begun_at = self._begin(leg) if leg.begun_at is None else leg.begun_at
         if delta.decode is not None:
-            self.load.note_decoded(delta.decode, time.monotonic() - begun_at)
+            self.load.note_decoded(delta.decode, self.clock() - begun_at)
 
     def _begin(self, leg: _Leg) -> float:
         """An attempt's first token on a decode node came."""
-        leg.begun_at = time.monotonic()
+        leg.begun_at = self.clock()
         self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
         leg.num_arriving = leg.num_uncomputed = 0
         return leg.begun_at
