@@ -7,23 +7,25 @@ requests in and streams them says so here; `/metrics` serves the text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.errors import BatonError, status_name
 from baton.link import NodeRole
 from baton.outputs import Receipt, TextDelta
+from router.admission import Admission
+from router.node import Node
 from router.node_pool import NodePool
 
 _PREFIX = "baton_router"
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_NODE_STATES = ("ready", "joined", "draining", "lost")
+_NODE_STATES = ("ready", "joined", "draining", "spared", "lost")
 
 
 class RequestRecord:
@@ -45,9 +47,10 @@ class RouterMetrics:
 
     Args:
         pool: whose nodes are counted when somebody asks.
+        admission: whose queue is looked at then.
     """
 
-    def __init__(self, pool: NodePool | None = None) -> None:
+    def __init__(self, pool: NodePool | None = None, admission: Admission | None = None) -> None:
         registry = self._registry = CollectorRegistry()
         self._requests = Counter(
             f"{_PREFIX}_requests",
@@ -87,6 +90,8 @@ class RouterMetrics:
         )
         if pool is not None:
             registry.register(_NodeCollector(pool))
+        if admission is not None:
+            registry.register(_AdmissionCollector(admission))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -145,15 +150,51 @@ class _NodeCollector(Collector):
         usable = (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)
         ready = {node.engine_id for node in usable}
         for node in self._pool.nodes:
-            state = "ready" if node.engine_id in ready else "joined"
-            counts[node.registration.role, "draining" if node.is_draining else state] += 1
+            counts[node.registration.role, _state(node, ready)] += 1
         for registration in self._pool.lost:
             counts[registration.role, "lost"] += 1
         family = GaugeMetricFamily(
             f"{_PREFIX}_nodes",
-            "Nodes; ready: requests can go there; joined: they reach no other node yet.",
+            "Nodes; ready: requests can go there; joined: they reach no other node yet; spared: "
+            "they failed lately, or are new and have a first request.",
             labels=["role", "state"],
         )
         for (role, state), count in counts.items():
             family.add_metric([role.value, state], count)
         yield family
+
+
+def _state(node: Node, ready: Set[str]) -> str:
+    if node.is_draining:
+        return "draining"
+    if node.engine_id in ready:
+        return "ready"
+    return "spared" if node.health.is_unwanted(node.num_open) else "joined"
+
+
+class _AdmissionCollector(Collector):
+    """What waits before the nodes, and what was refused."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._admission.state()
+        for name, text, value in (
+            ("requests_queued", "Requests that wait for nodes to have room.", state.num_queued),
+            ("queued_prompt_tokens", "Prompt tokens of these.", state.num_queued_tokens),
+            (
+                "expected_wait_seconds",
+                "Until those that wait have their first tokens.",
+                state.expected_wait_s,
+            ),
+        ):
+            yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=value)
+        refused = CounterMetricFamily(
+            f"{_PREFIX}_requests_refused",
+            "Requests that were refused before anything was computed for them.",
+            labels=["reason"],
+        )
+        for reason, count in state.num_refused.items():
+            refused.add_metric([reason], count)
+        yield refused

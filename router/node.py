@@ -74,6 +74,7 @@ class Node:
         load: what policies see; written here and in the pool only.
         health: whether it should get requests.
         legs: by epoch.
+        clock: seconds that never go back.
     """
 
     registration: NodeRegistration
@@ -82,6 +83,7 @@ class Node:
     legs: dict[int, _Leg] = field(default_factory=dict)
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
+    clock: Callable[[], float] = time.monotonic
     load: NodeLoad = field(init=False)
     health: NodeHealth = field(init=False)
 
@@ -90,7 +92,7 @@ class Node:
 
     def meet(self, shared: SharedRates, health: NodeHealth) -> None:
         """Start counting anew, on the grounds of what other nodes measured."""
-        self.load = NodeLoad(self.registration, shared)
+        self.load = NodeLoad(self.registration, shared, self.clock)
         self.health = health
 
     @property
@@ -119,10 +121,10 @@ class Node:
         """Look at the node's health; to be called once per beat interval."""
         load = self.load
         if load.prefill_queue_s and self.legs:
-            stalled_s = time.monotonic() - load.prefill_progress_at
+            stalled_s = self.clock() - load.prefill_progress_at
             if stalled_s > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
                 self.health.spare(f"no progress for {stalled_s:.0f} s")
-                load.prefill_progress_at = time.monotonic()
+                load.prefill_progress_at = self.clock()
         self.health.tick()
         load.weight = self.health.weight
 
@@ -192,11 +194,11 @@ class Node:
             return
         begun_at = self._begin(leg) if leg.begun_at is None else leg.begun_at
         if delta.decode is not None:
-            self.load.note_decoded(delta.decode, time.monotonic() - begun_at)
+            self.load.note_decoded(delta.decode, self.clock() - begun_at)
 
     def _begin(self, leg: _Leg) -> float:
         """An attempt's first token on a decode node came."""
-        leg.begun_at = time.monotonic()
+        leg.begun_at = self.clock()
         self.health.note_success()
         self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
         leg.num_arriving = leg.num_uncomputed = 0

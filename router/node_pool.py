@@ -54,6 +54,7 @@ class NodePool:
         eligibility: a node for which one of these says no gets no new requests. Whoever makes one
             change its mind calls `note_eligibility_change`.
         may_self_prefill: whether decode nodes may be given prompts to compute.
+        clock: seconds that never go back.
 
     Attributes:
         router_id: tells this process's requests from those of other routers.
@@ -68,8 +69,10 @@ class NodePool:
         max_missed_beats: int = 4,
         eligibility: Sequence[Callable[[Node], bool]] = (),
         may_self_prefill: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.router_id = secrets.token_hex(4)
+        self.clock = clock
         self._model_digest = model_digest
         self._model_max_len = max_model_len
         self._max_missed_beats = max_missed_beats
@@ -84,7 +87,7 @@ class NodePool:
         self._may_self_prefill = may_self_prefill
         self._fleet: Fleet | None = None  # None: to be made anew
         self._changed = asyncio.Event()
-        self.prefix_index = PrefixIndex()
+        self.prefix_index = PrefixIndex(clock=clock)
 
     @property
     def nodes(self) -> list[Node]:
@@ -99,7 +102,7 @@ class NodePool:
     @property
     def lost(self) -> list[NodeRegistration]:
         """Nodes that fell silent in the last minutes and did not come back."""
-        oldest = time.monotonic() - LOST_NODES_SHOWN_S
+        oldest = self.clock() - LOST_NODES_SHOWN_S
         self._lost = {name: item for name, item in self._lost.items() if item[0] > oldest}
         return [registration for _, registration in self._lost.values()]
 
@@ -158,7 +161,8 @@ class NodePool:
             other.registration.role is node.registration.role and other.num_open
             for other in self._nodes.values()
         )
-        node.meet(self._rates, NodeHealth(node.name, self._note_change, is_canary=is_canary))
+        health = NodeHealth(node.name, self._note_change, is_canary=is_canary, clock=self.clock)
+        node.meet(self._rates, health)
         self._nodes[node.engine_id] = node
         registration = node.registration
         if registration.prefix_hash in HASH_ALGORITHMS:
@@ -219,7 +223,7 @@ class NodePool:
             node.num_missed_beats += 1
             # (The first is no miss: the beat of this interval may be on its way.)
             if node.num_missed_beats > self._max_missed_beats + 1:
-                self._lost[node.name] = (time.monotonic(), node.registration)
+                self._lost[node.name] = (self.clock(), node.registration)
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
 

@@ -102,7 +102,7 @@ async def serve(config: RouterConfig) -> None:
         Capacity(lambda: pool.fleet, config.admission.prefill_window_s), config.admission
     )
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
-    metrics = RouterMetrics(pool)
+    metrics = RouterMetrics(pool, admission)
     intake = Intake(
         dispatcher,
         Tokenizer(folder) if Tokenizer.exists_in(folder) else None,

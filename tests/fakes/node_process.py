@@ -31,6 +31,7 @@ from router.node import Node
 from router.node_pool import NodePool
 from tests.fakes.handoff_cluster import endpoint_of
 from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.virtual_loop import VirtualLoop
 
 
 @dataclass(slots=True)
@@ -58,13 +59,14 @@ class NodeProcess:
         muted: nothing passes between it and the router, and neither end is told.
     """
 
-    def __init__(self, name: str, clock: VirtualClock, pool: NodePool) -> None:
+    def __init__(self, name: str, clock: VirtualClock, loop: VirtualLoop, pool: NodePool) -> None:
         self.name = name
         self.node: PrefillNode | DecodeNode
         self.registration: NodeRegistration
         self.link: Link | None = None
         self.stopped = self.muted = self.dead = False
         self._clock = clock
+        self._loop = loop  # of the router
         self._pool = pool
         self._links: list[Link] = []  # whose end the router has not seen yet, and the present one
         self._dial_at = self._beat_at = 0.0
@@ -101,12 +103,13 @@ class NodeProcess:
 
     def talk(self, num_up: int, num_down: int) -> None:
         """The asyncio side: beats, dials, and carries so many messages each way."""
-        if self.is_going:
-            self._keep_link()
-        if self.muted:
-            return
-        while num_up > 0 and self._hear():
-            num_up -= 1
+        with self._loop.entered():
+            if self.is_going:
+                self._keep_link()
+            if self.muted:
+                return
+            while num_up > 0 and self._hear():
+                num_up -= 1
         while num_down > 0 and self.is_going and self._obey():
             num_down -= 1
 
@@ -127,7 +130,7 @@ class NodeProcess:
     def _dial(self) -> None:
         link = self.link = Link()
         self._num_missed_beats = 0
-        link.joined = Node(self.registration, link.send, hang_up=link.hang_up)
+        link.joined = Node(self.registration, link.send, hang_up=link.hang_up, clock=self._clock)
         assert self._pool.refusal(self.registration) == ""
         self._pool.add(link.joined)
         self._links = [*(old for old in self._links if old.joined is not None), link]

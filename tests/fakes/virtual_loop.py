@@ -4,8 +4,9 @@ something now. What runs on it is real asyncio, its timers included."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import Context
 from typing import Any, TypeVarTuple
 
@@ -42,6 +43,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         self._num_calls += 1
         return super().call_soon(callback, *args, context=context)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """What is done here sees this loop as the one that runs, as a callback of it does."""
+        asyncio._set_running_loop(self)
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(None)
 
     def run_until_idle(self) -> None:
         """Run all that can run now: timers that are due, and what follows from them."""

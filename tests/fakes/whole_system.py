@@ -32,6 +32,7 @@ from router.dispatcher import Dispatcher
 from router.node_pool import NodePool
 from router.policies import POLICIES
 from router.retry_budget import RetryBudget, RetryOptions
+from router.wake_ups import WakeUps
 from tests.fakes.dead_engines import let_die
 from tests.fakes.handoff_cluster import (
     BLOCK_SIZE,
@@ -63,6 +64,7 @@ class Setup:
         num_blocks: of each node and KV cache group; few, so that memory is short.
         num_groups: of the model.
         expected_kv: the KV of a prompt, by an engine that shares nothing with these.
+        router_is_busy: so that it wakes readers no more often than it must.
     """
 
     folder: Path
@@ -75,6 +77,7 @@ class Setup:
     options: DecodeOptions
     preemption: str
     policy: str
+    router_is_busy: bool
 
 
 @dataclass(slots=True)
@@ -143,7 +146,7 @@ class System:
         self.clock = VirtualClock()
         self.loop = VirtualLoop(self.clock)
         self.network = ScriptedNetwork()
-        self.pool = NodePool(model_digest="digest", max_model_len=1000)
+        self.pool = NodePool(model_digest="digest", max_model_len=1000, clock=self.clock)
         self.dispatcher = Dispatcher(
             self.pool,
             POLICIES.load(setup.policy)(),
@@ -151,6 +154,10 @@ class System:
             RetryBudget(clock=self.clock),
         )
         self.dispatcher.epochs = itertools.count(1)
+        busy_share = 1.0 if setup.router_is_busy else 0.0
+        self.dispatcher.wake_ups = WakeUps(
+            clock=self.clock, cpu_clock=lambda: busy_share * self.clock()
+        )
         self.processes: dict[str, NodeProcess] = {}
         self.by_id: dict[str, NodeProcess] = {}
         self.dead: set[str] = set()
@@ -174,7 +181,7 @@ class System:
         """Start a node; in the place of an earlier one it is another peer."""
         setup = self.setup
         is_prefill = name.startswith("p")
-        process = NodeProcess(name, self.clock, self.pool)
+        process = NodeProcess(name, self.clock, self.loop, self.pool)
         engine_id = f"{name}-{len(self.by_id)}"
         config = EngineConfig(
             block_size=BLOCK_SIZE,
@@ -299,7 +306,10 @@ class System:
             client.may_read.set()
 
     def settle(self) -> None:
-        """Let all happen, without faults, until nothing but beats happens for a while."""
+        """Let all happen, without faults, until nothing but beats happens for a while.
+
+        All that live must be together by then, and no block kept from a peer that is gone.
+        """
         quiet_since, last = self.clock(), -1
         give_up_at = quiet_since + SETTLE_S
         while (now := self.clock()) - quiet_since < QUIET_S:
@@ -308,8 +318,17 @@ class System:
             self.flow(IDLE_ROUND_S if now - quiet_since > ROUND_S else ROUND_S)
             busy |= self.num_steps != last or not all(client.is_done for client in self.clients)
             last = self.num_steps
-            if busy:
+            if busy or not self._is_whole:
                 quiet_since = self.clock()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all that live reach each other, and nothing is held for what is gone."""
+        alive = [process for process in self.processes.values() if not process.dead]
+        num_prefills = sum(isinstance(process.node, PrefillNode) for process in alive)
+        if num_pairs(self.pool) != num_prefills * (len(alive) - num_prefills):
+            return False
+        return all(process.node.beat().num_quarantined_blocks == 0 for process in alive)
 
     @property
     def num_steps(self) -> int:
@@ -317,13 +336,18 @@ class System:
         return sum(process.node.engine.num_steps for process in self.by_id.values())
 
     def close(self) -> None:
-        """End the router; nothing of it may be left."""
+        """End the router; of calls that are over nothing may be left."""
         self._watch.cancel()
         self.loop.run_until_idle()
-        left = asyncio.all_tasks(self.loop)
-        self.loop.close()
-        assert left == set()
+        assert asyncio.all_tasks(self.loop) == set()
         assert self.loop.errors == []
+
+    def abandon(self) -> None:
+        """End what a test that failed left behind; harmless after `close`."""
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_until_idle()
+        self.loop.close()
 
     # ------------------------------------------------------------------ what must hold
 

@@ -78,6 +78,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
         local_prefill_threshold=st.sampled_from([0, 6]),
         preemption=st.sampled_from(PREEMPTION),
         policy=st.sampled_from(POLICIES.names()),
+        router_is_busy=st.booleans(),
         restarts_at_end=st.booleans(),
     )
     def make(
@@ -91,6 +92,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
         local_prefill_threshold: int,
         preemption: str,
         policy: str,
+        router_is_busy: bool,
         restarts_at_end: bool,
     ) -> None:
         self.mixed, self.kv_digests = mixed, kv_digests
@@ -113,6 +115,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
                 ),
                 preemption=preemption,
                 policy=policy,
+                router_is_busy=router_is_busy,
             )
         )
         dead = self.system.dead
@@ -345,6 +348,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
         try:
             self.drain()
         finally:
+            self.system.abandon()
             self.patch.undo()
 
     def drain(self) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError
+from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError, OverloadedError
 from baton.link import NodeRole
 from baton.outputs import FinishReason, Receipt, TextDelta
+from router.admission import Admission, AdmissionOptions
+from router.capacity import Capacity
 from router.metrics import RouterMetrics
 from tests.fakes.nodes import (
     DECODE_RECEIPT,
@@ -42,7 +44,9 @@ def values(metrics: RouterMetrics) -> dict[str, float]:
 
 
 def test_every_metric_is_described_in_the_document() -> None:
-    text = RouterMetrics(make_pool()).text().decode()
+    pool = make_pool()
+    admission = Admission(Capacity(lambda: pool.fleet))
+    text = RouterMetrics(pool, admission).text().decode()
     exported = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     documented = set(re.findall(r"^\| `(baton_\w+)` \|", DOCUMENT.read_text(), re.MULTILINE))
     assert {name for name in exported if not name.endswith("_created")} == documented
@@ -113,3 +117,32 @@ def test_nodes_are_counted_by_role_and_state_as_of_now() -> None:
     found = values(metrics)
     assert found['nodes{role="decode",state="lost"}'] == 2
     assert found['nodes{role="decode",state="ready"}'] == 0
+
+
+def test_a_node_that_failed_is_counted_as_spared() -> None:
+    pool = make_pool()
+    join_pair(pool, 0)
+    (p1, d1) = join_pair(pool, 1)
+    p1.node.health.spare("ill")
+    found = values(RouterMetrics(pool))
+    assert found['nodes{role="prefill",state="spared"}'] == 1
+    assert found['nodes{role="prefill",state="ready"}'] == 1
+    assert d1.engine_id in [node.engine_id for node in pool.nodes]
+
+
+def test_refusals_are_counted_by_reason() -> None:
+    admission = Admission(
+        Capacity(lambda: make_pool().fleet), AdmissionOptions(max_open_requests=1)
+    )
+
+    async def fill() -> None:
+        sizes = {"num_prompt_tokens": 1, "max_tokens": 1, "timeout_s": 1.0}
+        async with admission.enter(**sizes):  # type: ignore[arg-type]
+            with pytest.raises(OverloadedError):
+                async with admission.enter(**sizes):  # type: ignore[arg-type]
+                    pass
+
+    asyncio.run(fill())
+    found = values(RouterMetrics(admission=admission))
+    assert found['requests_refused_total{reason="open_requests"}'] == 1
+    assert found["requests_queued"] == 0
