@@ -19,28 +19,28 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
-    def data(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token."""
         if self._tokenizer is None:
             return f"token_id:{token_id}".encode()
         return self._tokenizer.token_bytes(token_id)
 
     def text(self, token_id: int) -> str:
-        return self.data(token_id).decode(errors="replace")
+        return self.token_bytes(token_id).decode(errors="replace")
 
     def chat(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """Logprobs of chat completions."""
         content = []
         for token_id, entry in zip(token_ids, logprobs, strict=True):
-            data = self.data(token_id)
+            spelling = self.token_bytes(token_id)
             top = [self._top(other_id, logprob) for other_id, logprob in entry.top]
-            text = data.decode(errors="replace")
-            content.append(TokenLogprob(text, entry.logprob, list(data), top))
+            text = spelling.decode(errors="replace")
+            content.append(TokenLogprob(text, entry.logprob, list(spelling), top))
         return ChatLogprobs(content)
 
     def _top(self, token_id: int, logprob: float) -> TopLogprob:
-        data = self.data(token_id)
-        return TopLogprob(data.decode(errors="replace"), logprob, list(data))
+        spelling = self.token_bytes(token_id)
+        return TopLogprob(spelling.decode(errors="replace"), logprob, list(spelling))
 
     def completion(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
