@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import grpc
 import pytest
 
 from baton.client import AsyncClient, Client
-from baton.errors import ConfigError, InvalidRequestError, UnauthenticatedError
+from baton.errors import ConfigError, InvalidRequestError, OverloadedError, UnauthenticatedError
 from baton.rpc import bearer, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.admission import Admission, AdmissionOptions
 from router.api_keys import ApiKeys
+from router.capacity import Capacity
 from tests.fakes.grpc_scene import expected, params, served
 from tests.fakes.router_scene import asynchronous
 
@@ -138,6 +141,29 @@ def test_no_call_of_the_api_goes_without_a_key(path: Path, call: str, metadata: 
                 reply = getattr(stub, call)(request, metadata=metadata)
                 assert await reply.code() is grpc.StatusCode.UNAUTHENTICATED
             assert scene.dispatcher.calls == []
+
+    run()
+
+
+def test_a_limit_per_client_is_one_for_all_of_its_keys(path: Path) -> None:
+    @asynchronous
+    async def run() -> None:
+        async with (
+            served(api_keys=ApiKeys(path), api_key="secret-1") as (scene, alice),
+            AsyncClient(alice._address, api_key="secret-2") as also_alice,
+            AsyncClient(alice._address, api_key="with:colon") as bob,
+        ):
+            limit = AdmissionOptions(max_open_requests_per_client=1)
+            scene.dispatcher.admission = Admission(Capacity(lambda: scene.pool.fleet), limit)
+            scene.talks.clear()
+            first = asyncio.create_task(alice.generate([1], params()))
+            while scene.dispatcher.num_open == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            with pytest.raises(OverloadedError):
+                await also_alice.generate([1], params())
+            scene.talks.set()
+            assert (await bob.generate([2], params())).token_ids == expected(100, 8)
+            await first
 
     run()
 
