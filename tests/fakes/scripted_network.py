@@ -78,11 +78,13 @@ class ScriptedNetwork:
     """What is in flight, and between whom.
 
     Attributes:
+        late: messages that everything else overtakes until `arrive` or `release`.
         holds_tests: whether the writes of self-tests, which land at once otherwise, are held.
     """
 
     ends: dict[str, ScriptedTransport] = field(default_factory=dict)
     messages: list[ScriptedMessage] = field(default_factory=list)
+    late: list[ScriptedMessage] = field(default_factory=list)
     writes: list[ScriptedWrite] = field(default_factory=list)
     holds_tests: bool = False
     test_writes: list[ScriptedTestWrite] = field(default_factory=list)
@@ -93,8 +95,24 @@ class ScriptedNetwork:
         message = self.messages[index]
         if not keep:
             self.messages.remove(message)
+        self._hand_over(message)
+
+    def _hand_over(self, message: ScriptedMessage) -> None:
         if message.target in self.ends:
             self.ends[message.target].inbox.append(message.payload)
+
+    def delay(self, index: int, *, keep: bool) -> None:
+        """A message, or with ``keep`` a copy of it, is much later than all others."""
+        self.late.append(self.messages[index] if keep else self.messages.pop(index))
+
+    def arrive(self, index: int) -> None:
+        """A late message is there."""
+        self._hand_over(self.late.pop(index))
+
+    def release(self) -> None:
+        """What was late is next."""
+        self.messages = self.late + self.messages
+        self.late = []
 
     def drop(self, index: int) -> None:
         del self.messages[index]
