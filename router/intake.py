@@ -28,7 +28,7 @@ from router.metrics import RouterMetrics
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
 # Longer texts are tokenized on a thread, so that they do not hold up the tokens of others.
-_LONG_TEXT_CHARS = 20_000
+_LONG_TEXT_CHARS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
