@@ -48,15 +48,19 @@ async def accept_choices(
     calls: list[Call] = []
     for prompt in (request.prompt, *more_prompts):
         seed = draw_seed() if params.seed is None else params.seed
-        for index in range(params.n):
-            one = dataclasses.replace(
-                request,
-                # Tokenized once.
-                prompt=calls[-1].prompt_token_ids if index else prompt,
-                sampling_params=dataclasses.replace(params, n=1, seed=choice_seed(seed, index)),
-                request_id=choice_request_id(request_id, len(calls)),
-            )
-            calls.append(await intake.accept(one))
+        first = dataclasses.replace(
+            request,
+            prompt=prompt,
+            sampling_params=dataclasses.replace(params, n=1, seed=seed),
+            request_id=choice_request_id(request_id, len(calls)),
+        )
+        checked = await intake.accept(first)
+        calls.append(checked)
+        for index in range(1, params.n):  # they differ in nothing that is to be checked
+            of_choice = dataclasses.replace(checked.sampling_params, seed=choice_seed(seed, index))
+            name = choice_request_id(request_id, len(calls))
+            calls.append(dataclasses.replace(checked, request_id=name, sampling_params=of_choice))
+        await asyncio.sleep(0)  # many prompts take long: others' tokens come in between
     return calls
 
 

@@ -28,7 +28,7 @@ from router.metrics import RouterMetrics
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
 # Longer texts are tokenized on a thread, so that they do not hold up the tokens of others.
-_LONG_TEXT_CHARS = 20_000
+_LONG_TEXT_CHARS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class Intake:
             return await self._check(request)
 
     async def _check(self, request: GenerationRequest) -> Call:
-        _check_length("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
-        _check_length("session_id", request.session_id, MAX_SESSION_ID_CHARS)
+        check_name("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
+        check_name("session_id", request.session_id, MAX_SESSION_ID_CHARS)
         check_priority(request.priority)
         params = request.sampling_params
         check_sampling_params(params, vocab_size=self._vocab_size)
@@ -214,6 +214,10 @@ class Intake:
         )
 
 
-def _check_length(field: str, text: str, limit: int) -> None:
-    if len(text) > limit:
-        raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(text)}")
+def check_name(field: str, name: str, limit: int) -> None:
+    """Raise InvalidRequestError unless a client's name for something can be sent and logged."""
+    if len(name) > limit:
+        raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(name)}")
+    # (Bytes that are no UTF-8 come from HTTP headers as surrogates, which are not printable.)
+    if not name.isprintable():
+        raise InvalidRequestError(field, f"must have printable characters only, got {name!a}")

@@ -6,6 +6,7 @@ Keeps what they said, for who comes back. Bounded in streams and in bytes. Knows
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ class JournalOptions:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    content: bytes
+    digest: bytes  # of what the client asked for
     client: str
     task: asyncio.Task[None] | None = None
     deltas: list[TextDelta] = field(default_factory=list)
@@ -58,11 +59,18 @@ class Journal:
         return len(self._streams)
 
     def holds(self, request_id: str, content: bytes) -> bool:
-        """Whether this request is kept; raises InvalidRequestError if the id is another one's."""
+        """Whether this request is kept; raises InvalidRequestError if the id is another one's.
+
+        One that failed is forgotten: who asks for it once more wants another try.
+        """
         stream = self._streams.get(request_id)
-        if stream is not None and stream.content != content:
+        if stream is None:
+            return False
+        if stream.digest != _digest(content):
             raise InvalidRequestError("request_id", f"{request_id!r} is another request's")
-        return stream is not None
+        if stream.error is not None:
+            self._forget(request_id, stream)
+        return stream.error is None
 
     def keep(
         self,
@@ -77,7 +85,7 @@ class Journal:
         Raises OverloadedError when full.
         """
         self._make_room()
-        stream = self._streams[request_id] = _Stream(content, client)
+        stream = self._streams[request_id] = _Stream(_digest(content), client)
         stream.task = asyncio.create_task(self._run(stream, deltas))
         self._expect_reader(request_id, stream)
 
@@ -145,16 +153,22 @@ class Journal:
 
     def _make_room(self) -> None:
         """Forget streams that have ended and that nobody reads, oldest first, if there must be."""
-        options = self._options
+        options, num_bytes = self._options, self.num_bytes
         for request_id, stream in list(self._streams.items()):
-            if self.num_streams < options.max_streams and self.num_bytes < options.max_bytes:
+            if self.num_streams < options.max_streams and num_bytes < options.max_bytes:
                 return
             if stream.is_done and stream.num_readers == 0:
+                num_bytes -= stream.num_bytes
                 self._forget(request_id, stream)
-        if self.num_streams >= options.max_streams or self.num_bytes >= options.max_bytes:
+        if self.num_streams >= options.max_streams or num_bytes >= options.max_bytes:
             raise OverloadedError(
-                f"resumable: no more fit: {self.num_streams} requests, {self.num_bytes} bytes"
+                f"resumable: no more fit: {self.num_streams} requests, {num_bytes} bytes"
             )
+
+
+def _digest(content: bytes) -> bytes:
+    """In place of what may be megabytes."""
+    return hashlib.sha256(content).digest()
 
 
 def _position(deltas: Sequence[TextDelta], output_index: int) -> int:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 from baton import wire
-from baton.link import RouterCommand
+from baton.link import (
+    DecodeCommand,
+    PrefillCommand,
+    RequestDelta,
+    RequestError,
+    RouterCommand,
+)
+from baton.outputs import RequestOutput
 from baton.rpc import Context, has_token
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.node import Node
 from router.node_pool import NodePool
+
+logger = logging.getLogger(__name__)
 
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
@@ -47,7 +57,9 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         try:
             yield _registered("", self._pool.router_id)
             while (command := await outgoing.get()) is not None:
-                yield wire.command_to_proto(command)
+                message = _to_proto(node, command)
+                if message is not None:
+                    yield message
         finally:
             self._pool.remove(node)
             reader.cancel()
@@ -69,9 +81,24 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                 event = wire.node_event_from_proto(message)
                 if event is not None:
                     self._pool.take(node, event)
+        except Exception:  # else nobody would hear of it: a link just ends
+            logger.exception("the link of %s broke by what it said", node.name)
         finally:
             self._pool.remove(node)
             outgoing.put_nowait(None)
+
+
+def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | None:
+    """None for what the wire cannot hold: that ends its request, and not the link of all."""
+    try:
+        return wire.command_to_proto(command)
+    except ValueError as error:
+        logger.error("dropped a command to %s that cannot be sent: %s", node.name, error)
+    if isinstance(command, PrefillCommand | DecodeCommand):
+        problem = RequestError("INVALID_ARGUMENT", "request: cannot be sent to a node")
+        output = RequestOutput(command.request_id, 0, ())
+        node.deliver(RequestDelta(output, command.epoch, error=problem))
+    return None
 
 
 def _registered(problem: str, router_id: str = "") -> node_pb2.RouterMessage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -78,7 +79,10 @@ async def completions(request: web.Request, intake: Intake, model_name: str) -> 
     _check_unsupported(body, params.n)
     given = _prompts(body.prompt)
     check_num_outputs("prompt", len(given) * params.n)
-    prompts = [await intake.tokenize(prompt) for prompt in given]
+    prompts = []
+    for prompt in given:
+        prompts.append(await intake.tokenize(prompt))
+        await asyncio.sleep(0)  # many prompts take long: others' tokens come in between
     generation = generation_request(request, body, prompts[0], params, received_at)
     with as_client_wrote(body):
         calls = await accept_choices(intake, generation, prompts[1:])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import hdrs, web
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequestError
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES, split_address
 from router.api_keys import ApiKeys
 from router.http.chat import chat_completions
@@ -18,7 +18,7 @@ from router.http.completions import completions
 from router.http.errors import ApiError, error_middleware, error_response
 from router.http.exchange import CLIENT, REQUEST_ID, unknown_model
 from router.http.responses import ModelList, ModelObject
-from router.intake import MAX_REQUEST_ID_CHARS, Intake
+from router.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
 from router.metrics import RouterMetrics
 from router.node_pool import NodePool
 
@@ -104,13 +104,13 @@ class HttpServer:
     async def _name_and_preflight(self, request: web.Request, handler: Handler) -> Any:
         """Give the request its id; answer what browsers ask before they call."""
         request_id = request.headers.get(REQUEST_ID_HEADER, "")
-        request[REQUEST_ID] = request_id or uuid.uuid4().hex
-        if len(request_id) > MAX_REQUEST_ID_CHARS:
-            request[REQUEST_ID] = request_id[:MAX_REQUEST_ID_CHARS]
-            limit = f"must have at most {MAX_REQUEST_ID_CHARS} characters"
-            return error_response(
-                ApiError(400, f"{REQUEST_ID_HEADER}: {limit}, got {len(request_id)}")
-            )
+        request[REQUEST_ID] = uuid.uuid4().hex
+        try:
+            check_name(REQUEST_ID_HEADER, request_id, MAX_REQUEST_ID_CHARS)
+        except InvalidRequestError as error:
+            return error_response(error)
+        if request_id:
+            request[REQUEST_ID] = request_id
         is_preflight = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
         if request.method == hdrs.METH_OPTIONS and is_preflight and self._cors_origin:
             return web.Response(status=204)

@@ -22,6 +22,12 @@ from tests.fakes.router_scene import asynchronous
 
 
 def accept(params: SamplingParams, request_id: str = "a", *more_prompts: Prompt) -> list[Call]:
+    return asyncio.run(accept_async(params, request_id, *more_prompts))
+
+
+async def accept_async(
+    params: SamplingParams, request_id: str, *more_prompts: Prompt
+) -> list[Call]:
     intake = Intake(
         Dispatcher(make_pool(), LeastTokens()), None, vocab_size=100, default_timeout_s=60.0
     )
@@ -34,7 +40,7 @@ def accept(params: SamplingParams, request_id: str = "a", *more_prompts: Prompt)
         priority=3,
         client="alice",
     )
-    return asyncio.run(accept_choices(intake, request, more_prompts))
+    return await accept_choices(intake, request, more_prompts)
 
 
 def test_one_output_has_the_requests_id_and_seed() -> None:
@@ -59,6 +65,23 @@ def test_without_id_and_seed_they_are_drawn_once_for_all_of_a_prompt() -> None:
     assert first.sampling_params.seed is not None
     assert second.sampling_params.seed == choice_seed(first.sampling_params.seed, 1)
     assert third.sampling_params.seed != first.sampling_params.seed
+
+
+def test_many_prompts_do_not_hold_up_the_router_until_all_are_checked() -> None:
+    turns = 0
+
+    async def run() -> None:
+        nonlocal turns
+        task = asyncio.create_task(accept_async(SamplingParams(n=4), "a", *[[3]] * 99))
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert len(task.result()) == 400
+        # One prompt's outputs share its tokens, however many they are.
+        assert task.result()[0].prompt_token_ids is task.result()[3].prompt_token_ids
+
+    asyncio.run(run())
+    assert turns >= 100
 
 
 def test_outputs_have_a_limit_and_prompts_must_be_there() -> None:

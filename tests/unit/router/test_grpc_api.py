@@ -284,6 +284,22 @@ async def test_the_same_request_again_is_the_same_stream_and_another_one_is_refu
 
 
 @asynchronous
+async def test_a_request_that_failed_can_be_tried_again_by_its_name() -> None:
+    async with served() as (scene, client):
+
+        async def read() -> tuple[int, ...]:
+            stream = client.stream([1], params(8), request_id="a", resumable=True)
+            return tuple([token_id async for delta in stream for token_id in delta.token_ids])
+
+        scene.pool.remove(scene.decode.node)
+        with pytest.raises(NodeUnavailableError):
+            await read()
+        scene.pool.add(scene.decode.node)
+        scene.prefill.reach(scene.decode)
+        assert await read() == expected(100, 8)
+
+
+@asynchronous
 async def test_one_can_only_resume_behind_a_response() -> None:
     async with served() as (scene, client):
         scene.talks.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,24 @@ async def check_refused(response: aiohttp.ClientResponse) -> None:
     error = (await response.json())["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
     assert "secret" not in error["message"]
+
+
+@on_http()
+async def test_headers_that_are_no_text_are_refused_before_they_reach_a_node(
+    scene: HttpScene,
+) -> None:
+    host, port = scene.url.removeprefix("http://").split(":")
+    body = b'{"model": "demo", "prompt": "x"}'
+    for header, name in ((b"X-Request-Id", b"X-Request-Id"), (b"X-Session-Id", b"session_id")):
+        for value in (b"a\xffb", b"a\tb"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+                b"Content-Type: application/json\r\nContent-Length: %d\r\n%s: %s\r\n\r\n%s"
+                % (len(body), header, value, body)
+            )
+            reply = await reader.read()
+            writer.close()
+            assert reply.startswith(b"HTTP/1.1 400 ")
+            assert b'"%s: must have printable characters only, got ' % name in reply
+    assert scene.dispatcher.calls == []

@@ -1,0 +1,106 @@
+"""Unit tests of the router's end of a node's link: one bad message is not the end of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from baton import wire
+from baton.link import CancelCommand, DecodeCommand, NodeRole
+from baton.rpc import RpcServer, open_channel
+from baton.sampling_params import SamplingParams
+from baton.v1 import node_pb2, node_pb2_grpc
+from router.link_service import NodeLinkService
+from router.node import LegDelta
+from router.node_pool import NodePool
+from tests.fakes.nodes import make_pool, make_registration
+from tests.fakes.router_scene import asynchronous
+
+
+class Reader:
+    """Remembers what a node said of an attempt."""
+
+    def __init__(self) -> None:
+        self.items: list[LegDelta] = []
+
+    def take(self, item: LegDelta) -> None:
+        self.items.append(item)
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        raise AssertionError("nothing here says a token")
+
+
+@contextlib.asynccontextmanager
+async def joined(pool: NodePool) -> AsyncIterator[Any]:
+    """A decode node's end of its link, registered."""
+    server = RpcServer(
+        [node_pb2.DESCRIPTOR.services_by_name["NodeLink"]],
+        lambda one: node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), one),  # type: ignore[no-untyped-call]  # generated
+    )
+    address = await server.start("127.0.0.1:0")
+    async with open_channel(address) as channel, asyncio.timeout(10):
+        stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
+        link = stub.Link()
+        await link.write(wire.registration_to_proto(make_registration("d", NodeRole.DECODE)))
+        assert (await link.read()).registered.problem == ""
+        yield link
+        link.cancel()
+    await server.stop(0)
+
+
+@asynchronous
+async def test_a_command_that_cannot_be_sent_ends_its_request_and_not_the_link() -> None:
+    pool = make_pool()
+    async with joined(pool) as link:
+        (node,) = pool.nodes
+        reader = Reader()
+        node.open_leg("a\udcff", 1, 10, reader)
+        node.send(
+            DecodeCommand(
+                request_id="a\udcff",  # no text that protobuf takes
+                epoch=1,
+                prompt_token_ids=[1],
+                sampling_params=SamplingParams(),
+                prefill_engine_id="",
+                timeout_s=1.0,
+            )
+        )
+        node.send(CancelCommand("a\udcff", 1))
+        node.send(CancelCommand("b", 2))
+        message = await link.read()
+        assert message.cancel.request_id == "b"
+        (item,) = reader.items
+        assert item.delta.error is not None
+        assert item.delta.error.code == "INVALID_ARGUMENT"
+        assert pool.nodes == [node]
+
+
+class Broken(Reader):
+    """Cannot take tokens."""
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        raise ArithmeticError("a bug")
+
+
+def test_a_link_that_breaks_by_what_its_node_says_leaves_a_word_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = make_pool()
+
+    @asynchronous
+    async def run() -> None:
+        async with joined(pool) as link:
+            (node,) = pool.nodes
+            node.open_leg("a", 1, 10, Broken())
+            step = node_pb2.StepDeltas(epochs=[1], output_indexes=[0], token_ids=[5])
+            await link.write(node_pb2.NodeMessage(deltas=step))
+            assert await link.read() is grpc.aio.EOF
+
+    run()
+    assert "the link of d broke by what it said" in caplog.text
+    assert pool.nodes == []
