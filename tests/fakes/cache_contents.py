@@ -27,7 +27,7 @@ def check_cache(engine: Engine, contents: Mapping[BlockHash, torch.Tensor]) -> N
     named = [
         (block_id, contents[block.block_hash])
         for block_id, block in enumerate(engine._block_pool._blocks)
-        if block.block_hash in contents
+        if block.block_hash is not None and block.block_hash in contents
     ]
     if named:
         found = engine.kv_cache[[block_id for block_id, _ in named]]
