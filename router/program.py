@@ -144,15 +144,17 @@ async def serve(config: RouterConfig) -> None:
 
 async def _end_calls(dispatcher: Dispatcher) -> None:
     """Wait for the open calls, end those that take too long, and let the nodes go."""
-    give_up_at = time.monotonic() + STOP_GRACE_S
-    while dispatcher.num_open and time.monotonic() < give_up_at:
-        await asyncio.sleep(_POLL_INTERVAL_S)
+    await _until_quiet(dispatcher, STOP_GRACE_S)
     dispatcher.stop("the router is stopping")
-    give_up_at += _LAST_WORDS_S / 2
-    while dispatcher.num_open and time.monotonic() < give_up_at:
-        await asyncio.sleep(_POLL_INTERVAL_S)
+    await _until_quiet(dispatcher, _LAST_WORDS_S / 2)
     for node in dispatcher.pool.nodes:
         node.hang_up()
+
+
+async def _until_quiet(dispatcher: Dispatcher, timeout_s: float) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while dispatcher.num_open and time.monotonic() < give_up_at:  # noqa: ASYNC110  # once in a life
+        await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 async def _no_stop() -> None:

@@ -21,10 +21,10 @@ async def test_a_call_in_progress_ends_without_another_try() -> None:
     scene.prefill.say(token_1("a", 7, epoch=scene.epoch))
     await scene.pause()
     scene.dispatcher.stop("the end")
-    with pytest.raises(NodeUnavailableError, match="^the end$"):
+    with pytest.raises(NodeUnavailableError, match=r"^the end$"):
         await scene.end()
     assert scene.token_ids == [7]
-    with pytest.raises(NodeUnavailableError, match="^the end$"):
+    with pytest.raises(NodeUnavailableError, match=r"^the end$"):
         await anext(scene.dispatcher.run(scene.make("b")))
     scene.assert_no_leg_is_left()
 
@@ -42,6 +42,6 @@ async def test_calls_that_wait_for_nodes_or_for_their_turn_end_too() -> None:
     scene.dispatcher.stop("the end")
     assert first is not None and scene.task is not None  # noqa: PT018
     for task in (first, scene.task):
-        with pytest.raises(NodeUnavailableError, match="^the end$"):
+        with pytest.raises(NodeUnavailableError, match=r"^the end$"):
             await asyncio.wait_for(task, 5)
     assert scene.dispatcher.num_open == 0
