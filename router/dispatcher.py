@@ -343,9 +343,10 @@ class _OpenCall:
         pool = self._dispatcher.pool
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._options.pair_timeout_s
+        num_tokens = len(self._call.prompt_token_ids) + len(self._output_token_ids) + 1
         while (placement := self._place()) is None:
             self._remaining_s()
-            why = "; ".join(filter(None, (failure, pool.why_no_pair())))
+            why = "; ".join(filter(None, (failure, pool.why_no_pair(num_tokens))))
             if not pool.has_had_both_roles or loop.time() >= give_up_at:
                 raise NodeUnavailableError(why)
             with contextlib.suppress(TimeoutError):
