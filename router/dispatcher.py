@@ -84,6 +84,7 @@ class Dispatcher:
         self.admission = admission or Admission(Capacity(lambda: pool.fleet))
         self._running: set[str] = set()  # those that wait, too
         self._open: dict[str, _OpenCall] = {}
+        self._stopped: RequestError | None = None
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
         self.epochs: Iterator[int] = itertools.count(secrets.randbits(31))
@@ -103,6 +104,8 @@ class Dispatcher:
         """
         if call.request_id in self._running:
             raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
+        if self._stopped is not None:
+            raise _error(self._stopped)
         self._running.add(call.request_id)
         try:
             with self.log.follow(call) as following:
@@ -158,6 +161,15 @@ class Dispatcher:
             opened.end(RequestError("CANCELLED", why))
             self.pool.note_eligibility_change()  # it may wait for nodes
         return opened is not None
+
+    def stop(self, why: str) -> None:
+        """End all calls with UNAVAILABLE, also those that come from now on."""
+        self._stopped = RequestError("UNAVAILABLE", why)
+        for request_id in list(self._running):
+            self.admission.withdraw(request_id, _error(self._stopped))
+        for opened in list(self._open.values()):
+            opened.end(self._stopped)
+        self.pool.note_eligibility_change()  # they may wait for nodes
 
 
 class _OpenCall:
@@ -246,9 +258,10 @@ class _OpenCall:
         decode = attempt.decode.engine_id if attempt.decode else ""
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
         self._choice.note_failure(prefill, decode, item)
-        if self._ended_by is None:  # else it is no node's fault
-            self._blame(attempt, item, error)
-            self.following.note_failure(error.code, error.message)
+        if self._ended_by is not None:  # it is no node's fault
+            raise _error(self._ended_by)
+        self._blame(attempt, item, error)
+        self.following.note_failure(error.code, error.message)
         if error.code == "PREEMPTED":
             self._num_preemptions += 1
             if self._num_preemptions > options.max_preemptions:
@@ -330,9 +343,10 @@ class _OpenCall:
         pool = self._dispatcher.pool
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._options.pair_timeout_s
+        num_tokens = len(self._call.prompt_token_ids) + len(self._output_token_ids) + 1
         while (placement := self._place()) is None:
             self._remaining_s()
-            why = "; ".join(filter(None, (failure, pool.why_no_pair())))
+            why = "; ".join(filter(None, (failure, pool.why_no_pair(num_tokens))))
             if not pool.has_had_both_roles or loop.time() >= give_up_at:
                 raise NodeUnavailableError(why)
             with contextlib.suppress(TimeoutError):

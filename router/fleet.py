@@ -102,7 +102,7 @@ class Fleet:
         )
 
     def with_room_for(self, num_tokens: int) -> Fleet:
-        """Without nodes whose whole KV cache is too small for so many tokens."""
+        """Without nodes that never take requests of so many tokens."""
         if num_tokens <= self._least_room:
             return self
 
@@ -154,4 +154,4 @@ def _name(node: NodeView) -> str:
 
 
 def _room(node: NodeView) -> int:
-    return node.num_blocks * node.block_size
+    return min(node.num_blocks * node.block_size, node.max_model_len)

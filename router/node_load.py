@@ -61,6 +61,7 @@ class NodeLoad:
         self.engine_id = registration.engine_id
         self.num_blocks = registration.num_blocks
         self.block_size = registration.block_size
+        self.max_model_len = registration.max_model_len
         self.shared = shared or SharedRates()
         self._weight = 1.0
         self.beat = NodeBeat()

@@ -302,8 +302,10 @@ class NodePool:
         """Ask again which nodes are eligible."""
         self._note_change()
 
-    def why_no_pair(self) -> str:
-        """One line for a client when there is no pair."""
+    def why_no_pair(self, num_tokens: int = 1) -> str:
+        """One line for a client when there is no pair for so many tokens."""
+        if self.fleet:
+            return f"no pair of nodes takes requests of {num_tokens} tokens"
         prefills, decodes = self._of(NodeRole.PREFILL), self._of(NodeRole.DECODE)
         for role, nodes in ((NodeRole.PREFILL, prefills), (NodeRole.DECODE, decodes)):
             if not nodes:

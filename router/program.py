@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +44,9 @@ from router.service import InferenceService
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 2.0
+STOP_GRACE_S = 2.0  # for requests to end by themselves
+_LAST_WORDS_S = 1.0  # behind it, to tell the clients of the others
+_POLL_INTERVAL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +126,39 @@ async def serve(config: RouterConfig) -> None:
             all_bring_keys = bool(config.api_keys_file and config.node_listen)
             warn_if_public(address, authenticated=all_bring_keys and listen == config.listen)
             logger.info("router of %s listens on %s", config.model, address)
-        async with _watching(pool), _serving_http(config, intake, pool, metrics, api_keys):
+        async with (
+            _watching(pool),
+            _serving_http(config, intake, pool, metrics, api_keys) as stop_http,
+        ):
             await stopping.wait()
             logger.info("stopping")
+            grace_s = STOP_GRACE_S + _LAST_WORDS_S
+            await asyncio.gather(
+                stop_http(),
+                *(server.stop(grace_s) for server in servers.values()),
+                _end_calls(dispatcher),
+            )
     finally:
-        await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers.values()))
+        await asyncio.gather(*(server.stop(0) for server in servers.values()))
+
+
+async def _end_calls(dispatcher: Dispatcher) -> None:
+    """Wait for the open calls, end those that take too long, and let the nodes go."""
+    await _until_quiet(dispatcher, STOP_GRACE_S)
+    dispatcher.stop("the router is stopping")
+    await _until_quiet(dispatcher, _LAST_WORDS_S / 2)
+    for node in dispatcher.pool.nodes:
+        node.hang_up()
+
+
+async def _until_quiet(dispatcher: Dispatcher, timeout_s: float) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while dispatcher.num_open and time.monotonic() < give_up_at:  # noqa: ASYNC110  # once in a life
+        await asyncio.sleep(_POLL_INTERVAL_S)
+
+
+async def _no_stop() -> None:
+    """Where there is no HTTP there is nothing to stop."""
 
 
 @contextlib.asynccontextmanager
@@ -137,9 +168,10 @@ async def _serving_http(
     pool: NodePool,
     metrics: RouterMetrics,
     api_keys: ApiKeys,
-) -> AsyncIterator[None]:
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Gives what stops it."""
     if not config.http_listen:
-        yield
+        yield _no_stop
         return
     # Imported here: who serves no HTTP does not wait for it.
     from router.http.server import HttpServer
@@ -151,13 +183,13 @@ async def _serving_http(
         model_name=config.served_model_name or config.model,
         api_keys=api_keys,
         cors_origin=config.http_cors_origin,
-        grace_s=STOP_GRACE_S,
+        grace_s=STOP_GRACE_S + _LAST_WORDS_S,
     )
     address = await server.start(config.http_listen)
     warn_if_public(address, authenticated=bool(config.api_keys_file))
     logger.info("HTTP API on http://%s", address)
     try:
-        yield
+        yield server.stop
     finally:
         await server.stop()
 

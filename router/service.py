@@ -123,7 +123,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request = _request_from_proto(message, self._arrival(context))
         if not message.resumable:
             return self._intake.stream(await self._intake.accept(request))
-        content = message.SerializeToString(deterministic=True)
+        content = message.SerializeToString(deterministic=True) + request.client.encode()
         request_id = message.request_id or uuid.uuid4().hex
         if not self._journal.holds(request_id, content):
             call = await self._intake.accept(dataclasses.replace(request, request_id=request_id))

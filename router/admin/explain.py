@@ -47,7 +47,7 @@ def explain_now(
     fleet = pool.fleet.with_room_for(num_prompt_tokens + 1)
     placement = dispatcher.policy.pick(query, fleet)
     if placement is None:
-        raise NodeUnavailableError(pool.why_no_pair())
+        raise NodeUnavailableError(pool.why_no_pair(num_prompt_tokens + 1))
     prefill = placement.prefill.node_name if placement.prefill else ""
     decode = placement.decode.node_name
     candidates = placement.explain()

@@ -76,6 +76,7 @@ class NodeView(Protocol):
     Attributes:
         weight: share of its due that it is to get, above 0 to 1: less while it warms up.
         num_blocks: of its KV cache.
+        max_model_len: most tokens of a request there.
         beat: how busy the node said it is, all routers' requests together.
         num_open_requests: placed there by this router and not finished there.
         num_open_tokens: prompt tokens not computed yet (prefill), or prompt tokens and those that
@@ -108,6 +109,8 @@ class NodeView(Protocol):
     def num_blocks(self) -> int: ...
     @property
     def block_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
     @property
     def beat(self) -> NodeBeat: ...
     @property

@@ -180,7 +180,7 @@ def test_a_kept_stream_is_its_own_clients_only(path: Path) -> None:
             assert sum([len(delta.token_ids) async for delta in deltas]) == 8
             with pytest.raises(InvalidRequestError, match="'mine' is not"):
                 await anext(bob.resume("mine"))
-            with pytest.raises(InvalidRequestError, match="'mine' is not"):
+            with pytest.raises(InvalidRequestError, match="'mine' is another request's"):
                 await anext(bob.stream([1], params(), request_id="mine", resumable=True))
             again = [delta async for delta in also_alice.resume("mine", 0)]
             assert sum(len(delta.token_ids) for delta in again) == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
@@ -349,3 +350,11 @@ async def test_calls_at_once_are_spread_and_do_not_mix() -> None:
         with pytest.raises(StopAsyncIteration):
             await anext(streams[name])
     assert scene.dispatcher.num_open == 0
+
+
+@asynchronous
+async def test_a_prompt_that_no_node_can_hold_is_told_so() -> None:
+    scene = Scene()
+    call = dataclasses.replace(scene.make(), prompt_token_ids=[1] * 160)  # as many as they have
+    with pytest.raises(NodeUnavailableError, match="takes requests of 161 tokens"):
+        await anext(scene.dispatcher.run(call))

@@ -68,3 +68,6 @@ def test_nodes_that_are_too_small_for_a_request_are_left_out() -> None:
     fleet = book.fleet().with_room_for(81)
     assert (names_of(fleet.prefills), names_of(fleet.decodes)) == (["p1"], ["d0"])
     assert not book.fleet().with_room_for(161)
+    book["p0"].num_blocks, book["p0"].max_model_len = 10, 50  # in room and in what it takes at all
+    assert names_of(book.fleet().with_room_for(50).prefills) == ["p0", "p1"]
+    assert names_of(book.fleet().with_room_for(51).prefills) == ["p1"]
