@@ -9,19 +9,29 @@ is encoded as on the wire, so that nothing is shared.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from baton import wire
+from baton.drain import Drain
 from baton.link import (
     BEAT_INTERVAL_S,
     AbortAll,
+    CancelCommand,
+    DecodeCommand,
+    DrainCommand,
+    DrainSeen,
     NodeEvent,
     NodeRegistration,
+    PrefillCommand,
     Refusal,
     RouterBeat,
     RouterCommand,
+    ServingState,
+    node_request_id,
+    split_request_id,
 )
 from baton.router_link import MAX_MISSED_BEATS, RETRY_INTERVAL_S
 from baton.v1 import node_pb2
@@ -43,7 +53,8 @@ class Link:
     joined: Node | None = None  # the router's end, while it is open
 
     def send(self, command: RouterCommand) -> None:
-        self.down.append(wire.command_to_proto(command))
+        if self.joined is not None:
+            self.down.append(wire.command_to_proto(command))
 
     def hang_up(self) -> None:
         self.joined = None
@@ -68,6 +79,10 @@ class NodeProcess:
         self._clock = clock
         self._loop = loop  # of the router
         self._pool = pool
+        self._router_id = ""
+        self._drain = Drain()
+        self._router_knows = False  # that it drains
+        self._drained_link: Link | None = None  # on which it said that it is drained
         self._links: list[Link] = []  # whose end the router has not seen yet, and the present one
         self._dial_at = self._beat_at = 0.0
         self._num_missed_beats = 0
@@ -83,7 +98,10 @@ class NodeProcess:
     def emit(self, event: NodeEvent) -> None:
         """Take what the node says; nobody hears it while there is no link."""
         if self.link is not None:
-            self.link.up.append(wire.node_event_to_proto(event))
+            message = wire.node_event_to_proto(event)
+            for delta in message.deltas.deltas:
+                delta.request_id, _ = split_request_id(delta.request_id)
+            self.link.up.append(message)
 
     # ------------------------------------------------------------------ the threads
 
@@ -92,6 +110,8 @@ class NodeProcess:
         if not self.is_going:
             return
         self.node.step()
+        if self.link is None:
+            assert self.node.requests() == [], "it works for a router that is gone"
         in_flight = self.node.engine._in_flight
         if in_flight is not None:  # a run must not depend on how fast this machine computes
             wait([in_flight])
@@ -122,7 +142,10 @@ class NodeProcess:
                 self._dial()
         elif now >= self._beat_at:
             self._beat_at = now + BEAT_INTERVAL_S
-            self.emit(self.node.beat())
+            self.emit(self._drain.mark(self.node.beat(), all_routers_know=self._router_knows))
+            if self._drain.state is ServingState.DRAINED:
+                self._drained_link = self.link
+                assert self.node.requests() == [], "it is not drained"
             self._num_missed_beats += 1
             if self._num_missed_beats > MAX_MISSED_BEATS:
                 self.break_link()
@@ -130,6 +153,8 @@ class NodeProcess:
     def _dial(self) -> None:
         link = self.link = Link()
         self._num_missed_beats = 0
+        self._router_id = self._pool.router_id
+        self._router_knows = False
         link.joined = Node(self.registration, link.send, hang_up=link.hang_up, clock=self._clock)
         assert self._pool.refusal(self.registration) == ""
         self._pool.add(link.joined)
@@ -154,7 +179,37 @@ class NodeProcess:
         link.up.append(None)
         self.link = None
         self._dial_at = self._clock() + RETRY_INTERVAL_S
-        self.node.submit(AbortAll("the link to the router broke"))
+        self.node.submit(AbortAll("the link to the router broke", self._router_id))
+
+    def lose_router(self, pool: NodePool, *, quietly: bool) -> None:
+        """The router's process is no more, with all that it had not read; ``pool`` is the next.
+
+        Args:
+            quietly: its machine neither, and nobody closes its streams.
+        """
+        self._pool = pool
+        for link in self._links:
+            link.joined = None
+            link.up.clear()
+            if not quietly:
+                link.down.append(None)
+        self._links = []
+
+    def resume(self) -> None:
+        """It serves again, whatever routers had been told to tell it."""
+        if self.link is not None:
+            kept = [m for m in self.link.down if m is None or m.WhichOneof("message") != "drain"]
+            self.link.down = deque(kept)
+        self._serve()
+
+    def _serve(self) -> None:
+        self._drain.resume()
+        self._router_knows = False
+        self._drained_link = None
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drain.state is not ServingState.SERVING
 
     def end(self, *, quietly: bool) -> None:
         """The process is no more; ``quietly``: so is its machine, and nobody closes its stream."""
@@ -193,6 +248,23 @@ class NodeProcess:
         command = wire.command_from_proto(message)
         assert command is not None
         assert not isinstance(command, Refusal), "a living node is sent away"
-        if not isinstance(command, RouterBeat):
-            self.node.submit(command)
+        self._take(command)
         return True
+
+    def _take(self, command: RouterCommand) -> None:  # as `baton/router_links.py` does
+        match command:
+            case RouterBeat():
+                pass
+            case DrainCommand(resume=True):
+                self._serve()
+            case DrainCommand():
+                self._drain.begin()
+            case DrainSeen():
+                self._router_knows = self.is_draining
+            case PrefillCommand() | DecodeCommand() | CancelCommand():
+                is_new = not isinstance(command, CancelCommand)
+                assert not (is_new and self.link is self._drained_link), "it is drained"
+                name = node_request_id(command.request_id, self._router_id)
+                self.node.submit(dataclasses.replace(command, request_id=name))
+            case _:
+                self.node.submit(command)

@@ -8,16 +8,17 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from baton.block_hash import BlockHash
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.errors import BatonError
-from baton.link import BEAT_INTERVAL_S, NodeRegistration, NodeRole
+from baton.link import BEAT_INTERVAL_S, DrainCommand, NodeRegistration, NodeRole
 from baton.outputs import FinishReason
 from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ from router.node_pool import NodePool
 from router.policies import POLICIES
 from router.retry_budget import RetryBudget, RetryOptions
 from router.wake_ups import WakeUps
+from tests.fakes.cache_contents import check_cache
 from tests.fakes.dead_engines import let_die
 from tests.fakes.handoff_cluster import (
     BLOCK_SIZE,
@@ -45,6 +47,7 @@ from tests.fakes.handoff_cluster import (
 )
 from tests.fakes.node_process import NodeProcess
 from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork
+from tests.fakes.sometimes_alone import SometimesAlone
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.virtual_loop import VirtualLoop
 
@@ -65,6 +68,8 @@ class Setup:
         num_groups: of the model.
         expected_kv: the KV of a prompt, by an engine that shares nothing with these.
         router_is_busy: so that it wakes readers no more often than it must.
+        sometimes_alone: decode nodes compute some prompts themselves.
+        contents: that are known, of blocks by their names.
     """
 
     folder: Path
@@ -78,6 +83,8 @@ class Setup:
     preemption: str
     policy: str
     router_is_busy: bool
+    sometimes_alone: bool
+    contents: Mapping[BlockHash, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -146,18 +153,8 @@ class System:
         self.clock = VirtualClock()
         self.loop = VirtualLoop(self.clock)
         self.network = ScriptedNetwork()
-        self.pool = NodePool(model_digest="digest", max_model_len=1000, clock=self.clock)
-        self.dispatcher = Dispatcher(
-            self.pool,
-            POLICIES.load(setup.policy)(),
-            RetryOptions(),
-            RetryBudget(clock=self.clock),
-        )
-        self.dispatcher.epochs = itertools.count(1)
-        busy_share = 1.0 if setup.router_is_busy else 0.0
-        self.dispatcher.wake_ups = WakeUps(
-            clock=self.clock, cpu_clock=lambda: busy_share * self.clock()
-        )
+        self._num_routers = 0
+        self._start_router()
         self.processes: dict[str, NodeProcess] = {}
         self.by_id: dict[str, NodeProcess] = {}
         self.dead: set[str] = set()
@@ -176,6 +173,44 @@ class System:
             self.pool.count_missed_beats()
 
     # ------------------------------------------------------------------ processes
+
+    def _start_router(self) -> None:
+        setup = self.setup
+        self._num_routers += 1
+        self.pool = NodePool(
+            model_digest="digest",
+            max_model_len=1000,
+            may_self_prefill=setup.sometimes_alone,
+            clock=self.clock,
+        )
+        self.pool.router_id = f"router{self._num_routers}"
+        policy = POLICIES.load(setup.policy)()
+        if setup.sometimes_alone:
+            policy = SometimesAlone(policy)
+        self.dispatcher = Dispatcher(
+            self.pool, policy, RetryOptions(), RetryBudget(clock=self.clock)
+        )
+        self.dispatcher.epochs = itertools.count(1_000_000 * self._num_routers)
+        busy_share = 1.0 if setup.router_is_busy else 0.0
+        self.dispatcher.wake_ups = WakeUps(
+            clock=self.clock, cpu_clock=lambda: busy_share * self.clock()
+        )
+
+    def restart_router(self, *, quietly: bool) -> None:
+        """The router ends, its clients' calls with it, and another one takes its place."""
+        self._start_router()
+        for process in self.by_id.values():
+            process.lose_router(self.pool, quietly=quietly)
+        for client in self.clients:
+            if not client.is_done:
+                self.leave(client)
+        self.loop.run_until_idle()
+
+    def drain(self, name: str, *, resume: bool) -> None:
+        """As an operator does through the router; lost if there is no link."""
+        node = self.pool.node(self.processes[name].engine_id)
+        if node is not None:
+            node.send(DrainCommand(resume=resume))
 
     def start(self, name: str) -> None:
         """Start a node; in the place of an earlier one it is another peer."""
@@ -215,6 +250,7 @@ class System:
             max_model_len=engine.max_model_len,
             num_blocks=engine.num_blocks,
             block_size=BLOCK_SIZE,
+            computes_prompts=setup.sometimes_alone and not is_prefill,
         )
         self.processes[name] = self.by_id[engine_id] = process
 
@@ -300,6 +336,7 @@ class System:
         self.cut.clear()
         for process in list(self.processes.values()):
             process.stopped = process.muted = False
+            process.resume()
             if process.dead and restart:
                 self.start(process.name)
         for client in self.clients:
@@ -313,7 +350,7 @@ class System:
         quiet_since, last = self.clock(), -1
         give_up_at = quiet_since + SETTLE_S
         while (now := self.clock()) - quiet_since < QUIET_S:
-            assert now < give_up_at, "it never becomes quiet"
+            assert now < give_up_at, f"it never becomes quiet: {self._what_is_open()}"
             busy = bool(self.network.writes) or not all(map(is_beat, self.network.messages))
             self.flow(IDLE_ROUND_S if now - quiet_since > ROUND_S else ROUND_S)
             busy |= self.num_steps != last or not all(client.is_done for client in self.clients)
@@ -329,6 +366,15 @@ class System:
         if num_pairs(self.pool) != num_prefills * (len(alive) - num_prefills):
             return False
         return all(process.node.beat().num_quarantined_blocks == 0 for process in alive)
+
+    def _what_is_open(self) -> str:
+        calls = [client.call.request_id for client in self.clients if not client.is_done]
+        nodes = {
+            process.engine_id: f"{process.node.beat()}, link {process.link is not None}"
+            for process in self.processes.values()
+            if not process.dead
+        }
+        return f"calls {calls}, {num_pairs(self.pool)} pairs, {nodes}"
 
     @property
     def num_steps(self) -> int:
@@ -360,6 +406,7 @@ class System:
                 process.node.engine.check()
                 ledger = process.node.ledger()
                 assert (ledger.orphans, ledger.overdrawn) == ((), ())
+                check_cache(process.node.engine, self.setup.contents)
         self.check_writes()
 
     def check_writes(self) -> None:

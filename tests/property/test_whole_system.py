@@ -13,11 +13,13 @@ import functools
 import secrets
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import engine.engine
+from baton.block_hash import BlockHash
 from baton.decode_options import DecodeOptions
 from baton.engine_config import PREEMPTION
 from baton.errors import DeadlineExceededError
@@ -25,9 +27,22 @@ from baton.outputs import FinishReason
 from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node import gone_peers
+from kvconnector.messages import (
+    Cancel,
+    Commit,
+    Digests,
+    Grant,
+    Message,
+    Quiet,
+    Resend,
+    Start,
+    Verified,
+    Watermark,
+)
 from models import load_model
 from router.policies import POLICIES
-from tests.fakes.handoff_cluster import is_beat
+from tests.fakes.cache_contents import contents_of
+from tests.fakes.handoff_cluster import BLOCK_SIZE, is_beat
 from tests.fakes.whole_system import NAMES, Client, Setup, System, num_pairs
 from tests.property.num_examples import num_examples
 from tests.property.test_handoff import folder, prompt_of, reference, reference_kv
@@ -35,6 +50,8 @@ from tests.property.test_handoff import folder, prompt_of, reference, reference_
 MAX_PROMPT_TOKENS = 18
 MAX_TOKENS = 12  # with the longest prompt more than the model takes
 STOP_TOKEN_IDS = tuple(range(12))
+FAMILIES = range(3)
+KINDS = (Start, Grant, Watermark, Digests, Resend, Commit, Verified, Cancel, Quiet)
 LONG_S = 10_000.0  # nobody may need it
 
 names = st.sampled_from(NAMES)
@@ -53,6 +70,13 @@ def expected_output(
     if len(completion.token_ids) > room:  # nodes with so little memory take no more
         return completion.token_ids[:room], FinishReason.LENGTH
     return completion.token_ids, completion.finish_reason
+
+
+@functools.cache
+def known_contents() -> dict[BlockHash, torch.Tensor]:
+    """Of prompts' blocks; in a model with several KV cache groups names hide more."""
+    prompts = [prompt_of(family, MAX_PROMPT_TOKENS) for family in FAMILIES]
+    return contents_of(((p, reference_kv(tuple(p))) for p in prompts), BLOCK_SIZE)
 
 
 class WholeSystemMachine(RuleBasedStateMachine):
@@ -79,6 +103,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
         preemption=st.sampled_from(PREEMPTION),
         policy=st.sampled_from(POLICIES.names()),
         router_is_busy=st.booleans(),
+        sometimes_alone=st.booleans(),
         restarts_at_end=st.booleans(),
     )
     def make(
@@ -93,6 +118,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
         preemption: str,
         policy: str,
         router_is_busy: bool,
+        sometimes_alone: bool,
         restarts_at_end: bool,
     ) -> None:
         self.mixed, self.kv_digests = mixed, kv_digests
@@ -116,6 +142,8 @@ class WholeSystemMachine(RuleBasedStateMachine):
                 preemption=preemption,
                 policy=policy,
                 router_is_busy=router_is_busy,
+                sometimes_alone=sometimes_alone,
+                contents={} if mixed else known_contents(),
             )
         )
         dead = self.system.dead
@@ -124,7 +152,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------ clients
 
     @rule(
-        family=st.integers(0, 2),
+        family=st.sampled_from(FAMILIES),
         num_tokens=st.integers(1, MAX_PROMPT_TOKENS),
         max_tokens=st.sampled_from([1, 2, 3, 5, MAX_TOKENS]),
         seed=st.integers(0, 3),
@@ -179,12 +207,45 @@ class WholeSystemMachine(RuleBasedStateMachine):
         reading = [client for client in self.system.clients if not client.is_done]
         return data.draw(st.sampled_from(reading)) if reading else None
 
+    @rule(
+        family=st.sampled_from(FAMILIES),
+        num_tokens=st.integers(9, MAX_PROMPT_TOKENS),
+        times=st.integers(1, 8),
+        lands=st.booleans(),
+    )
+    def call_and_leave(self, family: int, num_tokens: int, times: int, lands: bool) -> None:
+        """Amid the first token's way: what has arrived of the prompt is kept."""
+        number = len(self.system.clients)
+        client = self._call(f"r{number}", prompt_of(family, num_tokens), SamplingParams(seed=1))
+        self.flow(times, 0.002, lands)
+        if not client.is_done:
+            self.system.leave(client)
+
     @precondition(lambda self: self.is_busy)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         client = self._pick(data)
         if client is not None:
             self.system.leave(client)
+
+    @precondition(lambda self: self.is_busy)
+    @rule(data=st.data(), same_id=st.booleans(), cancels_again=st.booleans())
+    def leave_and_call_again(self, data: st.DataObject, same_id: bool, cancels_again: bool) -> None:
+        """At once, while the nodes still clear up after the first time.
+
+        Args:
+            cancels_again: the decode node's Cancel of the first time comes late once more.
+        """
+        client = self._pick(data)
+        if client is not None:
+            if cancels_again:
+                self.is_faulty = True
+                self.system.network.delays[Cancel] = True
+            self.system.leave(client)
+            self.system.loop.run_until_idle()
+            call, number = client.call, len(self.system.clients)
+            request_id = call.request_id if same_id else f"r{number}"
+            self._call(request_id, call.prompt_token_ids, call.sampling_params)
 
     @precondition(lambda self: self.is_busy)
     @rule(data=st.data())
@@ -222,7 +283,9 @@ class WholeSystemMachine(RuleBasedStateMachine):
             self.system.turn()
 
     @rule(
-        times=st.integers(1, 30), seconds=st.sampled_from([0.002, 0.05, 0.25]), lands=st.booleans()
+        times=st.integers(1, 5) | st.integers(1, 30),
+        seconds=st.sampled_from([0.002, 0.05, 0.25]),
+        lands=st.booleans(),
     )
     def flow(self, times: int, seconds: float, lands: bool) -> None:
         """All goes on for a while, but what is cut off or stands still."""
@@ -263,6 +326,19 @@ class WholeSystemMachine(RuleBasedStateMachine):
         network = self.system.network
         places = [i for i, message in enumerate(network.messages) if not is_beat(message)]
         network.drop(data.draw(st.sampled_from(places)))
+
+    @precondition(lambda self: self.is_busy)
+    @rule(kind=st.sampled_from(KINDS), keep=st.booleans())
+    def delay(self, kind: type[Message], keep: bool) -> None:
+        """The next message of a kind, or its double, comes when nobody thinks of it any more."""
+        self.is_faulty = True
+        self.system.network.delays[kind] = keep
+
+    @precondition(lambda self: self.system.network.late)
+    @rule(data=st.data())
+    def arrive_late(self, data: st.DataObject) -> None:
+        network = self.system.network
+        network.arrive(data.draw(st.integers(0, len(network.late) - 1)))
 
     @precondition(lambda self: self.system.network.writes)
     @rule(data=st.data())
@@ -318,7 +394,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        """Whatever was stopped, muted or cut off is as before."""
+        """Whatever was stopped, muted, cut off or drained is as before."""
         self.system.heal(restart=False)
 
     @precondition(lambda self: self.is_busy)
@@ -327,6 +403,18 @@ class WholeSystemMachine(RuleBasedStateMachine):
         if not self.system.processes[name].dead:
             self.is_faulty = True
             self.system.kill(name, quietly=quietly)
+
+    @precondition(lambda self: self.is_busy)
+    @rule(quietly=st.booleans())
+    def restart_router(self, quietly: bool) -> None:
+        self.is_faulty = True
+        self.system.restart_router(quietly=quietly)
+
+    @precondition(lambda self: self.is_busy)
+    @rule(name=names, resume=st.booleans())
+    def drain_node(self, name: str, resume: bool) -> None:
+        self.is_faulty = True  # perhaps no node is left
+        self.system.drain(name, resume=resume)
 
     @precondition(lambda self: any(p.dead for p in self.system.processes.values()))
     @rule()
@@ -354,6 +442,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
     def drain(self) -> None:
         system = self.system
         system.heal(restart=self.restarts_at_end)
+        system.network.release()
         system.settle()
         system.check()
         system.check_clean()

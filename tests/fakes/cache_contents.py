@@ -1,0 +1,39 @@
+"""What a prefix cache gives out, held against what must be in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from baton.block_hash import BlockHash, BlockHasher
+from engine.engine import Engine
+
+
+def contents_of(
+    prompts: Iterable[tuple[list[int], torch.Tensor]], block_size: int
+) -> dict[BlockHash, torch.Tensor]:
+    """The full blocks of prompts by name; ``prompts`` come with their KV, block by block."""
+    contents: dict[BlockHash, torch.Tensor] = {}
+    for prompt, kv in prompts:
+        hashes: list[BlockHash] = []
+        BlockHasher(block_size).extend(hashes, prompt)
+        contents |= zip(hashes, kv, strict=False)
+    return contents
+
+
+def check_cache(engine: Engine, contents: Mapping[BlockHash, torch.Tensor]) -> None:
+    """Assert that each named block whose content is known has it."""
+    named = [
+        (block_id, contents[name])
+        for block_id, block in enumerate(engine._block_pool._blocks)
+        if (name := block.block_hash) is not None and name in contents
+    ]
+    if named:
+        found = engine.kv_cache[[block_id for block_id, _ in named]]
+        expected = torch.stack([content for _, content in named])
+        is_right = torch.isclose(found, expected, rtol=1e-4, atol=1e-4).flatten(1).all(dim=1)
+        wrong = [
+            block_id for (block_id, _), right in zip(named, is_right, strict=True) if not right
+        ]
+        assert not wrong, f"blocks {wrong} are not what the prefix cache calls them"

@@ -1,0 +1,28 @@
+"""A policy that has some requests computed where they are decoded; all others go by another."""
+
+from __future__ import annotations
+
+from router.fleet import Fleet
+from router.policies.base import Placement, RouteQuery, RoutingPolicy
+
+EVERY = 3  # request goes to a decode node alone
+
+
+class SometimesAlone:
+    """See the module.
+
+    Args:
+        policy: for pairs.
+    """
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self._policy = policy
+        self._num_picked = 0
+
+    def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
+        self._num_picked += 1
+        number, rest = divmod(self._num_picked, EVERY)
+        if rest or not fleet.self_prefilling:
+            return self._policy.pick(query, fleet)
+        nodes = fleet.self_prefilling
+        return Placement(None, nodes[number % len(nodes)])
