@@ -25,9 +25,9 @@ def contents_of(
 def check_cache(engine: Engine, contents: Mapping[BlockHash, torch.Tensor]) -> None:
     """Assert that each named block whose content is known has it."""
     named = [
-        (block_id, contents[block.block_hash])
+        (block_id, contents[name])
         for block_id, block in enumerate(engine._block_pool._blocks)
-        if block.block_hash is not None and block.block_hash in contents
+        if (name := block.block_hash) is not None and name in contents
     ]
     if named:
         found = engine.kv_cache[[block_id for block_id, _ in named]]

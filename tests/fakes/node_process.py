@@ -196,7 +196,13 @@ class NodeProcess:
         self._links = []
 
     def resume(self) -> None:
-        """An operator has it serve again."""
+        """It serves again, whatever routers had been told to tell it."""
+        if self.link is not None:
+            kept = [m for m in self.link.down if m is None or m.WhichOneof("message") != "drain"]
+            self.link.down = deque(kept)
+        self._serve()
+
+    def _serve(self) -> None:
         self._drain.resume()
         self._router_knows = False
         self._drained_link = None
@@ -250,7 +256,7 @@ class NodeProcess:
             case RouterBeat():
                 pass
             case DrainCommand(resume=True):
-                self.resume()
+                self._serve()
             case DrainCommand():
                 self._drain.begin()
             case DrainSeen():

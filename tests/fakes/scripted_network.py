@@ -14,6 +14,7 @@ import torch
 
 from baton.errors import TransferError
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
+from kvconnector.messages import Message, decode
 from kvconnector.peer_info import PeerInfo
 from kvconnector.scratch import NUM_SLOTS, Scratch
 
@@ -79,12 +80,14 @@ class ScriptedNetwork:
 
     Attributes:
         late: messages that everything else overtakes until `arrive` or `release`.
+        delays: kinds of message of which the next one will be late; with True only a double of it.
         holds_tests: whether the writes of self-tests, which land at once otherwise, are held.
     """
 
     ends: dict[str, ScriptedTransport] = field(default_factory=dict)
     messages: list[ScriptedMessage] = field(default_factory=list)
     late: list[ScriptedMessage] = field(default_factory=list)
+    delays: dict[type[Message], bool] = field(default_factory=dict)
     writes: list[ScriptedWrite] = field(default_factory=list)
     holds_tests: bool = False
     test_writes: list[ScriptedTestWrite] = field(default_factory=list)
@@ -101,16 +104,23 @@ class ScriptedNetwork:
         if message.target in self.ends:
             self.ends[message.target].inbox.append(message.payload)
 
-    def delay(self, index: int, *, keep: bool) -> None:
-        """A message, or with ``keep`` a copy of it, is much later than all others."""
-        self.late.append(self.messages[index] if keep else self.messages.pop(index))
+    def send(self, message: ScriptedMessage) -> None:
+        """A node's message is under way."""
+        kind = type(decode(message.payload))
+        if kind not in self.delays:
+            self.messages.append(message)
+            return
+        self.late.append(message)
+        if self.delays.pop(kind):
+            self.messages.append(message)
 
     def arrive(self, index: int) -> None:
         """A late message is there."""
         self._hand_over(self.late.pop(index))
 
     def release(self) -> None:
-        """What was late is next."""
+        """What was late is next, and nothing is late any more."""
+        self.delays.clear()
         self.messages = self.late + self.messages
         self.late = []
 
@@ -229,7 +239,7 @@ class ScriptedTransport:
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         self._target(engine_id)
-        self._network.messages.append(ScriptedMessage(engine_id, payload))
+        self._network.send(ScriptedMessage(engine_id, payload))
 
     def take_notifications(self) -> list[bytes]:
         num_read = (len(self.socket) + 1) // 2  # of what is there; the kernel hands over the rest

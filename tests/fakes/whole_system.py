@@ -337,7 +337,6 @@ class System:
         for process in list(self.processes.values()):
             process.stopped = process.muted = False
             process.resume()
-            self.drain(process.name, resume=True)  # behind a command that is under way
             if process.dead and restart:
                 self.start(process.name)
         for client in self.clients:
@@ -351,7 +350,7 @@ class System:
         quiet_since, last = self.clock(), -1
         give_up_at = quiet_since + SETTLE_S
         while (now := self.clock()) - quiet_since < QUIET_S:
-            assert now < give_up_at, "it never becomes quiet"
+            assert now < give_up_at, f"it never becomes quiet: {self._what_is_open()}"
             busy = bool(self.network.writes) or not all(map(is_beat, self.network.messages))
             self.flow(IDLE_ROUND_S if now - quiet_since > ROUND_S else ROUND_S)
             busy |= self.num_steps != last or not all(client.is_done for client in self.clients)
@@ -367,6 +366,15 @@ class System:
         if num_pairs(self.pool) != num_prefills * (len(alive) - num_prefills):
             return False
         return all(process.node.beat().num_quarantined_blocks == 0 for process in alive)
+
+    def _what_is_open(self) -> str:
+        calls = [client.call.request_id for client in self.clients if not client.is_done]
+        nodes = {
+            process.engine_id: f"{process.node.beat()}, link {process.link is not None}"
+            for process in self.processes.values()
+            if not process.dead
+        }
+        return f"calls {calls}, {num_pairs(self.pool)} pairs, {nodes}"
 
     @property
     def num_steps(self) -> int:

@@ -27,6 +27,18 @@ from baton.outputs import FinishReason
 from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node import gone_peers
+from kvconnector.messages import (
+    Cancel,
+    Commit,
+    Digests,
+    Grant,
+    Message,
+    Quiet,
+    Resend,
+    Start,
+    Verified,
+    Watermark,
+)
 from models import load_model
 from router.policies import POLICIES
 from tests.fakes.cache_contents import contents_of
@@ -39,6 +51,7 @@ MAX_PROMPT_TOKENS = 18
 MAX_TOKENS = 12  # with the longest prompt more than the model takes
 STOP_TOKEN_IDS = tuple(range(12))
 FAMILIES = range(3)
+KINDS = (Start, Grant, Watermark, Digests, Resend, Commit, Verified, Cancel, Quiet)
 LONG_S = 10_000.0  # nobody may need it
 
 names = st.sampled_from(NAMES)
@@ -194,6 +207,20 @@ class WholeSystemMachine(RuleBasedStateMachine):
         reading = [client for client in self.system.clients if not client.is_done]
         return data.draw(st.sampled_from(reading)) if reading else None
 
+    @rule(
+        family=st.sampled_from(FAMILIES),
+        num_tokens=st.integers(9, MAX_PROMPT_TOKENS),
+        times=st.integers(1, 8),
+        lands=st.booleans(),
+    )
+    def call_and_leave(self, family: int, num_tokens: int, times: int, lands: bool) -> None:
+        """Amid the first token's way: what has arrived of the prompt is kept."""
+        number = len(self.system.clients)
+        client = self._call(f"r{number}", prompt_of(family, num_tokens), SamplingParams(seed=1))
+        self.flow(times, 0.002, lands)
+        if not client.is_done:
+            self.system.leave(client)
+
     @precondition(lambda self: self.is_busy)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
@@ -202,11 +229,18 @@ class WholeSystemMachine(RuleBasedStateMachine):
             self.system.leave(client)
 
     @precondition(lambda self: self.is_busy)
-    @rule(data=st.data(), same_id=st.booleans())
-    def leave_and_call_again(self, data: st.DataObject, same_id: bool) -> None:
-        """At once, while the nodes still clear up after the first time."""
+    @rule(data=st.data(), same_id=st.booleans(), cancels_again=st.booleans())
+    def leave_and_call_again(self, data: st.DataObject, same_id: bool, cancels_again: bool) -> None:
+        """At once, while the nodes still clear up after the first time.
+
+        Args:
+            cancels_again: the decode node's Cancel of the first time comes late once more.
+        """
         client = self._pick(data)
         if client is not None:
+            if cancels_again:
+                self.is_faulty = True
+                self.system.network.delays[Cancel] = True
             self.system.leave(client)
             self.system.loop.run_until_idle()
             call, number = client.call, len(self.system.clients)
@@ -249,7 +283,9 @@ class WholeSystemMachine(RuleBasedStateMachine):
             self.system.turn()
 
     @rule(
-        times=st.integers(1, 30), seconds=st.sampled_from([0.002, 0.05, 0.25]), lands=st.booleans()
+        times=st.integers(1, 5) | st.integers(1, 30),
+        seconds=st.sampled_from([0.002, 0.05, 0.25]),
+        lands=st.booleans(),
     )
     def flow(self, times: int, seconds: float, lands: bool) -> None:
         """All goes on for a while, but what is cut off or stands still."""
@@ -291,14 +327,12 @@ class WholeSystemMachine(RuleBasedStateMachine):
         places = [i for i, message in enumerate(network.messages) if not is_beat(message)]
         network.drop(data.draw(st.sampled_from(places)))
 
-    @precondition(lambda self: not all(map(is_beat, self.system.network.messages)))
-    @rule(data=st.data(), keep=st.booleans())
-    def delay(self, data: st.DataObject, keep: bool) -> None:
-        """A message, or its double, comes when nobody thinks of it any more."""
+    @precondition(lambda self: self.is_busy)
+    @rule(kind=st.sampled_from(KINDS), keep=st.booleans())
+    def delay(self, kind: type[Message], keep: bool) -> None:
+        """The next message of a kind, or its double, comes when nobody thinks of it any more."""
         self.is_faulty = True
-        network = self.system.network
-        places = [i for i, message in enumerate(network.messages) if not is_beat(message)]
-        network.delay(data.draw(st.sampled_from(places)), keep=keep)
+        self.system.network.delays[kind] = keep
 
     @precondition(lambda self: self.system.network.late)
     @rule(data=st.data())
