@@ -40,7 +40,7 @@ BUSY = 0.5  # of the capacity, while nodes die
 NORMAL, OVERLOAD = 0.7, 3.0
 NORMAL_TTFT = 1.5  # times the median of before is as before
 # Requests per second of one pair of these nodes, about: how hard the deaths drill loads them.
-PAIR_RATE = 7.0
+PAIR_RATE = 3.5
 
 Row = dict[str, Any]
 

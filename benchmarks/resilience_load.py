@@ -17,7 +17,7 @@ from baton.errors import OverloadedError
 from sim_node.sim_model import output_tokens
 
 HUNG_S = 60.0  # behind its deadline, or without one
-PROMPT_TOKENS = (200, 800)
+PROMPT_TOKENS = (400, 1600)
 OUTPUT_TOKENS = (20, 60)
 # One in three requests may have many more tokens than it gets: it ends at a stop token.
 _STOPS, _ROOM = 1 / 3, 4

@@ -23,7 +23,7 @@ from baton.errors import (
 )
 from baton.link import NodeRole, RequestDelta, RequestError
 from baton.outputs import DecodeReceipt, FinishReason, Receipt, RequestOutput
-from router.admission import Admission
+from router.admission import Admission, Ticket
 from router.attempt import Attempt
 from router.call import Call, CallOutput
 from router.capacity import Capacity
@@ -106,17 +106,19 @@ class Dispatcher:
         self._running.add(call.request_id)
         try:
             with self.log.follow(call) as following:
-                async with self._admitted(call) as admitted:
+                async with self._admitted(call) as (admitted, ticket):
                     outputs = self._run(admitted, following)
                     async with contextlib.aclosing(outputs):
                         async for output in outputs:
+                            if output.output.output_index == 0:
+                                self.admission.note_first_token(ticket)
                             following.note_output(output)
                             yield output
         finally:
             self._running.remove(call.request_id)
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, call: Call) -> AsyncIterator[Call]:
+    async def _admitted(self, call: Call) -> AsyncIterator[tuple[Call, Ticket]]:
         """The call when it may begin; what it waited is no longer left until its deadline."""
         async with self.admission.enter(
             request_id=call.request_id,
@@ -126,7 +128,8 @@ class Dispatcher:
             priority=call.priority,
             client=call.client,
         ) as ticket:
-            yield dataclasses.replace(call, timeout_s=call.timeout_s - ticket.waited_s)
+            left_s = call.timeout_s - ticket.waited_s
+            yield dataclasses.replace(call, timeout_s=left_s), ticket
 
     async def _run(self, call: Call, following: Following) -> AsyncGenerator[CallOutput, None]:
         self.budget.note_call()
