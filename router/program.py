@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import AsyncIterator
@@ -124,6 +125,7 @@ async def serve(config: RouterConfig) -> None:
             warn_if_public(address, authenticated=all_bring_keys and listen == config.listen)
             logger.info("router of %s listens on %s", config.model, address)
         async with _watching(pool), _serving_http(config, intake, pool, metrics, api_keys):
+            gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
             logger.info("stopping")
     finally:
