@@ -8,7 +8,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test property-long bench gpu-suite chaos check protocol-check fmt proto train-demo-model clean
+.PHONY: help setup demo test property-long bench gpu-suite chaos resilience check protocol-check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -48,6 +48,9 @@ bench: setup ## measure scheduler, prefix index, engine and hand-off (some minut
 
 chaos: setup ## kill, stop and restart real processes under load; JSON in benchmarks/results
 	$(BIN)/python benchmarks/chaos.py
+
+resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON in benchmarks/results (some 7 minutes)
+	$(BIN)/python benchmarks/resilience.py
 
 gpu-suite: setup ## all that needs a GPU: right tokens, step times, KV in its memory; JSON in benchmarks/results
 	$(BIN)/python benchmarks/gpu_suite.py

@@ -40,8 +40,8 @@ def router(
     max_attempts: Annotated[
         int,
         typer.Option(
-            help="A request is tried so often, on other nodes where there are any. Where decode "
-            "nodes are short of memory it waits, and that does not count."
+            help="A request is tried so often, on other nodes where there are any. Attempts that "
+            "end because a node is lost or short of memory do not count (10 and 20 may)."
         ),
     ] = 3,
     pair_timeout_s: Annotated[

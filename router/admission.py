@@ -24,6 +24,8 @@ from router.capacity import PREFILL_WINDOW_S, Capacity
 # How soon it is seen that nodes have room again while requests wait.
 _PUMP_INTERVAL_S = 0.005
 _MAX_GONE = 64  # tickets that are in the heap and out of the queue, and as many as wait
+# What is expected just in time comes too late as often as not.
+_MARGIN = 1.15
 _RETRY_DELAY_LIMITS_S = (0.1, 60.0)
 
 
@@ -63,7 +65,8 @@ class Ticket:
         num_kv_tokens: that it will come to hold, as far as one can tell.
         expires_at: the request's deadline, by the loop's clock.
         began_at: None while it waits.
-        expected_wait_s: when it came.
+        expected_wait_s: until its first token, when it came; 0 of one that begins at once.
+        bias: that this was corrected by.
         turn: done when the wait is over; None when there is none.
         refusal: why it was taken out of the queue.
     """
@@ -75,6 +78,7 @@ class Ticket:
     arrived_at: float
     expires_at: float
     expected_wait_s: float = 0.0
+    bias: float = 1.0
     began_at: float | None = None
     turn: asyncio.Future[None] | None = None
     refusal: BatonError | None = None
@@ -183,6 +187,11 @@ class Admission:
                 return True
         return False
 
+    def note_first_token(self, ticket: Ticket) -> None:
+        """It came; to be called once, so that the next ones are expected better."""
+        now = asyncio.get_running_loop().time()
+        self._capacity.note_wait(ticket.expected_wait_s / ticket.bias, now - ticket.arrived_at)
+
     def state(self) -> AdmissionState:
         return AdmissionState(
             num_queued=self._num_queued,
@@ -206,7 +215,7 @@ class Admission:
 
     def _check_times(self, ticket: Ticket, max_tokens: int, timeout_s: float) -> None:
         """Refuse what would come too late; asked only of what has to wait."""
-        ticket.expected_wait_s = self._wait_ahead_s(ticket)
+        ticket.expected_wait_s, ticket.bias = self._wait_ahead_s(ticket), self._capacity.bias
         limit_s = self.options.max_ttft_s
         if limit_s and ticket.expected_wait_s > limit_s:
             raise self._refusal(
@@ -215,7 +224,7 @@ class Admission:
                 f"the limit is {limit_s:g} s",
             )
         needed_s = ticket.expected_wait_s + self._capacity.decode_s(max_tokens)
-        if needed_s > timeout_s:
+        if needed_s * _MARGIN > timeout_s:
             raise self._refusal(
                 "deadline",
                 f"the answer would take {needed_s:.1f} s, its deadline is in {timeout_s:.1f} s",
@@ -242,12 +251,15 @@ class Admission:
         error.retry_delay_s = delay_s
         return error
 
-    def _wait_s(self, num_requests: int, num_prompt_tokens: int, num_kv_tokens: int) -> float:
+    def _wait_s(
+        self, num_requests: int, num_prompt_tokens: int, num_kv_tokens: int, *, last: int = 0
+    ) -> float:
         """Until all that wait, and this much more or less, have their first tokens."""
         return self._capacity.wait_s(
             self._num_queued + num_requests,
             self._num_queued_tokens + num_prompt_tokens,
             self._num_queued_kv_tokens + num_kv_tokens,
+            last=last,
         )
 
     def _wait_ahead_s(self, ticket: Ticket) -> float:
@@ -256,9 +268,10 @@ class Admission:
         if self._num_queued and ticket.order[0] < max(other.order[0] for other in self._queue):
             behind = [o for o in self._queue if o.turn is not None and ticket < o]
         return self._wait_s(
-            1 - len(behind),
-            ticket.num_prompt_tokens - sum(other.num_prompt_tokens for other in behind),
+            -len(behind),
+            -sum(other.num_prompt_tokens for other in behind),
             ticket.num_kv_tokens - sum(other.num_kv_tokens for other in behind),
+            last=ticket.num_prompt_tokens,
         )
 
     # ------------------------------------------------------------------ waiting
@@ -273,7 +286,9 @@ class Admission:
         if self._pump is None:
             self._pump = asyncio.create_task(self._begin_all())
         # What cannot be done any more is not begun.
-        begin_by = ticket.expires_at - self._capacity.decode_s(max_tokens)
+        needed_s = self._capacity.prefill_s(ticket.num_prompt_tokens)
+        needed_s += self._capacity.decode_s(max_tokens)
+        begin_by = ticket.expires_at - needed_s
         try:
             async with asyncio.timeout_at(max(begin_by, ticket.arrived_at)):
                 await ticket.turn
@@ -285,7 +300,6 @@ class Admission:
             self._unqueue(ticket)
         if ticket.refusal is not None:
             raise ticket.refusal
-        self._capacity.note_wait(ticket.expected_wait_s, loop.time() - ticket.arrived_at)
 
     def _unqueue(self, ticket: Ticket) -> None:
         """Take a ticket out of the queue's account; harmless when it is out."""

@@ -15,8 +15,9 @@ PREFILL_WINDOW_S = 0.5
 # Kept free in each decode node, for the answers that grow there.
 _KV_HEADROOM = 0.05
 _BIAS_LIMITS = (0.25, 4.0)
-_BIAS_SMOOTHING = 0.1
-_LEAST_WAIT_S = 0.02  # shorter ones say nothing of how good the estimate is
+# Who waited longer than expected counts for more than who did not: deadlines are to be kept.
+_BIAS_UP, _BIAS_DOWN = 0.1, 0.02
+_LEAST_WAIT_S = 0.5  # shorter ones say nothing of how good the estimate is
 
 
 class Capacity:
@@ -25,6 +26,9 @@ class Capacity:
     Args:
         fleet: what may be placed on now.
         prefill_window_s: work that a prefill node may have before it.
+
+    Attributes:
+        bias: how much longer than estimated requests waited lately.
     """
 
     def __init__(
@@ -32,7 +36,7 @@ class Capacity:
     ) -> None:
         self._fleet = fleet
         self._prefill_window_s = prefill_window_s
-        self._bias = 1.0  # how much longer than estimated requests waited
+        self.bias = 1.0
 
     def has_room(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether some pair can take a request now; where there is none it goes on, to be told."""
@@ -54,37 +58,60 @@ class Capacity:
             return num_prompt_tokens
         return num_prompt_tokens + int(min(max_tokens, decodes[0].shared.output_tokens))
 
-    def wait_s(self, num_requests: int, num_prompt_tokens: int, num_kv_tokens: int) -> float:
-        """Until so many more requests, with so many tokens in all, have their first tokens."""
+    def prefill_s(self, num_prompt_tokens: int) -> float:
+        """From when a prefill node begins with a prompt until the first token."""
+        fleet = self._fleet()
+        prefills = fleet.prefills or fleet.self_prefilling
+        base, per_token = _mean_line(prefills) if prefills else (0.0, 0.0)
+        return base + per_token * num_prompt_tokens
+
+    def wait_s(
+        self, num_requests: int, num_prompt_tokens: int, num_kv_tokens: int, *, last: int = 0
+    ) -> float:
+        """Until so many more requests, with so many tokens in all, have their first tokens.
+
+        Args:
+            last: prompt tokens of a request behind all these, to wait for as well: it is one
+                node's work, and not shared by all.
+        """
         fleet = self._fleet()
         prefills, decodes = fleet.prefills or fleet.self_prefilling, _receivers(fleet)
         if not prefills or not decodes:
             return 0.0
         work_s = sum(node.prefill_queue_s for node in prefills)
-        work_s += num_requests * sum(node.prefill.base for node in prefills) / len(prefills)
-        work_s += num_prompt_tokens * sum(n.prefill.per_unit for n in prefills) / len(prefills)
+        base, per_token = _mean_line(prefills)
+        work_s += num_requests * base + num_prompt_tokens * per_token
         room = sum(_room(node) for node in decodes)
         num_free = sum(node.num_free_tokens for node in decodes) - room * _KV_HEADROOM
         num_held = max(room - num_free, 1.0)
         # A decode node gives back what it holds about once in the time that a request stays.
         room_s = (num_kv_tokens - num_free) * decodes[0].shared.residence_s / num_held
-        return self._bias * max(work_s / len(prefills), room_s, 0.0)
+        last_s = base + per_token * last if last else 0.0
+        return self.bias * (max(work_s / len(prefills), room_s, 0.0) + last_s)
 
     def decode_s(self, max_tokens: int) -> float:
-        """From the first token of an answer to its last."""
+        """From the first token of an answer to its last, if it is as long as lately long ones."""
         decodes = _receivers(self._fleet())
         if not decodes:
             return 0.0
-        usual = decodes[0].shared
-        return usual.residence_s * min(1.0, max_tokens / max(usual.output_tokens, 1.0))
+        lately = decodes[0].shared
+        num_tokens = min(max_tokens, lately.long_output_tokens)
+        # It stays from its second token, which it may have to await for a step, to its last.
+        return (num_tokens + 1) * lately.residence_s / max(lately.output_tokens - 2, 1.0)
 
-    def note_wait(self, expected_s: float, actual_s: float) -> None:
-        """A request that was expected to begin so late began then."""
-        if expected_s < _LEAST_WAIT_S:
+    def note_wait(self, estimated_s: float, actual_s: float) -> None:
+        """A first token came so long after its request; `wait_s` had said, but for the bias, ..."""
+        if estimated_s < _LEAST_WAIT_S:
             return
-        ratio = self._bias * actual_s / expected_s
         low, high = _BIAS_LIMITS
-        self._bias += _BIAS_SMOOTHING * (min(max(ratio, low), high) - self._bias)
+        error = min(max(actual_s / estimated_s, low), high) - self.bias
+        self.bias += (_BIAS_UP if error > 0 else _BIAS_DOWN) * error
+
+
+def _mean_line(prefills: Sequence[NodeView]) -> tuple[float, float]:
+    """Seconds per prompt and per token of one node."""
+    base = sum(node.prefill.base for node in prefills) / len(prefills)
+    return base, sum(node.prefill.per_unit for node in prefills) / len(prefills)
 
 
 def _receivers(fleet: Fleet) -> Sequence[NodeView]:

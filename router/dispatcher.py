@@ -23,7 +23,7 @@ from baton.errors import (
 )
 from baton.link import NodeRole, RequestDelta, RequestError
 from baton.outputs import DecodeReceipt, FinishReason, Receipt, RequestOutput
-from router.admission import Admission
+from router.admission import Admission, Ticket
 from router.attempt import Attempt
 from router.call import Call, CallOutput
 from router.capacity import Capacity
@@ -35,7 +35,7 @@ from router.pair_choice import PairChoice
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from router.prompt_hashes import PromptHashes
 from router.request_log import Following, RequestLog
-from router.retry_budget import RetryBudget, RetryOptions
+from router.retry_budget import CallRetries, RetryBudget, RetryOptions
 from router.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
@@ -109,17 +109,19 @@ class Dispatcher:
         self._running.add(call.request_id)
         try:
             with self.log.follow(call) as following:
-                async with self._admitted(call) as admitted:
+                async with self._admitted(call) as (admitted, ticket):
                     outputs = self._run(admitted, following)
                     async with contextlib.aclosing(outputs):
                         async for output in outputs:
+                            if output.output.output_index == 0:
+                                self.admission.note_first_token(ticket)
                             following.note_output(output)
                             yield output
         finally:
             self._running.remove(call.request_id)
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, call: Call) -> AsyncIterator[Call]:
+    async def _admitted(self, call: Call) -> AsyncIterator[tuple[Call, Ticket]]:
         """The call when it may begin; what it waited is no longer left until its deadline."""
         async with self.admission.enter(
             request_id=call.request_id,
@@ -129,7 +131,8 @@ class Dispatcher:
             priority=call.priority,
             client=call.client,
         ) as ticket:
-            yield dataclasses.replace(call, timeout_s=call.timeout_s - ticket.waited_s)
+            left_s = call.timeout_s - ticket.waited_s
+            yield dataclasses.replace(call, timeout_s=left_s), ticket
 
     async def _run(self, call: Call, following: Following) -> AsyncGenerator[CallOutput, None]:
         self.budget.note_call()
@@ -184,8 +187,7 @@ class _OpenCall:
         self._output_token_ids = self._buffer.token_ids
         self._attempt: Attempt | None = None
         self._num_attempts = 0
-        self._num_failures = 0
-        self._num_preemptions = 0
+        self._retries = CallRetries(self._options, dispatcher.budget)
         self._choice = PairChoice()
         self._ttft_s = 0.0
         self._ended_by: RequestError | None = None  # from outside
@@ -253,7 +255,7 @@ class _OpenCall:
 
     def _check_retry(self, attempt: Attempt, item: LegDelta) -> None:
         """Count a failed attempt; raises its error if there must be no other."""
-        error, options = item.delta.error, self._options
+        error = item.delta.error
         assert error is not None
         decode = attempt.decode.engine_id if attempt.decode else ""
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
@@ -262,34 +264,26 @@ class _OpenCall:
             raise _error(self._ended_by)
         self._blame(attempt, item, error)
         self.following.note_failure(error.code, error.message)
-        if error.code == "PREEMPTED":
-            self._num_preemptions += 1
-            if self._num_preemptions > options.max_preemptions:
-                raise OverloadedError(f"{error.message} (preempted {self._num_preemptions} times)")
-            return
-        if error.code not in _RETRYABLE:
+        if error.code not in (*_RETRYABLE, "PREEMPTED"):
             raise _error(error)
-        self._num_failures += 1
-        if self._num_failures >= options.max_attempts:
-            raise NodeUnavailableError(
-                f"{error.message} (attempt {self._num_failures} of {options.max_attempts})"
-            )
-        # A node that is lost fails all its calls at once; that each of them tries once more is
-        # no more load than there was.
-        is_first_loss = item.node_lost and self._num_failures == 1
-        if not is_first_loss and not self._dispatcher.budget.take():
-            raise NodeUnavailableError(f"{error.message} (too many retries in the cluster)")
+        self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
         logger.info("request %s is tried again: %s", self._call.request_id, error.message)
 
-    @staticmethod
-    def _blame(attempt: Attempt, item: LegDelta, error: RequestError) -> None:
+    def _is_loss(self, attempt: Attempt, item: LegDelta) -> bool:
+        """Whether an attempt failed because one of its nodes is gone, whoever said so."""
+        error, pool = item.delta.error, self._dispatcher.pool
+        nodes = [node for node in (attempt.prefill, attempt.decode) if node is not None]
+        is_gone = any(pool.node(node.engine_id) is not node for node in nodes)
+        return item.node_lost or (is_gone and error is not None and error.code == "UNAVAILABLE")
+
+    def _blame(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
         """Tell the health of the nodes that an attempt failed.
 
         One whose engine cannot continue is at fault alone; what else is wrong may be the other's
         fault. One that is lost is gone anyway, and being short of memory is no fault.
         """
         prefill, decode = attempt.prefill, attempt.decode
-        if item.node_lost or error.code not in _RETRYABLE:
+        if error.code not in _RETRYABLE or self._is_loss(attempt, item):
             return
         if error.code == "INTERNAL" or prefill is None or decode is None:
             node = prefill if item.role is NodeRole.PREFILL else decode
@@ -379,7 +373,7 @@ class _OpenCall:
     async def _pause(self) -> None:
         """Back off, the longer the more often this call failed; not past the deadline."""
         options = self._options
-        exponent = min(self._num_failures + self._num_preemptions, 16) - 1
+        exponent = min(self._retries.num_failed, 16) - 1
         pause_s = min(options.first_pause_s * 2**exponent, options.longest_pause_s)
         # Not all at once: those that were preempted together would be so again.
         pause_s *= 0.5 + secrets.randbelow(512) / 1024

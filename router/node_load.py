@@ -24,6 +24,7 @@ _STEP_GUESS = ((0.0, 0.01), (100_000.0, 0.02))
 REQUEST_UNITS = 500
 _LONGEST_STEP_S = 1.0
 _FADING = 0.05  # of averages, per measurement
+_LONG_FADING = 0.01
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class SharedRates:
 
     Attributes:
         output_tokens: that a request has, on average.
+        long_output_tokens: that few requests exceed; follows long ones at once, others slowly.
         residence_s: that a request decodes, on average.
         kv_bytes_per_token: 0 while unknown.
     """
@@ -39,6 +41,7 @@ class SharedRates:
     prefill: LineFit = field(default_factory=lambda: LineFit(0.98, guess=_PREFILL_GUESS))
     step: LineFit = field(default_factory=lambda: LineFit(0.9995, guess=_STEP_GUESS))
     output_tokens: float = 200.0
+    long_output_tokens: float = 200.0
     residence_s: float = 4.0
     kv_bytes_per_token: float = 0.0
 
@@ -198,7 +201,10 @@ class NodeLoad:
     def note_decoded(self, receipt: DecodeReceipt, residence_s: float) -> None:
         """A request ended after so long on this decode node."""
         shared, push = self.shared, receipt.push
-        shared.output_tokens += _FADING * (receipt.num_forwards + 1 - shared.output_tokens)
+        num_tokens = receipt.num_forwards + 1
+        shared.output_tokens += _FADING * (num_tokens - shared.output_tokens)
+        faded = shared.long_output_tokens + _LONG_FADING * (num_tokens - shared.long_output_tokens)
+        shared.long_output_tokens = max(num_tokens, faded)
         shared.residence_s += _FADING * (residence_s - shared.residence_s)
         if not shared.kv_bytes_per_token and push.num_blocks:
             shared.kv_bytes_per_token = push.num_bytes / (push.num_blocks * self.block_size)

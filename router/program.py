@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import time
@@ -130,6 +131,7 @@ async def serve(config: RouterConfig) -> None:
             _watching(pool),
             _serving_http(config, intake, pool, metrics, api_keys) as stop_http,
         ):
+            gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
             logger.info("stopping")
             grace_s = STOP_GRACE_S + _LAST_WORDS_S

@@ -1,4 +1,4 @@
-"""RetryOptions and RetryBudget: how often a call, and all calls together, may be tried again."""
+"""How often a call, and all calls together, may be tried again. Knows neither nodes nor placing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, NodeUnavailableError, OverloadedError
+from baton.link import RequestError
 
 WINDOW_S = 10.0
 
@@ -17,8 +18,10 @@ class RetryOptions:
     """Limits of one call.
 
     Attributes:
-        max_attempts: that fail before the call does; those that end in a preemption do not count.
+        max_attempts: that fail before the call does; those that end in a preemption, or because a
+            node is gone, do not count.
         max_preemptions: after so many the call fails.
+        max_losses: of attempts that end because a node is gone; with one more the call fails.
         pair_timeout_s: how long an attempt waits for a pair of nodes when there is none.
         first_pause_s: before an attempt that has to use again what has just failed; doubles.
         longest_pause_s: of those pauses.
@@ -26,6 +29,7 @@ class RetryOptions:
 
     max_attempts: int = 3
     max_preemptions: int = 20
+    max_losses: int = 10
     pair_timeout_s: float = 5.0
     first_pause_s: float = 0.05
     longest_pause_s: float = 1.0
@@ -79,3 +83,55 @@ class RetryBudget:
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append([second, 0, 0])
         return self._seconds[-1]
+
+
+class CallRetries:
+    """What one call has used up of its limits.
+
+    Args:
+        options: its limits.
+        budget: of all calls together.
+    """
+
+    def __init__(self, options: RetryOptions, budget: RetryBudget) -> None:
+        self._options = options
+        self._budget = budget
+        self._num_preemptions = 0
+        self._losses: list[Callable[[], bool]] = []  # of each other failure: was it a loss?
+
+    @property
+    def num_failed(self) -> int:
+        """Attempts that failed, for whatever reason."""
+        return self._num_preemptions + len(self._losses)
+
+    def note_failure(self, error: RequestError, was_loss: Callable[[], bool]) -> None:
+        """An attempt failed with an error that another one need not meet.
+
+        Losing a node is no fault of the call, and that each of a node's calls is tried once more
+        is no more load than there was: it counts less, and needs no budget.
+
+        Args:
+            was_loss: whether it failed because a node is gone. Asked again later: that a node is
+                gone may be heard behind what the other one says of it.
+
+        Raises:
+            OverloadedError: there were too many preemptions.
+            NodeUnavailableError: there must be no other attempt, for the reason that it says.
+        """
+        options = self._options
+        if error.code == "PREEMPTED":
+            self._num_preemptions += 1
+            if self._num_preemptions > options.max_preemptions:
+                raise OverloadedError(f"{error.message} (preempted {self._num_preemptions} times)")
+            return
+        self._losses.append(was_loss)
+        num_losses = sum(was_lost() for was_lost in self._losses)
+        num_failures = len(self._losses) - num_losses
+        if num_losses > options.max_losses:
+            raise NodeUnavailableError(f"{error.message} (lost {num_losses} nodes)")
+        if num_failures >= options.max_attempts:
+            raise NodeUnavailableError(
+                f"{error.message} (attempt {num_failures} of {options.max_attempts})"
+            )
+        if not was_loss() and not self._budget.take():
+            raise NodeUnavailableError(f"{error.message} (too many retries in the cluster)")

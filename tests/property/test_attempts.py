@@ -22,7 +22,12 @@ from tests.fakes.router_scene import Scene, assert_idle
 from tests.property.num_examples import num_examples
 
 OPTIONS = RetryOptions(
-    max_attempts=4, max_preemptions=3, pair_timeout_s=0.01, first_pause_s=0, longest_pause_s=0
+    max_attempts=4,
+    max_preemptions=3,
+    max_losses=5,
+    pair_timeout_s=0.01,
+    first_pause_s=0,
+    longest_pause_s=0,
 )
 CODES = ("UNAVAILABLE", "UNAVAILABLE", "PREEMPTED", "INTERNAL", "CANCELLED")
 
@@ -166,5 +171,5 @@ def assert_nothing_is_left(scene: Scene, nodes: list[HandNode]) -> None:
         cancelled = {command.epoch for command in hand.of(CancelCommand)}
         for command in commands_of(hand):
             assert command.epoch in cancelled | {finished_epoch}
-    budget = OPTIONS.max_attempts + OPTIONS.max_preemptions
+    budget = OPTIONS.max_attempts + OPTIONS.max_preemptions + OPTIONS.max_losses
     assert len(epochs) <= budget

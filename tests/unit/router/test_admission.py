@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,6 +13,7 @@ from baton.errors import ConfigError, DeadlineExceededError, OverloadedError
 from router.admission import Admission, AdmissionOptions, Ticket
 from router.capacity import Capacity
 from tests.fakes.fleets import FleetBook
+from tests.fakes.nodes import DECODE_RECEIPT
 from tests.fakes.router_scene import asynchronous
 
 PROMPT = 1000
@@ -222,12 +224,74 @@ async def test_it_waits_for_kv_memory_too_but_not_for_an_empty_node() -> None:
 
 
 @asynchronous
-async def test_what_it_expected_wrongly_it_learns() -> None:
+async def test_estimates_that_were_too_short_count_at_once_and_those_too_long_slowly() -> None:
     gate = Gate()
-    before = gate.admission._capacity.wait_s(1, PROMPT, 0)
-    for _ in range(100):
-        gate.admission._capacity.note_wait(1.0, 2.0)  # at first it says 1, and later 2
-    assert gate.admission._capacity.wait_s(1, PROMPT, 0) > 1.5 * before
+    capacity = gate.admission._capacity
+    before = capacity.wait_s(1, PROMPT, 0)
+    for _ in range(50):
+        capacity.note_wait(0.01, 5.0)  # of what hardly waits nothing is learnt
+    assert capacity.wait_s(1, PROMPT, 0) == before
+    for _ in range(50):  # the same estimate every time: what is learnt must not be learnt twice
+        capacity.note_wait(1.0, 2.0)
+    assert capacity.wait_s(1, PROMPT, 0) == pytest.approx(2 * before, rel=0.01)
+    for _ in range(10):
+        capacity.note_wait(1.0, 1.0)
+    assert 1.7 * before < capacity.wait_s(1, PROMPT, 0) < 2 * before
+    await gate.close()
+
+
+@asynchronous
+async def test_it_learns_from_first_tokens_what_the_estimate_was_without_its_correction() -> None:
+    gate = Gate()
+    capacity = gate.admission._capacity
+    capacity.bias = 2.0
+    gate.begin("first")
+    await gate.pause()
+    gate.begin("waits")
+    await gate.pause()
+    (ticket,) = [ticket for ticket in gate.admission._queue if ticket.turn is not None]
+    assert ticket.expected_wait_s == pytest.approx(4, rel=0.1)  # two prompts of a second, twice
+    ticket.arrived_at -= 4  # as long ago as it was expected to take
+    gate.admission.note_first_token(ticket)
+    assert capacity.bias == pytest.approx(2.0, rel=0.01)
+    await gate.close()
+
+
+@asynchronous
+async def test_a_prompt_is_one_nodes_work_and_those_before_it_are_all_nodes() -> None:
+    gate = Gate(num_nodes=4)
+    capacity = gate.admission._capacity
+    assert capacity.wait_s(8, 8 * PROMPT, 0) == pytest.approx(2, rel=0.1)
+    assert capacity.wait_s(8, 8 * PROMPT, 0, last=PROMPT) == pytest.approx(3, rel=0.1)
+    await gate.close()
+
+
+@asynchronous
+async def test_an_answer_is_expected_to_take_as_long_as_long_ones_and_no_longer_than_it_may() -> (
+    None
+):
+    gate = Gate()
+    capacity, node = gate.admission._capacity, gate.book["d0"]
+    for num_tokens in (20, 60) * 200:  # 30 ms for each token
+        receipt = dataclasses.replace(DECODE_RECEIPT, num_forwards=num_tokens - 1)
+        node.note_decoded(receipt, 0.03 * (num_tokens - 2))
+    assert 0.03 * 60 < capacity.decode_s(4000) < 0.03 * 70
+    assert 0.03 * 20 < capacity.decode_s(20) < 0.03 * 25
+    await gate.close()
+
+
+@asynchronous
+async def test_a_deadline_is_kept_with_some_time_to_spare() -> None:
+    gate = Gate()
+    gate.book.shared.residence_s = 0.0
+    gate.begin("first")
+    await gate.pause()
+    with pytest.raises(OverloadedError, match=r"would take 2\.\d s, its deadline is in 2\.2 s"):
+        async with gate.enter(timeout_s=2.2):
+            pass
+    gate.begin("waits", timeout_s=2.6)
+    await gate.pause()
+    assert gate.admission.state().num_queued == 1
     await gate.close()
 
 

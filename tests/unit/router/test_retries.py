@@ -248,6 +248,62 @@ async def test_a_spent_budget_ends_retries_of_failures_but_not_of_lost_nodes() -
         await scene.end()
 
 
+@asynchronous
+async def test_losing_nodes_is_no_failure_needs_no_budget_and_has_an_end() -> None:
+    scene = scene_of(1, 1, RetryBudget(ratio=0, floor=0))
+    await scene.call()
+    for number in range(1, OPTIONS.max_losses + 2):
+        _, decode, _ = await until_attempt(scene, number)
+        decode.leave()
+        scene.decodes[0] = scene.join("d", 0, incarnation=number)
+        scene.connect()
+    with pytest.raises(NodeUnavailableError, match=r"went away \(lost 11 nodes\)"):
+        await scene.end()
+    scene.assert_no_leg_is_left()
+
+
+@asynchronous
+async def test_what_the_other_node_says_of_a_loss_is_the_same_loss() -> None:
+    scene = scene_of(4, 1, RetryBudget(ratio=0, floor=0))
+    await scene.call()
+    for number in (1, 2, 3):
+        prefill, decode, command = await until_attempt(scene, number)
+        if number == 1:
+            prefill.say(token_1("a", 10, epoch=command.epoch))
+        prefill.leave()  # it had said its part: only the decode node knows that it is missed
+        await scene.pause()
+        decode.say(failure("a", "UNAVAILABLE", "its prefill node is gone", epoch=command.epoch))
+    _, decode, _ = await until_attempt(scene, 4)
+    assert decode.node.health._partners == []  # nobody is blamed
+
+
+@asynchronous
+async def test_a_failure_becomes_a_loss_when_the_node_turns_out_to_be_gone() -> None:
+    scene = scene_of(5, 1)
+    await scene.call()
+    for number in (1, 2, 3, 4):  # one more than may fail
+        prefill, decode, command = await until_attempt(scene, number)
+        decode.say(failure("a", "UNAVAILABLE", "cannot be reached", epoch=command.epoch))
+        await until_attempt(scene, number + 1)
+        prefill.leave()  # the router hears of it later than the decode node
+        await scene.pause()
+    assert scene.task is not None
+    assert not scene.task.done()
+
+
+@asynchronous
+async def test_an_engine_that_dies_of_a_request_counts_also_when_its_node_is_gone() -> None:
+    scene = scene_of(1, 4)
+    await scene.call()
+    for number in (1, 2, 3):
+        _, decode, command = await until_attempt(scene, number)
+        decode.say(failure("a", "INTERNAL", "engine", epoch=command.epoch))
+        await scene.pause()
+        decode.leave()
+    with pytest.raises(NodeUnavailableError, match=r"engine \(attempt 3 of 3\)"):
+        await scene.end()
+
+
 def test_the_budget_grows_with_calls_and_comes_back_with_time() -> None:
     now = 100.0
     budget = RetryBudget(clock=lambda: now)
