@@ -57,6 +57,7 @@ class _Leg:
     num_uncomputed: int
     num_arriving: int
     begun_at: float | None = None  # its first token on a decode node came
+    num_decoding: int = 0  # tokens that had arrived by then
 
 
 @dataclass(slots=True, eq=False)
@@ -78,13 +79,15 @@ class Node:
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
     load: NodeLoad = field(init=False)
+    _clock: Callable[[], float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.meet(SharedRates())
 
-    def meet(self, shared: SharedRates) -> None:
+    def meet(self, shared: SharedRates, clock: Callable[[], float] = time.monotonic) -> None:
         """Start counting anew, on the grounds of what other nodes measured."""
-        self.load = NodeLoad(self.registration, shared)
+        self._clock = clock
+        self.load = NodeLoad(self.registration, shared, clock)
 
     @property
     def name(self) -> str:
@@ -132,6 +135,7 @@ class Node:
                 leg.num_tokens,
                 num_uncomputed=leg.num_uncomputed,
                 num_arriving=leg.num_arriving,
+                num_decoding=leg.num_decoding,
                 begun=leg.begun_at is not None,
             )
 
@@ -166,11 +170,12 @@ class Node:
             return
         begun_at = self._begin(leg) if leg.begun_at is None else leg.begun_at
         if delta.decode is not None:
-            self.load.note_decoded(delta.decode, time.monotonic() - begun_at)
+            self.load.note_decoded(delta.decode, self._clock() - begun_at)
 
     def _begin(self, leg: _Leg) -> float:
         """An attempt's first token on a decode node came."""
-        leg.begun_at = time.monotonic()
+        leg.begun_at = self._clock()
         self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
+        leg.num_decoding = leg.num_arriving
         leg.num_arriving = leg.num_uncomputed = 0
         return leg.begun_at

@@ -51,6 +51,7 @@ class NodePool:
         eligibility: a node for which one of these says no gets no new requests. Whoever makes one
             change its mind calls `note_eligibility_change`.
         may_self_prefill: whether decode nodes may be given prompts to compute.
+        clock: seconds that never go back.
 
     Attributes:
         router_id: tells this process's requests from those of other routers.
@@ -65,6 +66,7 @@ class NodePool:
         max_missed_beats: int = 4,
         eligibility: Sequence[Callable[[Node], bool]] = (),
         may_self_prefill: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.router_id = secrets.token_hex(4)
         self._model_digest = model_digest
@@ -80,7 +82,8 @@ class NodePool:
         self._may_self_prefill = may_self_prefill
         self._fleet: Fleet | None = None  # None: to be made anew
         self._changed = asyncio.Event()
-        self.prefix_index = PrefixIndex()
+        self.clock = clock
+        self.prefix_index = PrefixIndex(clock=clock)
 
     @property
     def nodes(self) -> list[Node]:
@@ -95,7 +98,7 @@ class NodePool:
     @property
     def lost(self) -> list[NodeRegistration]:
         """Nodes that fell silent in the last minutes and did not come back."""
-        oldest = time.monotonic() - LOST_NODES_SHOWN_S
+        oldest = self.clock() - LOST_NODES_SHOWN_S
         self._lost = {name: item for name, item in self._lost.items() if item[0] > oldest}
         return [registration for _, registration in self._lost.values()]
 
@@ -148,7 +151,7 @@ class NodePool:
                 continue
             node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
             other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
-        node.meet(self._rates)
+        node.meet(self._rates, self.clock)
         self._nodes[node.engine_id] = node
         registration = node.registration
         if registration.prefix_hash in HASH_ALGORITHMS:
@@ -189,7 +192,7 @@ class NodePool:
             node.num_missed_beats += 1
             # (The first is no miss: the beat of this interval may be on its way.)
             if node.num_missed_beats > self._max_missed_beats + 1:
-                self._lost[node.name] = (time.monotonic(), node.registration)
+                self._lost[node.name] = (self.clock(), node.registration)
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
 
