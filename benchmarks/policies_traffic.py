@@ -39,7 +39,7 @@ def on_off(chance: random.Random, rate_per_s: float) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Workloads with their shares of the sessions; ``groups_per_node`` go into those with groups."""
+    """Workloads and their shares of the sessions; ``groups_per_node``: of those with groups."""
 
     name: str
     workloads: tuple[tuple[float, Workload], ...]
