@@ -160,11 +160,11 @@ def generate(
     ]
     weights = [1 / (rank + 1) ** workload.zipf_exponent for rank in range(workload.num_groups)]
     requests: list[TraceRequest] = []
-    for start_s in itertools.islice(starts_s, num_sessions):
+    for session, start_s in enumerate(itertools.islice(starts_s, num_sessions)):
         num_tokens, hash_ids = (
             chance.choices(prefixes, weights)[0] if prefixes else _new_ids(new_ids, 0)
         )
-        requests += _session(workload, chance, new_ids, start_s, num_tokens, hash_ids)
+        requests += _session(workload, chance, new_ids, start_s, num_tokens, hash_ids, session)
     return sorted(requests, key=lambda request: request.timestamp_ms)
 
 
@@ -180,6 +180,7 @@ def _session(
     start_s: float,
     num_tokens: int,
     full_ids: tuple[int, ...],
+    session: int,
 ) -> Iterator[TraceRequest]:
     """The turns of a session that begins with so many tokens, whose full blocks have these ids."""
     now_s = start_s
@@ -195,6 +196,7 @@ def _session(
             input_length=num_tokens,
             output_length=output_length,
             hash_ids=hash_ids,
+            session=session,
         )
         if chance.random() * workload.mean_turns < 1:
             return

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ class TraceRequest:
         input_length: tokens of the prompt, at least 1.
         output_length: tokens to be generated, at least 1.
         hash_ids: one for each started block of 512 prompt tokens.
+        session: of made-up traces, whose turn it is; files do not say it.
     """
 
     timestamp_ms: int
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    session: int = field(default=0, compare=False)
 
 
 def num_blocks(input_length: int) -> int:

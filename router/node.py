@@ -61,6 +61,7 @@ class _Leg:
     num_uncomputed: int
     num_arriving: int
     begun_at: float | None = None  # its first token on a decode node came
+    num_decoding: int = 0  # tokens that had arrived by then
 
 
 @dataclass(slots=True, eq=False)
@@ -159,6 +160,7 @@ class Node:
                 leg.num_tokens,
                 num_uncomputed=leg.num_uncomputed,
                 num_arriving=leg.num_arriving,
+                num_decoding=leg.num_decoding,
                 begun=leg.begun_at is not None,
             )
 
@@ -201,5 +203,6 @@ class Node:
         leg.begun_at = self.clock()
         self.health.note_success()
         self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
+        leg.num_decoding = leg.num_arriving
         leg.num_arriving = leg.num_uncomputed = 0
         return leg.begun_at

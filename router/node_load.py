@@ -9,6 +9,7 @@ One writer: the `Node` it belongs to. Knows no policy: numbers, and no judgement
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,9 +86,11 @@ class NodeLoad:
         self._clock = clock
         self._has_beat = False
         self._num_uncomputed = 0  # prompt tokens to be computed here, of requests placed from here
-        self._num_uncomputed_requests = 0
+        self.num_uncomputed_requests = 0
         self._num_foreign = 0
         self._num_decoding = 0
+        self._num_decoding_tokens = 0  # of the prompts of these
+        self._foreign_units = self._foreign_running_units = 0.0
         self._stepped_at: float | None = None
         if registration.kv_bytes_per_token:
             self.shared.kv_bytes_per_token = registration.kv_bytes_per_token
@@ -115,10 +118,10 @@ class NodeLoad:
             num_arriving: prompt tokens whose KV takes room here and may come from elsewhere.
         """
         if num_uncomputed:
-            if not self._num_uncomputed_requests:
+            if not self.num_uncomputed_requests:
                 self.prefill_progress_at = self._clock()
             self._num_uncomputed += num_uncomputed
-            self._num_uncomputed_requests += 1
+            self.num_uncomputed_requests += 1
         self.num_open_requests += 1
         self.num_open_tokens += num_tokens
         self.num_placed_tokens += num_tokens
@@ -138,6 +141,7 @@ class NodeLoad:
             self.prefill.measure(num_uncomputed, busy_s)
             self.prefill.refresh()
         self._num_decoding += 1
+        self._num_decoding_tokens += num_arriving
         self.num_arriving_tokens -= num_arriving
         self._drop_uncomputed(num_uncomputed)
         self._derive()
@@ -148,13 +152,19 @@ class NodeLoad:
         *,
         num_uncomputed: int = 0,
         num_arriving: int = 0,
+        num_decoding: int = 0,
         begun: bool = False,
     ) -> None:
-        """A request ended here, with so many tokens left."""
+        """A request ended here, with so many tokens left.
+
+        Args:
+            num_decoding: that arrived when it began, if it did.
+        """
         self.num_open_requests -= 1
         self.num_open_tokens -= num_tokens
         self.num_arriving_tokens -= num_arriving
         self._num_decoding -= begun
+        self._num_decoding_tokens -= num_decoding
         if not self._num_decoding:
             self._stepped_at = None  # a pause begins: the time until the next step is none
         self._drop_uncomputed(num_uncomputed)
@@ -163,7 +173,7 @@ class NodeLoad:
     def _drop_uncomputed(self, num_uncomputed: int) -> None:
         if num_uncomputed:
             self._num_uncomputed -= num_uncomputed
-            self._num_uncomputed_requests -= 1
+            self.num_uncomputed_requests -= 1
             self.prefill_progress_at = self._clock()
 
     # ------------------------------------------------------------------ reported and measured
@@ -175,9 +185,19 @@ class NodeLoad:
         # What the node has to compute beyond what was placed from here: other routers' requests,
         # and prompts of which less was cached than thought.
         self._num_foreign = max(0, beat.num_uncomputed_tokens - self._num_uncomputed)
+        self._note_foreign_units()
         self.prefill.refresh()
         self.step.refresh()
         self._derive()
+
+    def _note_foreign_units(self) -> None:
+        """What other routers' requests add to steps, when all run and now: as large as others."""
+        beat = self.beat
+        num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
+        num_held_tokens = (self.num_blocks - beat.num_free_blocks) * self.block_size
+        units = REQUEST_UNITS + num_held_tokens / max(num_reported, 1)
+        self._foreign_units = units * max(0, num_reported - self.num_open_requests)
+        self._foreign_running_units = units * max(0, beat.num_running - self._num_decoding)
 
     def note_prefilled(self, receipt: PrefillReceipt) -> None:
         """A prompt was computed; to be called before its tokens are no longer open.
@@ -192,10 +212,17 @@ class NodeLoad:
         self.prefill_progress_at = self._clock()
 
     def note_step(self) -> None:
-        """The tokens of one decode step came."""
+        """The tokens of one decode step came.
+
+        It is measured by what decodes now. By what is placed here, much of which is still on its
+        way, the line would be flat, and a node that is thought not to mind gets all.
+        """
         now = self._clock()
-        if self._stepped_at is not None and now - self._stepped_at < _LONGEST_STEP_S:
-            self.step.measure(self.step_units, now - self._stepped_at)
+        step_s = math.inf if self._stepped_at is None else now - self._stepped_at
+        has_prompts = self._num_uncomputed or self.beat.num_uncomputed_tokens
+        if step_s < _LONGEST_STEP_S and not has_prompts:
+            units = REQUEST_UNITS * self._num_decoding + self._num_decoding_tokens
+            self.step.measure(units + self._foreign_running_units, step_s)
         self._stepped_at = now if self._num_decoding else None
 
     def note_decoded(self, receipt: DecodeReceipt, residence_s: float) -> None:
@@ -214,7 +241,7 @@ class NodeLoad:
     def _derive(self) -> None:
         """What policies read; made when something changes, as more is read than changes."""
         beat = self.beat
-        line, weight, num_requests = self.prefill, self._weight, self._num_uncomputed_requests
+        line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
         self.prefill_queue_s = line.base * num_requests + line.per_unit * (
             self._num_uncomputed + self._num_foreign
         )
@@ -228,8 +255,9 @@ class NodeLoad:
         num_free = (beat.num_free_blocks if self._has_beat else self.num_blocks) * self.block_size
         self.num_free_tokens = num_free - self.num_arriving_tokens
         self.num_room_tokens = 0 if beat.num_waiting else self.num_free_tokens - self.block_size
-        num_kv_tokens = self.num_blocks * self.block_size - self.num_free_tokens
-        self.step_units = REQUEST_UNITS * self.num_batch + num_kv_tokens
+        num_own_tokens = self.num_arriving_tokens + self._num_decoding_tokens
+        own_units = REQUEST_UNITS * self.num_open_requests + num_own_tokens
+        self.step_units = own_units + self._foreign_units
         step = self.step
         self.step_base_s = step.base + step.per_unit * self.step_units / weight
         # Others, too: on average they have half of their steps before them.

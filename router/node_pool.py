@@ -162,6 +162,7 @@ class NodePool:
             for other in self._nodes.values()
         )
         health = NodeHealth(node.name, self._note_change, is_canary=is_canary, clock=self.clock)
+        node.clock = self.clock
         node.meet(self._rates, health)
         self._nodes[node.engine_id] = node
         registration = node.registration

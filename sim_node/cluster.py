@@ -21,9 +21,10 @@ from types import TracebackType
 from baton.errors import ConfigError, NodeUnavailableError
 from baton.link import BEAT_INTERVAL_S, NodeRole
 from baton.model_folder import config_digest, find_model_folder, read_limits
+from baton.router_links import RouterLinks
 from sim_node.faults import FaultSpec
 from sim_node.kv_network import KVNetwork
-from sim_node.node import SimNode
+from sim_node.node import NodeLinks, SimNode
 from sim_node.options import SimModel, SimOptions
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class SimCluster:
         faults: what goes wrong by itself.
         prefix: of the nodes' names: ``sim-p0``, ``sim-d0`` and so on.
         join_timeout_s: how long to try to reach the router.
+        make_links: see `SimNode`.
 
     Raises:
         ModelLoadError: the model's configuration cannot be read.
@@ -82,6 +84,7 @@ class SimCluster:
         faults: FaultSpec = _NO_FAULTS,
         prefix: str = "sim",
         join_timeout_s: float = 30.0,
+        make_links: Callable[..., NodeLinks] = RouterLinks,
     ) -> None:
         if num_prefill < 0 or num_decode < 0 or num_prefill + num_decode == 0:
             raise ConfigError(
@@ -93,6 +96,7 @@ class SimCluster:
         self._options = options
         self._faults = faults
         self._join_timeout_s = join_timeout_s
+        self._make_links = make_links
         self._network = KVNetwork()
         roles = [(NodeRole.PREFILL, "p", num_prefill), (NodeRole.DECODE, "d", num_decode)]
         self._roles = {
@@ -190,6 +194,7 @@ class SimCluster:
             self._options,
             self._faults,
             join_timeout_s=self._join_timeout_s,
+            make_links=self._make_links,
         )
         self._nodes[name] = node
         self.slow(name, self._slowness.get(name, 1.0))

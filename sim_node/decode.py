@@ -1,6 +1,7 @@
 """SimDecode: the decode half of the simulator.
 
     command -> parked -> room granted -> commit -> one token per step and request, to the router
+    without a prefill node:  room -> chunks of the prompt in the steps of the others -> the same
 
 One timer per node, whatever the batch, and one message per step. A request that finds no room for
 its next block goes back to the router (PREEMPTED), the youngest first. What peers may still write
@@ -10,7 +11,6 @@ is not held back (no quarantine): a simulated write cannot come late.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
 from baton.errors import InvalidRequestError
@@ -22,55 +22,16 @@ from baton.link import (
     PrefillCommand,
     RequestDelta,
 )
-from baton.outputs import DecodeReceipt, FinishReason, PushReceipt, RequestOutput
-from sim_node.kv_cache import Holding
+from baton.outputs import FinishReason, PushReceipt, RequestOutput
+from sim_node.decode_job import NO_PUSH, Name, SimDecodeJob
 from sim_node.kv_events import KVEventLog
-from sim_node.kv_network import TRANSPORT, KVCommit, KVEnd, KVGrant, KVMessage, KVStart
+from sim_node.kv_network import KVCommit, KVEnd, KVGrant, KVMessage, KVStart
 from sim_node.node_parts import Command, NodeParts
 from sim_node.sim_model import token_at
 
 MAX_RECEIVING_REQUESTS = 64
 # How long a START may come before its command, and how long an ended request is remembered.
 MEMORY_S = 60.0
-NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport=TRANSPORT, exposed_transfer_s=0.0)
-
-_Name = tuple[str, int]  # request id, epoch
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One decode command on its way; ``push`` is set when its KV is there.
-
-    Attributes:
-        token_ids: of prompt and output.
-        index: of the next output token.
-        max_index: behind the last one.
-        room: tokens that its blocks hold.
-        num_missing: tokens to be computed here before the first one can be sampled.
-    """
-
-    command: DecodeCommand
-    key: int
-    token_ids: list[int] = field(repr=False)
-    hashes: list[BlockHash] = field(repr=False)
-    parked_at: float
-    index: int
-    max_index: int
-    holding: Holding | None = None
-    room: int = 0
-    num_cached: int = 0
-    num_missing: int = 0
-    started: bool = False
-    push: PushReceipt | None = None
-    committed_at: float = 0.0
-    num_steps_at_commit: int = 0
-    first_step_s: float = 0.0
-    steps_until_first: int = 0
-    num_forwards: int = 0
-
-    @property
-    def name(self) -> _Name:
-        return self.command.request_id, self.command.epoch
 
 
 class SimDecode:
@@ -84,16 +45,17 @@ class SimDecode:
     def __init__(self, parts: NodeParts, log: KVEventLog) -> None:
         self._parts = parts
         self._log = log
-        self._jobs: dict[_Name, _Job] = {}  # all
-        self._wanting: deque[_Job] = deque()  # started, and without room yet
-        self._receiving: set[_Name] = set()
-        self._ready: deque[_Job] = deque()
-        self._running: list[_Job] = []  # oldest first
-        self._growing: list[_Job] = []  # of those, who needs a block for the next step
+        self._jobs: dict[Name, SimDecodeJob] = {}  # all
+        self._wanting: deque[SimDecodeJob] = deque()  # started, and without room yet
+        self._receiving: set[Name] = set()
+        self._ready: deque[SimDecodeJob] = deque()
+        self._running: list[SimDecodeJob] = []  # oldest first
+        self._growing: list[SimDecodeJob] = []  # of those, who needs a block for the next step
+        self._computing: list[SimDecodeJob] = []  # of those, whose prompt is not computed yet
         self._stepping = False
         self._num_steps = 0
-        self._early_starts: dict[_Name, tuple[float, str]] = {}
-        self._ended: dict[_Name, float] = {}
+        self._early_starts: dict[Name, tuple[float, str]] = {}
+        self._ended: dict[Name, float] = {}
 
     # ------------------------------------------------------------------ in
 
@@ -166,6 +128,7 @@ class SimDecode:
             num_waiting_for_remote_kvs=len(self._jobs) - num_running - num_ready,
             num_running=num_running,
             num_free_blocks=self._parts.cache.num_free_blocks,
+            num_uncomputed_tokens=sum(job.num_missing for job in self._jobs.values()),
         )
 
     # ------------------------------------------------------------------ until the KV is there
@@ -181,7 +144,7 @@ class SimDecode:
             return
         token_ids = [*command.prompt_token_ids, *command.output_token_ids]
         longest = parts.model.max_model_len - len(command.prompt_token_ids)
-        job = _Job(
+        job = SimDecodeJob(
             command,
             key,
             token_ids,
@@ -192,30 +155,40 @@ class SimDecode:
         )
         self._jobs[job.name] = job
         _, starter = self._early_starts.pop(job.name, (0.0, ""))
-        if self._is_short(job):
+        if job.is_alone:
+            job.num_missing = len(token_ids) - self._num_cached(job)
+            self._want_room(job)
+        elif self._is_short(job):
             if starter:
                 self._tell_end(job.name, starter)
             self._begin(job, NO_PUSH)
         elif starter == command.prefill_engine_id:
             self._want_room(job)
 
-    def _is_short(self, job: _Job) -> bool:
+    def _is_short(self, job: SimDecodeJob) -> bool:
         """Whether so much is cached that the rest is computed here; if so it has its blocks."""
-        parts, block_size = self._parts, self._parts.hasher.block_size
-        may_share = job.hashes[: (len(job.token_ids) - 1) // block_size]
-        num_cached = parts.cache.num_cached(may_share) * block_size
+        parts, num_cached = self._parts, self._num_cached(job)
         num_missing = len(job.token_ids) - num_cached
         if not num_cached or num_missing > parts.options.local_prefill_threshold:
             return False
         num_begun = len(self._running) + len(self._ready)
-        if num_begun >= parts.options.max_num_requests or not self._has_room(job, may_share):
+        if num_begun >= parts.options.max_num_requests or not self._has_room(job):
             return False
         job.num_missing = num_missing
         return True
 
-    def _has_room(self, job: _Job, hashes: list[BlockHash]) -> bool:
+    def _may_share(self, job: SimDecodeJob) -> list[BlockHash]:
+        """Names of blocks that need not be computed here: the next token needs one that is."""
+        return job.hashes[: (len(job.token_ids) - 1) // self._parts.hasher.block_size]
+
+    def _num_cached(self, job: SimDecodeJob) -> int:
+        """Tokens that need not be computed here."""
+        return self._parts.cache.num_cached(self._may_share(job)) * self._parts.hasher.block_size
+
+    def _has_room(self, job: SimDecodeJob, *, received: bool = False) -> bool:
         """Take a job's blocks, if one for each running request is left."""
         parts = self._parts
+        hashes = job.hashes if received else self._may_share(job)
         num_blocks = parts.num_blocks_for(len(job.token_ids))
         job.holding = parts.cache.take(hashes, num_blocks, headroom=len(self._running))
         if job.holding is None:
@@ -224,7 +197,7 @@ class SimDecode:
         job.room = num_blocks * parts.hasher.block_size
         return True
 
-    def _want_room(self, job: _Job) -> None:
+    def _want_room(self, job: SimDecodeJob) -> None:
         if not job.started:
             job.started = True
             self._wanting.append(job)
@@ -233,9 +206,13 @@ class SimDecode:
     def _grant_waiting(self) -> None:
         while self._wanting and len(self._receiving) < MAX_RECEIVING_REQUESTS:
             job = self._wanting[0]
-            if not self._has_room(job, job.hashes):
+            if not self._has_room(job, received=not job.is_alone):
                 return
             self._wanting.popleft()
+            if job.is_alone:
+                job.num_missing = len(job.token_ids) - job.num_cached
+                self._begin(job, NO_PUSH)
+                continue
             self._receiving.add(job.name)
             request_id, epoch = job.name
             grant = KVGrant(
@@ -246,7 +223,7 @@ class SimDecode:
             )
             self._parts.network.send(job.command.prefill_engine_id, grant)
 
-    def _commit(self, job: _Job, commit: KVCommit) -> None:
+    def _commit(self, job: SimDecodeJob, commit: KVCommit) -> None:
         assert job.holding is not None  # a prefill node commits what was granted
         self._receiving.discard(job.name)
         self._parts.cache.name(job.holding, job.hashes)
@@ -255,7 +232,7 @@ class SimDecode:
         self._begin(job, commit.receipt)
         self._grant_waiting()
 
-    def _begin(self, job: _Job, push: PushReceipt) -> None:
+    def _begin(self, job: SimDecodeJob, push: PushReceipt) -> None:
         """All that a request needs is here."""
         job.push = push
         job.committed_at = self._parts.clock.now()
@@ -269,11 +246,11 @@ class SimDecode:
     def _begin_step(self, now: float) -> None:
         """Batch what is ready; the timer of the step's end is the node's only one."""
         parts = self._parts
-        num_missing = 0
         while self._ready and len(self._running) < parts.options.max_num_requests:
             job = self._ready.popleft()
             self._running.append(job)
-            num_missing += job.num_missing
+            if job.num_missing:
+                self._computing.append(job)
             if len(job.token_ids) > job.room:
                 self._growing.append(job)
         growing, self._growing = self._growing, []
@@ -281,12 +258,28 @@ class SimDecode:
             self._grow(job)
         self._stepping = bool(self._running)
         if self._running:
-            num_kv_tokens = sum([len(job.token_ids) for job in self._running])
-            step_s = parts.timing.decode_s(len(self._running), num_kv_tokens)
-            step_s += num_missing / parts.timing.prefill_tokens_per_s
+            decoding = [len(job.token_ids) for job in self._running if not job.num_missing]
+            step_s = parts.timing.decode_s(len(decoding), sum(decoding))
+            if self._computing:
+                step_s += parts.timing.compute_s(*self._take_chunks(len(decoding)))
             parts.clock.call_at(now + step_s, self._end_step)
 
-    def _grow(self, job: _Job) -> None:
+    def _take_chunks(self, num_decoding: int) -> tuple[int, int]:
+        """Give what the decoding requests leave of the step's tokens to the oldest prompts.
+
+        Returns: tokens, and (query, key) pairs of them.
+        """
+        left = max(self._parts.options.max_num_batched_tokens - num_decoding, 1)
+        num_tokens = num_pairs = 0
+        for job in self._computing:
+            num_before = len(job.token_ids) - job.num_missing
+            job.chunk = min(left, job.num_missing)
+            left -= job.chunk
+            num_tokens += job.chunk
+            num_pairs += job.chunk * (2 * num_before + job.chunk + 1) // 2
+        return num_tokens, num_pairs
+
+    def _grow(self, job: SimDecodeJob) -> None:
         """One block more, at the cost of the youngest requests if need be."""
         while job.holding is not None:
             if self._parts.cache.grow(job.holding):
@@ -301,7 +294,14 @@ class SimDecode:
         self._num_steps += 1
         vocab_size = self._parts.model.vocab_size
         deltas, finished = [], []
+        for job in self._computing:
+            job.num_missing -= job.chunk
+            job.num_computed_here += job.chunk
+            job.chunk = 0
+        self._computing = [job for job in self._computing if job.num_missing]
         for job in self._running:
+            if job.num_missing:
+                continue
             index = job.index
             token_id = token_at(job.key, index, vocab_size)
             job.token_ids.append(token_id)
@@ -317,7 +317,7 @@ class SimDecode:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 finished.append(job)
-                receipt = _receipt(job)
+                receipt = job.receipt()
             elif len(job.token_ids) > job.room:
                 self._growing.append(job)
             request_id, epoch = job.name
@@ -334,20 +334,20 @@ class SimDecode:
         self._grant_waiting()
         self._begin_step(now)
 
-    def _note_first(self, job: _Job, now: float) -> None:
+    def _note_first(self, job: SimDecodeJob, now: float) -> None:
         job.first_step_s = now - job.committed_at
         job.steps_until_first = self._num_steps - job.num_steps_at_commit
-        if job.num_missing:
+        if job.num_computed_here:
             assert job.holding is not None
             self._parts.cache.name(job.holding, job.hashes)
 
-    def _cache_output(self, job: _Job) -> None:
+    def _cache_output(self, job: SimDecodeJob) -> None:
         """Leave a finished request's blocks in the prefix cache, but for its last token's."""
         assert job.holding is not None
         self._parts.hasher.extend(job.hashes, job.token_ids[:-1])
         self._parts.cache.name(job.holding, job.hashes)
 
-    def _end(self, job: _Job, *, tell_peer: bool = True) -> None:
+    def _end(self, job: SimDecodeJob, *, tell_peer: bool = True) -> None:
         """Forget a request and give its blocks back."""
         name = job.name
         del self._jobs[name]
@@ -362,24 +362,12 @@ class SimDecode:
             self._ready.remove(job)
         else:
             self._running.remove(job)
+            if job.num_missing:
+                self._computing.remove(job)
         if job.holding is not None:
             self._parts.cache.free(job.holding)
             job.holding = None
 
-    def _tell_end(self, name: _Name, engine_id: str) -> None:
+    def _tell_end(self, name: Name, engine_id: str) -> None:
         end = KVEnd(request_id=name[0], epoch=name[1], engine_id=self._parts.engine_id)
         self._parts.network.send(engine_id, end)
-
-
-def _receipt(job: _Job) -> DecodeReceipt:
-    assert job.push is not None
-    return DecodeReceipt(
-        parked_s=job.committed_at - job.parked_at,
-        first_step_s=job.first_step_s,
-        steps_until_first=job.steps_until_first,
-        num_prompt_tokens_computed=job.num_missing,
-        num_forwards=job.num_forwards,
-        num_preemptions=0,
-        push=job.push,
-        num_cached_tokens=job.num_cached,
-    )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+from collections.abc import Callable
+from typing import Protocol
 
 from baton.block_hash import BlockHasher
 from baton.drain import Drain
@@ -17,6 +19,7 @@ from baton.link import (
     AbortAll,
     CancelCommand,
     DecodeCommand,
+    NodeBeat,
     NodeEvent,
     NodeRegistration,
     NodeRole,
@@ -39,6 +42,14 @@ from sim_node.options import SimModel, SimOptions
 from sim_node.prefill import SimPrefill
 
 
+class NodeLinks(Protocol):
+    """What a node needs of its links to routers; see `RouterLinks`."""
+
+    async def run(self) -> None: ...
+    def emit(self, event: NodeEvent) -> None: ...
+    def beat(self, beat: NodeBeat) -> None: ...
+
+
 class SimNode:
     """One node, from its start to its end.
 
@@ -48,6 +59,7 @@ class SimNode:
         network: of this process.
         faults: what it does wrong by itself.
         join_timeout_s: how long to try to reach the router for the first time.
+        make_links: called as `RouterLinks` is; measurements join a router of the same process.
     """
 
     def __init__(
@@ -61,6 +73,7 @@ class SimNode:
         faults: FaultSpec,
         *,
         join_timeout_s: float,
+        make_links: Callable[..., NodeLinks] = RouterLinks,
     ) -> None:
         self.name, self.role = name, role
         self.engine_id = f"{name}-{uuid.uuid4().hex[:8]}"
@@ -88,7 +101,7 @@ class SimNode:
         )
         make_engine = SimPrefill if role is NodeRole.PREFILL else SimDecode
         self._engine: SimEngine = make_engine(self._parts, self._log)
-        self._links = RouterLinks(
+        self._links = make_links(
             [router],
             self._registration(network.add(self.engine_id, self._take_message)),
             self._submit,
@@ -160,6 +173,7 @@ class SimNode:
             block_size=options.block_size,
             prefix_hash=options.prefix_hash,
             kv_bytes_per_token=float(options.timing.kv_bytes_per_token),
+            computes_prompts=self.role is NodeRole.DECODE,
         )
 
     async def _note_joined(self, joined: bool) -> None:

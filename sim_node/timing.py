@@ -3,6 +3,7 @@
     prefill step  = prefill_step_s + tokens / prefill_tokens_per_s + pairs * prefill_s_per_pair
     decode step   = decode_step_s + requests * decode_s_per_request
                     + kv tokens * decode_s_per_kv_token
+                    + what prompt tokens take that are computed along
 
 Knows no node and no clock: numbers in, seconds out.
 """
@@ -52,8 +53,11 @@ class TimingModel:
 
     def prefill_s(self, num_tokens: int, num_pairs: int) -> float:
         """One prefill step of so many tokens, which look at so many (query, key) pairs."""
-        computing_s = num_tokens / self.prefill_tokens_per_s + num_pairs * self.prefill_s_per_pair
-        return self.prefill_step_s + computing_s
+        return self.prefill_step_s + self.compute_s(num_tokens, num_pairs)
+
+    def compute_s(self, num_tokens: int, num_pairs: int) -> float:
+        """The same in a step that others have begun: the weights are read anyway."""
+        return num_tokens / self.prefill_tokens_per_s + num_pairs * self.prefill_s_per_pair
 
     def decode_s(self, num_requests: int, num_kv_tokens: int) -> float:
         """One decode step of so many requests with so much context together."""

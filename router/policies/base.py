@@ -83,6 +83,7 @@ class NodeView(Protocol):
         num_open_requests: placed there by this router and not finished there.
         num_open_tokens: prompt tokens not computed yet (prefill), or prompt tokens and those that
             may follow (decode), of these requests.
+        num_uncomputed_requests: of these, whose prompt is to be computed there.
         num_placed_tokens: the same of all requests ever placed there.
         prefill: seconds per prompt, by its tokens that are computed.
         prefill_queue_s: that its open prompts take.
@@ -119,6 +120,8 @@ class NodeView(Protocol):
     def num_open_requests(self) -> int: ...
     @property
     def num_open_tokens(self) -> int: ...
+    @property
+    def num_uncomputed_requests(self) -> int: ...
     @property
     def num_placed_tokens(self) -> int: ...
     @property

@@ -21,6 +21,10 @@ NUM_LAYER_GROUPS = 4
 DECODE_WEIGHT = 0.5
 # As `router.node_load.REQUEST_UNITS`: what a request adds to a step besides its context.
 REQUEST_UNITS = 500
+# A prompt delays all that come before its node is idle again. Until it is computed, these are
+# as many as it finds before it, on average (Little's law, arrivals by chance): q; in all
+# q / (1 - utilization), taken as if nodes were busy half of the time.
+BUSY_FACTOR = 2.0
 # Local on D must be better by so much: prompts there are in the way of whoever comes next.
 LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
@@ -32,6 +36,7 @@ class CostTerms:
     Attributes:
         cached: tokens of the prompt that nodes have, by engine id.
         num_steps: decode steps that are expected.
+        num_behind: prompts that this one will delay, on whichever prefill node; see BUSY_FACTOR.
         kv_bytes_per_token: 0 if unknown.
     """
 
@@ -42,6 +47,7 @@ class CostTerms:
     now: float
     kv_bytes_per_token: float
     best_bytes_per_s: float
+    num_behind: float = 0.0
 
     @staticmethod
     def of(query: RouteQuery, fleet: Fleet) -> CostTerms:
@@ -55,6 +61,9 @@ class CostTerms:
             now=query.now,
             kv_bytes_per_token=decodes[0].shared.kv_bytes_per_token if decodes else 0.0,
             best_bytes_per_s=fleet.best_bandwidth or DEFAULT_BYTES_PER_S,
+            num_behind=BUSY_FACTOR
+            * sum([node.num_uncomputed_requests for node in fleet.prefills])
+            / max(len(fleet.prefills), 1),
         )
 
     def num_missing(self, node: NodeView) -> int:
@@ -71,12 +80,18 @@ class CostTerms:
 
 @dataclass(slots=True)
 class PrefillTerms:
-    """On a prefill node; ``total_s`` is more than wait and computing where its weight is low."""
+    """On a prefill node.
+
+    Attributes:
+        damage_s: to all those together that will wait behind this prompt.
+        total_s: until it is computed; more than wait and computing where the node's weight is low.
+    """
 
     node: NodeView
     num_missing: int
     wait_s: float
     compute_s: float
+    damage_s: float
     total_s: float
     is_measured: bool
 
@@ -127,9 +142,10 @@ def prefill_costs(terms: CostTerms) -> list[float]:
     """What each prefill node costs: its queue, and this prompt; by the same formula as below."""
     nodes = terms.fleet.prefills
     now, num_tokens = terms.now, terms.num_tokens
+    num_behind = terms.num_behind
     costs_s = [
         node.prefill_base_s
-        + node.prefill_s_per_token * num_tokens
+        + (node.prefill_s_per_token + num_behind * node.prefill.per_unit) * num_tokens
         - (
             0.0
             if (begun_s := now - node.prefill_progress_at) <= 0
@@ -144,7 +160,9 @@ def prefill_costs(terms: CostTerms) -> list[float]:
         place = places.get(engine_id)
         if place is not None:
             num_saved = num_cached if num_cached < num_tokens else num_tokens - 1
-            costs_s[place] -= nodes[place].prefill_s_per_token * num_saved
+            node = nodes[place]
+            s_per_token = node.prefill_s_per_token + num_behind * node.prefill.per_unit
+            costs_s[place] -= s_per_token * num_saved
     return costs_s
 
 
@@ -190,8 +208,10 @@ def prefill_terms(terms: CostTerms, node: NodeView) -> PrefillTerms:
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
+    damage_s = terms.num_behind * node.prefill.per_unit * num_missing
     is_measured = node.prefill.num_measured > 0
-    return PrefillTerms(node, num_missing, total_s - compute_s, compute_s, total_s, is_measured)
+    wait_s = total_s - compute_s
+    return PrefillTerms(node, num_missing, wait_s, compute_s, damage_s, total_s, is_measured)
 
 
 def decode_terms(terms: CostTerms, node: NodeView) -> DecodeTerms:
@@ -222,6 +242,7 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
     terms_s = {
         "prefill_queue_ms": prefill.wait_s,
         "prefill_ms": prefill.compute_s,
+        "prefill_damage_ms": prefill.damage_s,
         "exposed_transfer_ms": exposed_s,
         "stall_ms": decode.stall_s,
         "decode_ms": decode.steps_s,

@@ -130,6 +130,7 @@ class SimPair:
         *,
         output: tuple[int, ...] = (),
         epoch: int = 1,
+        prefill: str = "p",
         **params: Any,
     ) -> None:
         self.decode.take(
@@ -138,7 +139,7 @@ class SimPair:
                 epoch=epoch,
                 prompt_token_ids=prompt,
                 sampling_params=SamplingParams(**params),
-                prefill_engine_id="p",
+                prefill_engine_id=prefill,
                 timeout_s=100.0,
                 output_token_ids=output,
             )

@@ -39,8 +39,20 @@ def test_a_hit_is_worth_waiting_for_as_long_as_it_saves_and_no_longer() -> None:
     assert names(Cost().pick(query, book.fleet()))[0] == "p1"
     open_prompt(book["p1"], 2000)
     assert names(Cost().pick(query, book.fleet()))[0] == "p1"
-    open_prompt(book["p1"], 2000)
+    open_prompt(book["p1"], 12_000)
     assert names(Cost().pick(query, book.fleet()))[0] == "p0"
+
+
+def test_the_busier_the_fleet_the_longer_a_hit_is_worth_waiting_for() -> None:
+    """What is computed again delays all who come behind."""
+    book = FleetBook(3, 1)
+    query = query_of(4000, {"p1-0": 3200})
+    open_prompt(book["p1"], 6000)
+    assert names(Cost().pick(query, book.fleet()))[0] != "p1"
+    for _ in range(3):
+        for name in ("p0", "p2"):
+            open_prompt(book[name], 10)
+    assert names(Cost().pick(query, book.fleet()))[0] == "p1"
 
 
 def test_of_a_prompt_that_is_nearly_computed_little_is_left_to_wait_for() -> None:

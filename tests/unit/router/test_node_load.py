@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from baton.link import NodeBeat, NodeRole
-from router.node_load import NodeLoad
+from router.node_load import REQUEST_UNITS, NodeLoad
 from tests.fakes.fleets import FleetBook
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool, token, token_1
 
@@ -103,6 +105,45 @@ def test_a_step_is_the_time_between_messages_and_a_pause_is_none(book: FleetBook
     load.note_begun(100, 0)
     load.note_step()
     assert load.step.num_measured == measured
+
+
+def test_what_is_on_its_way_does_not_flatten_the_line_of_steps(book: FleetBook) -> None:
+    """Of much that is placed here only what decodes makes steps longer."""
+    load, draw = book["d0"], random.Random(1)
+    num_decoding = 0
+    for _ in range(400):
+        for _ in range(draw.randint(0, 3)):  # these wait for their prompts all the time
+            load.note_opened(1000, num_arriving=1000)
+        if num_decoding < 30 and draw.random() < 0.2:
+            load.note_opened(1000, num_arriving=1000)
+            load.note_begun(1000, 0)
+            num_decoding += 1
+        book.now += 0.010 + 0.0005 * num_decoding
+        load.note_step()
+    load.step.refresh()
+    assert load.step.base == pytest.approx(0.010, rel=0.05)
+    assert load.step.per_unit * (REQUEST_UNITS + 1000) == pytest.approx(0.0005, rel=0.1)
+
+
+def test_steps_in_which_a_prompt_is_computed_are_not_measured(book: FleetBook) -> None:
+    load = book["d0"]
+    load.note_opened(120, num_arriving=100)
+    load.note_begun(100, 0)
+    load.note_step()
+    load.note_opened(5000, num_uncomputed=5000, num_arriving=5000)
+    book.now += 0.4
+    load.note_step()
+    assert load.step.num_measured == 0
+
+
+def test_other_routers_requests_make_steps_longer_too(book: FleetBook) -> None:
+    load = book["d0"]
+    alone = load.step_units
+    num_free = load.num_blocks - 10 * 100 // load.block_size
+    load.note_beat(NodeBeat(num_running=10, num_free_blocks=num_free))
+    assert load.step_units == pytest.approx(alone + 10 * (REQUEST_UNITS + 100), rel=0.02)
+    load.note_beat(NodeBeat(num_free_blocks=load.num_blocks))
+    assert load.step_units == alone
 
 
 def test_a_prompt_computed_on_a_decode_node_is_measured_there(book: FleetBook) -> None:

@@ -289,3 +289,59 @@ def test_the_prefix_cache_is_told_to_a_router_that_asks() -> None:
     assert snapshot.stored == shorten(hashes[:2])
     assert (change.sequence, change.snapshot) == (2, False)
     assert (change.stored, change.removed) == (shorten(hashes[2:]), ())
+
+
+def test_a_decode_node_alone_computes_the_prompt_in_chunks_and_samples_from_token_1_on() -> None:
+    pair = SimPair(max_num_batched_tokens=8)
+    pair.send_decode("r", prompt(20), prefill="", max_tokens=3)
+    assert pair.decode.beat().num_uncomputed_tokens == 20
+    pair.timers.run(0.019)
+    assert pair.decode.beat().num_uncomputed_tokens == 12
+    pair.timers.run()
+    # Three steps of 10 ms with 8, 8 and 4 tokens of 1 ms; then one step per token.
+    assert [when for when, _ in pair.deltas("r")] == pytest.approx([0.050, 0.060, 0.070])
+    assert pair.tokens("r") == expected(prompt(20), 3)
+    last = pair.deltas("r")[-1][1]
+    assert last.decode is not None
+    assert last.decode.num_prompt_tokens_computed == 20
+    assert pair.decode.beat().num_uncomputed_tokens == 0
+    pair.check_nothing_is_held()
+
+
+def test_those_who_decode_wait_for_the_chunks_of_a_prompt_computed_there() -> None:
+    pair = SimPair()
+    pair.send_decode("one", prompt(4), prefill="", max_tokens=100)
+    pair.timers.run(0.1)
+    before = len(pair.deltas("one"))
+    pair.send_decode("two", prompt(100, first=50), prefill="", max_tokens=2)
+    pair.timers.run(0.2)
+    assert len(pair.deltas("one")) - before == 1  # in place of 10
+    pair.timers.run()
+    assert pair.tokens("two") == expected(prompt(100, first=50), 2)
+    pair.check_nothing_is_held()
+
+
+def test_a_decode_node_alone_computes_only_what_it_has_not_cached() -> None:
+    pair = SimPair()
+    pair.send_decode("one", prompt(20), prefill="", max_tokens=2)
+    pair.timers.run(1.0)
+    pair.send_decode("two", prompt(16) + [7] * 4, prefill="", max_tokens=2)
+    pair.timers.run()
+    last = pair.deltas("two")[-1][1]
+    assert last.decode is not None
+    assert (last.decode.num_prompt_tokens_computed, last.decode.num_cached_tokens) == (4, 16)
+
+
+def test_a_prompt_that_a_decode_node_computes_alone_waits_for_room_and_can_be_cancelled() -> None:
+    pair = SimPair(num_blocks=10)
+    pair.send_decode("one", prompt(30), prefill="", max_tokens=8)
+    pair.send_decode("two", prompt(30, first=40), prefill="", max_tokens=8)
+    pair.send_decode("three", prompt(30, first=80), prefill="", max_tokens=8)
+    pair.timers.run(0.02)
+    assert pair.decode.beat().num_uncomputed_tokens == 90
+    pair.cancel("two")
+    pair.cancel("one")
+    pair.timers.run()
+    assert pair.tokens("three") == expected(prompt(30, first=80), 8)
+    assert pair.tokens("two") == ()
+    pair.check_nothing_is_held()
