@@ -39,7 +39,8 @@ def deployment(tmp_path: Path) -> Iterator[tuple[LocalDeployment, str]]:
         log_folder=tmp_path,
     )  # fmt: skip
     command = [
-        "router", "--model", str(DEMO_MODEL), "--listen", second, "--node-token", "t", *SPREAD,
+        "router", "--model", str(DEMO_MODEL), "--listen", second, "--http-listen", "",
+        "--node-token", "t", *SPREAD,
     ]  # fmt: skip
     with (
         (tmp_path / "second.log").open("wb") as log,
