@@ -10,29 +10,33 @@ from array import array
 from collections.abc import Callable
 
 _PROBE_EVERY_S = 0.01
+_EARLY_S = 1e-6
 
 
 class RunClock:
     """Args:
-    now: a monotonic clock, in seconds.
+        now: a monotonic clock, in seconds.
+
+    Attributes:
+        began_at: what ``now`` said then.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._began_at = now()
+        self.began_at = now()
 
     def start(self) -> None:
         """The run begins now."""
-        self._began_at = self._now()
+        self.began_at = self._now()
 
     def now_s(self) -> float:
-        return self._now() - self._began_at
+        return self._now() - self.began_at
 
     async def sleep_until(self, moment_s: float) -> None:
-        """Never returns early; lets others run at least once, also when it is late."""
+        """Not a microsecond early; lets others run at least once, also when it is late."""
         left_s = moment_s - self.now_s()
         await asyncio.sleep(max(left_s, 0))
-        while (left_s := moment_s - self.now_s()) > 0:  # noqa: ASYNC110  # time sets no event
+        while (left_s := moment_s - self.now_s()) > _EARLY_S:  # noqa: ASYNC110  # time sets no event
             await asyncio.sleep(left_s)
 
 

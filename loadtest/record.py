@@ -119,13 +119,12 @@ class RequestRecord:
 def spread_tokens(num_tokens: int, weights: Sequence[int]) -> list[int]:
     """A number of tokens over frames by weight; as far as there are enough, each has one."""
     least = 1 if num_tokens >= len(weights) else 0
-    rest = num_tokens - least * len(weights)
-    total = sum(weights) or 1
-    spread = []
-    before = seen = 0
-    for weight in weights:
-        seen += weight
-        upto = rest * seen // total
-        spread.append(least + upto - before)
-        before = upto
+    total = sum(max(weight, 1) for weight in weights)
+    spread: list[int] = []
+    given = seen = 0
+    for num_after, weight in zip(reversed(range(len(weights))), weights, strict=True):
+        seen += max(weight, 1)
+        wanted = round(num_tokens * seen / total) - given
+        spread.append(max(least, min(wanted, num_tokens - given - least * num_after)))
+        given += spread[-1]
     return spread

@@ -194,7 +194,7 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
 
 def _window(plan: LoadPlan, records: Sequence[RequestRecord]) -> tuple[float, float]:
     """A run that was to take so long ends then; one of so many requests with the last answer."""
-    last_s = max((record.ended_s for record in records), default=plan.warmup_s)
+    last_s = max((max(r.scheduled_s, r.ended_s) for r in records), default=plan.warmup_s)
     end_s = last_s if plan.duration_s is None else min(last_s, plan.duration_s)
     return plan.warmup_s, max(end_s, plan.warmup_s)
 
