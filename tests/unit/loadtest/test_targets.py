@@ -192,7 +192,10 @@ def test_targets_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
 
 def test_a_key_is_never_shown() -> None:
     assert "secret" not in repr(TargetOptions(url="grpc://x:1", api_key="secret"))
-    assert set(TARGETS.names()) == {"grpc", "http", "https"}
+
+
+def test_every_target_has_a_scripted_server() -> None:
+    assert set(TARGETS.names()) - {"https"} == set(SERVERS)
 
 
 def test_events_of_one_read_are_one_frame_wherever_reads_end() -> None:
