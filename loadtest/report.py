@@ -114,8 +114,8 @@ def _token_line(summary: Summary) -> str:
 def _lag_line(lag: LagReport, result: RunResult) -> str:
     return (
         f"generator: lag p99 {_ms(lag.send)} when sending, {_ms(lag.loop)} of its loop "
-        f"(at most {lag.limit_s * 1e3:g} ms); {result.cpu_share:.2f} cores used, "
-        f"{result.environment.num_cpus} there, load {result.load_average_at_end:.1f}"
+        f"(at most {lag.limit_s * 1e3:g} ms)\ngenerator: {result.cpu_share:.2f} of a core used; "
+        f"its machine has {result.environment.num_cpus}, load {result.load_average_at_end:.1f}"
     )
 
 

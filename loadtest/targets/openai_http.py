@@ -77,6 +77,7 @@ class EventReader:
     def __init__(self) -> None:
         self.is_finished = False
         self._num_tokens = 0
+        self._has_uncounted = False
         self._rest = b""
 
     def read(self, data: bytes) -> Frame | None:
@@ -119,10 +120,12 @@ class EventReader:
             counted = len(choice.token_ids)
         elif choice.logprobs is not None and choice.logprobs.tokens is not None:
             counted = len(choice.logprobs.tokens)
-        elif usage is not None:
+        elif usage is not None and not self._has_uncounted:
             counted = max(usage.completion_tokens - self._num_tokens, 0)
         elif not choice.text:
             counted = 0
+        else:
+            self._has_uncounted = True  # a usage that comes yet is that of all
         self._num_tokens += counted or 0
         return counted
 
@@ -193,8 +196,10 @@ async def open_target(options: TargetOptions) -> Target:
         )
     base_url = options.url.rstrip("/")
     session = aiohttp.ClientSession(
-        # No limit: requests that wait for a connection here would make the server look slow.
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=300),
+        # No limit: requests that wait for a connection here would make the server look slow. Idle
+        # ones are closed before any usual server does it (uvicorn after 5 s): while that happens a
+        # request sent on one is lost.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={
             "Content-Type": "application/json",

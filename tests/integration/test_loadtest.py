@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -21,6 +22,8 @@ from baton import Client, SamplingParams
 from baton.errors import BatonError
 from loadtest.generate import Lengths, Workload, gamma_arrivals, generate
 from loadtest.traces import write_trace
+from tests.fakes.load_servers import scripted_grpc
+from tests.fakes.load_targets import even
 from tests.integration.conftest import READY_TIMEOUT_S, free_address
 
 ROOT = Path(__file__).parents[2]
@@ -162,3 +165,23 @@ def test_what_is_wrong_is_one_line(options: list[str], problem: Any, tmp_path: P
     assert done.returncode == 1
     assert problem in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_stopped_run_reports_what_there_is(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with scripted_grpc(even(0.01, 0.01)) as (serving, url):
+            options = ["--target", url, "--rate", "50", "--duration-s", "100", *ANY_LAG]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "baton", "loadtest", "run", *options, "--output-tokens", "3",
+                cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            while len(serving.calls) < 20:
+                assert process.returncode is None
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            shown, problems = await process.communicate()
+            assert process.returncode == 130
+            assert "tokens: 0 of" in shown.decode()
+            assert problems.decode() == "error: the run was stopped before its end\n"
+
+    asyncio.run(asyncio.wait_for(scene(), 60))

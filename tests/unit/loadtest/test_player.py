@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import math
 import random
 from fractions import Fraction
@@ -9,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from baton.errors import ConfigError
 from loadtest.distribution import PER_MILLE, Distribution
 from loadtest.generate import Lengths
 from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop, TraceReplay
+from loadtest.player import Player
+from loadtest.progress import progress_line, show_progress
 from loadtest.record import Outcome
 from loadtest.run import RunResult
 from loadtest.slo import Slo
 from loadtest.traces import TraceRequest, write_trace
 from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
+from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.virtual_loop import VirtualLoop
 
 CONSTANT = OpenLoop(rate_per_s=20.0, arrivals="constant")
 
@@ -226,3 +233,31 @@ def test_a_bug_of_ours_is_no_error_of_the_server() -> None:
 
     with pytest.raises(ZeroDivisionError):
         play(ScriptedTarget(script), duration_s=60.0)
+
+
+def test_progress_is_a_line_that_a_terminal_has_room_for() -> None:
+    clock = VirtualClock()
+    loop = VirtualLoop(clock)
+    plan = LoadPlan(
+        load=CONSTANT, input_lengths=Lengths(4), output_lengths=Lengths(10), warmup_s=2.0,
+        duration_s=5.0,
+    )  # fmt: skip
+    player = Player(plan, ScriptedTarget(even(1.0, 0.1)), now=clock)
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    showing = loop.create_task(show_progress(plan, player, console))
+    playing = loop.create_task(player.play(asyncio.Event()))
+    lines = []
+    while not playing.done():
+        loop.run_until_idle()
+        clock.advance(TICK_S)
+        lines.append(progress_line(plan, player, 190.0))
+    showing.cancel()
+    loop.run_until_idle()
+    loop.close()
+    assert max(map(len, lines)) <= 100
+    assert lines[3990].startswith("4 of 5 s measuring: 80 sent, 38 open, 42 ended, 0 failed, ")
+    assert {line.split()[4].removesuffix(":") for line in lines} == {
+        "warm-up", "measuring", "draining",
+    }  # fmt: skip
+    assert isinstance(console.file, io.StringIO)
+    assert "4 of 5 s measuring: 80 sent" in console.file.getvalue()

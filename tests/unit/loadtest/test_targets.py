@@ -214,5 +214,16 @@ def test_events_of_one_read_are_one_frame_wherever_reads_end() -> None:
         frames = [reader.read(events[at : at + size]) for at in range(0, len(events), size)]
         assert sum((frame.num_tokens or 0) for frame in frames if frame is not None) == 3
         assert reader.is_finished
+
+
+def test_a_usage_at_the_end_is_not_that_of_the_last_event() -> None:
+    reader = EventReader()
+    assert reader.read(b'data: {"choices": [{"text": "abc"}]}\n\n') == Frame(None, 3)
+    last = b'data: {"choices": [{"text": "", "finish_reason": "length"}], "usage": '
+    last += b'{"prompt_tokens": 2, "completion_tokens": 5}}\n\n'
+    assert reader.read(last) == Frame(0, 0, "length", Usage(2, 5))
+
+
+def test_what_is_no_event_is_an_error() -> None:
     with pytest.raises(TargetError, match="NOT_UNDERSTOOD"):
         EventReader().read(b"data: {nonsense\n\n")
