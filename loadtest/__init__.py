@@ -1,1 +1,1 @@
-"""Load tests: traces of requests, and (to come) who plays them. No torch."""
+"""Load tests: traces of requests, and who plays them against a server. No torch."""

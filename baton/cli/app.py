@@ -22,6 +22,7 @@ PROGRAMS: Registry[typer.Typer] = Registry(
         "prefill": "prefill_node.__main__:app",
         "decode": "decode_node.__main__:app",
         "sim-node": "sim_node.__main__:app",
+        "loadtest": "loadtest.__main__:app",
     },
 )
 

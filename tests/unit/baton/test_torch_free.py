@@ -27,14 +27,14 @@ def test_importing_the_ground_and_all_entry_points_does_not_import_torch() -> No
     assert run(code).strip() == "[]"
 
 
-ENTRY_POINTS = ["router", "prefill_node", "decode_node", "sim_node"]
+ENTRY_POINTS = ["router", "prefill_node", "decode_node", "sim_node", "loadtest"]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [*PROGRAMS, "loadtest run"])
 def test_help_is_shown_without_torch(program: str) -> None:
     code = (
         "import sys\nfrom baton.cli.app import app\n"
-        f"try: app(['{program}', '--help'], prog_name='baton')\n"
+        f"try: app({[*program.split(), '--help']}, prog_name='baton')\n"
         "except SystemExit as end: assert not end.code\n"
         "assert 'torch' not in sys.modules\n"
     )

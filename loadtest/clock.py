@@ -1,0 +1,67 @@
+"""RunClock: seconds since a run began, sleeping until a moment, and how late the loop comes to it.
+
+Both of asyncio's loops sleep in whole milliseconds; the last of them is waited out here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+
+_PROBE_EVERY_S = 0.01
+_EARLY_S = 1e-6
+
+
+class RunClock:
+    """Args:
+        now: a monotonic clock, in seconds.
+
+    Attributes:
+        began_at: what ``now`` said then.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.began_at = now()
+
+    def start(self) -> None:
+        """The run begins now."""
+        self.began_at = self._now()
+
+    def now_s(self) -> float:
+        return self._now() - self.began_at
+
+    async def sleep_until(self, moment_s: float) -> None:
+        """Not a microsecond early; lets others run at least once, also when it is late."""
+        left_s = moment_s - self.now_s()
+        await asyncio.sleep(max(left_s, 0))
+        while (left_s := moment_s - self.now_s()) > _EARLY_S:  # noqa: ASYNC110  # time sets no event
+            await asyncio.sleep(left_s)
+
+
+class LoopLag:
+    """How late this process does what it should do at a moment: every 10 ms it looks.
+
+    What arrives while the loop is late is noted late, so that this is the error of all times.
+
+    Attributes:
+        times_s: when it looked.
+        lags_s: how late it was then.
+    """
+
+    def __init__(self, clock: RunClock) -> None:
+        self._clock = clock
+        self.times_s = array("d")
+        self.lags_s = array("d")
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        due_s = self._clock.now_s()
+        while True:
+            # From the grid's next point: a stop of a second is one late look, with its length.
+            due_s = max(due_s, self._clock.now_s()) + _PROBE_EVERY_S
+            await self._clock.sleep_until(due_s)
+            now_s = self._clock.now_s()
+            self.times_s.append(now_s)
+            self.lags_s.append(now_s - due_s)

@@ -1,0 +1,43 @@
+"""Environment: where a run was made, so that its numbers can be judged later."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+from baton.version import __version__
+
+_PACKAGES = ("grpcio", "aiohttp", "uvloop")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The generator's machine, not the server's.
+
+    Attributes:
+        num_cpus: that this process may use.
+        load_average: of the last minute, when the run began.
+    """
+
+    started_at: str
+    baton: str
+    python: str
+    platform: str
+    packages: dict[str, str]
+    num_cpus: int
+    load_average: float
+
+
+def environment() -> Environment:
+    return Environment(
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        baton=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: version(name) for name in _PACKAGES},
+        num_cpus=len(os.sched_getaffinity(0)),
+        load_average=os.getloadavg()[0],
+    )

@@ -1,0 +1,148 @@
+"""LoadPlan: what a run is to do, complete and checked. Knows no target, no clock and no result.
+
+Three ways to say when requests are sent:
+
+    OpenLoop     at times that do not depend on the answers
+    ClosedLoop   by so many users, each of whom waits for an answer before asking again
+    TraceReplay  when a trace says, slowed down or not
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ConfigError
+from loadtest.lengths import LengthDistribution
+from loadtest.slo import NO_SLO, Slo
+
+ARRIVALS = ("constant", "poisson", "gamma")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenLoop:
+    """Requests per second, however the server does.
+
+    Attributes:
+        arrivals: one of ARRIVALS.
+        burstiness: of gamma arrivals: the gaps' standard deviation over their mean. 1 is Poisson,
+            above are bursts.
+    """
+
+    rate_per_s: float
+    arrivals: str = "poisson"
+    burstiness: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.rate_per_s > 0:
+            raise ConfigError(f"rate: must be above 0, got {self.rate_per_s!r}")
+        if self.arrivals not in ARRIVALS:
+            raise ConfigError(
+                f"arrivals: must be one of {', '.join(ARRIVALS)}, got {self.arrivals!r}"
+            )
+        if not self.burstiness > 0:
+            raise ConfigError(f"burstiness: must be above 0, got {self.burstiness!r}")
+        if self.arrivals != "gamma" and self.burstiness != 1.0:
+            raise ConfigError(f"burstiness: is of gamma arrivals, got {self.arrivals!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedLoop:
+    """Users who wait for their answers; they begin evenly over the warm-up.
+
+    Attributes:
+        think_s: mean pause between an answer and the next request, exponential.
+    """
+
+    concurrency: int
+    think_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.concurrency >= 1:
+            raise ConfigError(f"concurrency: must be 1 or more, got {self.concurrency!r}")
+        if not self.think_s >= 0:
+            raise ConfigError(f"think_s: must be 0 or more, got {self.think_s!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceReplay:
+    """The requests of a trace file, at its times multiplied by ``slowdown``."""
+
+    path: Path
+    slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.slowdown > 0:
+            raise ConfigError(f"slowdown: must be above 0, got {self.slowdown!r}")
+
+
+Load = OpenLoop | ClosedLoop | TraceReplay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """Checked when made; raises ConfigError naming the option.
+
+    Attributes:
+        input_lengths: tokens of prompts, a shared prefix not included; a trace has its own.
+        prefix_groups: requests are drawn into so many groups; 0: none.
+        prefix_tokens: with which all prompts of a group begin.
+        cancel_rate: share of requests that the client gives up before their end.
+        warmup_s: what is scheduled before is not measured.
+        duration_s: nothing is scheduled after; None: no limit.
+        num_requests: at most; None: no limit.
+        vocab_size: prompts are drawn from the token ids below.
+        timeout_s: for one request, from the moment that it is sent.
+        drain_timeout_s: what is not answered so long after the end of sending is given up.
+        max_lag_s: the generator's own lag (p99) above which the run says nothing of the server.
+    """
+
+    load: Load
+    input_lengths: LengthDistribution
+    output_lengths: LengthDistribution
+    prefix_groups: int = 0
+    prefix_tokens: int = 0
+    cancel_rate: float = 0.0
+    seed: int = 0
+    warmup_s: float = 0.0
+    duration_s: float | None = None
+    num_requests: int | None = None
+    vocab_size: int = 1000
+    timeout_s: float = 600.0
+    drain_timeout_s: float = 60.0
+    max_lag_s: float = 0.01
+    slo: Slo = NO_SLO
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("prefix_groups", 0),
+            ("prefix_tokens", 0),
+            ("cancel_rate", 0),
+            ("warmup_s", 0),
+            ("num_requests", 1),
+            ("vocab_size", 1),
+            ("drain_timeout_s", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ConfigError(f"{name}: must be {least} or more, got {value!r}")
+        if not self.cancel_rate <= 1:
+            raise ConfigError(f"cancel_rate: must be at most 1, got {self.cancel_rate!r}")
+        if (self.prefix_groups > 0) != (self.prefix_tokens > 0):
+            raise ConfigError(
+                "prefix_groups, prefix_tokens: must both be 0 or both be above, "
+                f"got {self.prefix_groups}, {self.prefix_tokens}"
+            )
+        if not (self.timeout_s > 0 and self.max_lag_s > 0):
+            raise ConfigError(
+                "timeout_s, max_lag_ms: must be above 0, "
+                f"got {self.timeout_s!r}, {self.max_lag_s * 1e3:g}"
+            )
+        if self.duration_s is not None and not self.duration_s > self.warmup_s:
+            raise ConfigError(
+                f"duration_s: must be more than warmup_s ({self.warmup_s:g}), "
+                f"got {self.duration_s!r}"
+            )
+        is_endless = self.duration_s is None and self.num_requests is None
+        if is_endless and not isinstance(self.load, TraceReplay):
+            raise ConfigError("duration_s, num_requests: one of them must be given")

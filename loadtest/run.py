@@ -1,0 +1,76 @@
+"""Run: a plan played against a target, once; its result is all that reports are made of."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from loadtest.environment import Environment, environment
+from loadtest.plan import LoadPlan
+from loadtest.player import Player
+from loadtest.record import RequestRecord
+from loadtest.summary import Summary, summarize
+from loadtest.targets.base import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What came of a run.
+
+    Attributes:
+        target: what the server says of itself.
+        elapsed_s: from the beginning of sending to the last answer.
+        cpu_share: of one core, that the generator used meanwhile.
+        load_average_at_end: of the last minute.
+        was_stopped: it ended from outside before its time.
+    """
+
+    plan: LoadPlan
+    target: dict[str, str]
+    environment: Environment
+    summary: Summary
+    records: Sequence[RequestRecord]
+    elapsed_s: float
+    cpu_share: float
+    load_average_at_end: float
+    was_stopped: bool
+
+
+class Run:
+    """A plan and a target that is open; the target stays open."""
+
+    def __init__(
+        self, plan: LoadPlan, target: Target, *, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.plan = plan
+        self.player = Player(plan, target, now=now)
+        self._target = target
+
+    async def execute(self, stop: asyncio.Event) -> RunResult:
+        """Play it until it ends or ``stop`` is set; raises ConfigError."""
+        where = environment()
+        self.player.prepare()
+        cpu_before_s = time.process_time()
+        gc.collect()
+        gc.freeze()  # what is there now is not looked through again while times are taken
+        try:
+            await self.player.play(stop)
+        finally:
+            gc.unfreeze()
+        elapsed_s = self.player.clock.now_s()
+        cpu_s = time.process_time() - cpu_before_s
+        return RunResult(
+            plan=self.plan,
+            target=self._target.describe(),
+            environment=where,
+            summary=summarize(self.plan, self.player.records, self.player.loop_lag),
+            records=self.player.records,
+            elapsed_s=elapsed_s,
+            cpu_share=cpu_s / max(elapsed_s, 1e-9),
+            load_average_at_end=os.getloadavg()[0],
+            was_stopped=self.player.was_stopped,
+        )

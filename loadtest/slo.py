@@ -1,0 +1,46 @@
+"""Slo: what a request must keep to be a good one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+LIMITED = ("ttft", "tpot", "e2e")
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits in seconds by name, see LIMITED.
+
+    Goodput after Zhong et al., DistServe (arXiv 2401.09670): requests per second that keep all
+    of them.
+    """
+
+    limits: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """``ttft=0.5,tpot=0.05``; empty: no limits. Raises ConfigError."""
+        limits: dict[str, float] = {}
+        for part in filter(None, text.split(",")):
+            name, _, number = part.partition("=")
+            try:
+                limit = float(number)
+            except ValueError:
+                limit = 0.0
+            if name not in LIMITED or name in limits or not limit > 0:
+                raise ConfigError(
+                    f"slo: must be like ttft=0.5,tpot=0.05 with seconds above 0 and names of "
+                    f"{', '.join(LIMITED)}, got {text!r}"
+                )
+            limits[name] = limit
+        return cls(tuple(limits.items()))
+
+    def is_kept(self, seconds: Mapping[str, float | None]) -> bool:
+        """Whether what took so long is good; what did not happen (None) took no time."""
+        return all((seconds[name] or 0.0) <= limit for name, limit in self.limits)
+
+
+NO_SLO = Slo()

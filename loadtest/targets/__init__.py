@@ -1,0 +1,27 @@
+"""Servers that a load test can be run against, by the scheme of their URL. One line enrols one."""
+
+from __future__ import annotations
+
+from baton.errors import ConfigError
+from baton.registry import Registry
+from loadtest.targets.base import OpenTarget, Target, TargetOptions
+
+TARGETS: Registry[OpenTarget] = Registry(
+    "scheme of a target",
+    {
+        "grpc": "loadtest.targets.baton_grpc:open_target",
+        "http": "loadtest.targets.openai_http:open_target",
+        "https": "loadtest.targets.openai_http:open_target",
+    },
+)
+
+
+async def open_target(options: TargetOptions) -> Target:
+    """Connect; raises ConfigError for a URL of no known kind, TargetError if nobody answers."""
+    scheme, separator, rest = options.url.partition("://")
+    if not separator or not rest:
+        known = ", ".join(TARGETS.names())
+        raise ConfigError(
+            f"target: must be SCHEME://ADDRESS with a scheme of {known}, got {options.url!r}"
+        )
+    return await TARGETS.load(scheme)(options)

@@ -1,0 +1,100 @@
+"""Target: what a load test asks of a server, and what it hears. Knows no plan and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from baton.errors import BatonError
+from baton.outputs import Receipt
+
+COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")
+
+
+class TargetError(BatonError):
+    """A request did not get its whole answer.
+
+    Args:
+        kind: by which errors are counted: the server's status, or what broke.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+        self.message = message
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """What the server says that it read and wrote, in tokens."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class Frame(msgspec.Struct, frozen=True, gc=False):
+    """What arrived at once.
+
+    Attributes:
+        num_tokens: in it; None: there is text and the server does not say of how many tokens.
+        num_chars: of the text, where ``num_tokens`` is None.
+        finish_reason: the server's word for why the output ended, when it has.
+        usage: of the whole request so far.
+        receipt: Baton's.
+    """
+
+    num_tokens: int | None
+    num_chars: int = 0
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    receipt: Receipt | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """How to talk to a server.
+
+    Attributes:
+        url: scheme and address.
+        api_key: is never shown.
+        model: for servers that want a name; empty: the first that the server lists.
+        connections: over which gRPC calls are spread; HTTP opens one per request in flight.
+        count_tokens_by: of HTTP, one of COUNT_TOKENS_BY.
+        include_receipt: of HTTP: ask for Baton's receipts; other servers may refuse that.
+    """
+
+    url: str
+    api_key: str = field(default="", repr=False)
+    model: str = ""
+    connections: int = 1
+    count_tokens_by: str = "auto"
+    include_receipt: bool = False
+
+
+class Target(Protocol):
+    """A connected server."""
+
+    def describe(self) -> dict[str, str]:
+        """What it says of itself, for the report."""
+        ...
+
+    def prepare(self, prompt_token_ids: Sequence[int], output_length: int) -> bytes:
+        """A request message: exactly so many tokens, the most probable ones.
+
+        Made ahead of time, so that sending takes none.
+        """
+        ...
+
+    def stream(self, payload: bytes) -> AsyncGenerator[Frame, None]:
+        """Send a request, yield what arrives as it does; closing the generator cancels it.
+
+        Never queues on this side. Raises TargetError when the answer is not whole.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+OpenTarget = Callable[[TargetOptions], Awaitable[Target]]

@@ -1,0 +1,142 @@
+"""Baton's gRPC API as a target: one message read is one frame, its token ids are counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs lack it
+
+from baton import wire_types
+from baton.client_messages import credentials, models_from_proto
+from baton.errors import ConfigError
+from baton.rpc import MAX_MESSAGE_BYTES, split_address
+from baton.sampling_params import SamplingParams
+from baton.v1 import inference_pb2, types_pb2
+from loadtest.targets.base import Frame, Target, TargetError, TargetOptions, Usage
+
+_GENERATE = "/baton.v1.Inference/Generate"
+_LIST_MODELS = "/baton.v1.Inference/ListModels"
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # else channels to one address share a connection
+]
+_START_TIMEOUT_S = 10.0
+
+
+class BatonTarget:
+    """See Target.
+
+    Args:
+        channels: to the router, used in turns.
+        metadata: of every call.
+        description: for the report.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[grpc.aio.Channel],
+        metadata: tuple[tuple[str, str], ...],
+        description: dict[str, str],
+    ) -> None:
+        self._channels = channels
+        self._metadata = metadata
+        self._description = description
+        self._calls = itertools.cycle(
+            [
+                channel.unary_stream(
+                    _GENERATE,
+                    request_serializer=None,  # ready bytes
+                    response_deserializer=inference_pb2.GenerateResponse.FromString,
+                )
+                for channel in channels
+            ]
+        )
+
+    def describe(self) -> dict[str, str]:
+        return self._description
+
+    def prepare(self, prompt_token_ids: Sequence[int], output_length: int) -> bytes:
+        params = SamplingParams(max_tokens=output_length, temperature=0.0, ignore_eos=True)
+        return inference_pb2.GenerateRequest(
+            token_ids=types_pb2.TokenIds(ids=prompt_token_ids),
+            sampling_params=wire_types.sampling_params_to_proto(params),
+        ).SerializeToString()
+
+    async def stream(self, payload: bytes) -> AsyncGenerator[Frame, None]:
+        call: Any = next(self._calls)(payload, metadata=self._metadata)
+        num_tokens = 0
+        is_finished = False
+        try:
+            while (response := await call.read()) is not EOF:
+                if response.output_index != num_tokens:
+                    raise TargetError(
+                        "OUT_OF_ORDER",
+                        f"token {num_tokens} was expected, got {response.output_index}",
+                    )
+                num_tokens += len(response.token_ids)
+                is_finished = response.finish_reason != 0
+                yield _last_frame(response) if is_finished else Frame(len(response.token_ids))
+        except grpc.RpcError as error:
+            raise TargetError(error.code().name, error.details() or "") from None
+        finally:
+            call.cancel()
+        if not is_finished:
+            raise TargetError("CUT_SHORT", "the stream ended before the output did")
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close(None)
+
+
+def _last_frame(response: inference_pb2.GenerateResponse) -> Frame:
+    usage = receipt = None
+    if response.HasField("receipt"):
+        receipt = wire_types.receipt_from_proto(response.receipt)
+        usage = Usage(receipt.num_prompt_tokens, receipt.num_output_tokens)
+    reason = types_pb2.FinishReason.Name(response.finish_reason)
+    return Frame(
+        len(response.token_ids),
+        finish_reason=reason.removeprefix("FINISH_REASON_").lower(),
+        usage=usage,
+        receipt=receipt,
+    )
+
+
+async def open_target(options: TargetOptions) -> Target:
+    """Connect all channels; raises ConfigError or TargetError."""
+    address = options.url.removeprefix("grpc://")
+    split_address("target", address)
+    if not 1 <= options.connections <= 1000:
+        raise ConfigError(f"connections: must be 1 to 1000, got {options.connections}")
+    metadata = credentials(options.api_key or None)
+    channels = [
+        grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        for _ in range(options.connections)
+    ]
+    description: dict[str, str] = {}
+    for channel in channels:
+        list_models: Any = channel.unary_unary(
+            _LIST_MODELS,
+            request_serializer=inference_pb2.ListModelsRequest.SerializeToString,
+            response_deserializer=inference_pb2.ListModelsResponse.FromString,
+        )
+        try:
+            models = await list_models(
+                inference_pb2.ListModelsRequest(), metadata=metadata, timeout=_START_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            for opened in channels:
+                await opened.close(None)
+            raise TargetError(
+                error.code().name, f"{address} does not answer: {error.details()}"
+            ) from None
+        description = {
+            "api": "baton.v1.Inference over gRPC",
+            "model": ", ".join(model.name for model in models_from_proto(models)),
+        }
+    return BatonTarget(channels, metadata, description)

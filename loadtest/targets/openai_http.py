@@ -1,0 +1,245 @@
+"""Any OpenAI-compatible completions endpoint as a target, streamed as server-sent events.
+
+How many tokens an event carries, the protocol does not say. Where the event has token ids, logprobs
+or a usage so far, they are counted; where it has none of them, the frame says how much text it is.
+Events that arrive in one read are one frame: nobody could have seen the first of them earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from baton.client_messages import credentials
+from baton.errors import ConfigError
+from baton.outputs import Receipt
+from loadtest.targets.base import (
+    COUNT_TOKENS_BY,
+    Frame,
+    Target,
+    TargetError,
+    TargetOptions,
+    Usage,
+)
+
+_START_TIMEOUT_S = 10.0
+_MAX_ERROR_CHARS = 200
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = ""
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Receipts(msgspec.Struct):
+    receipts: list[Receipt]
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    baton: _Receipts | None = None
+    error: Any = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+class EventReader:
+    """The events of one stream, and how many tokens were in them.
+
+    Attributes:
+        is_finished: the output has ended.
+    """
+
+    def __init__(self) -> None:
+        self.is_finished = False
+        self._num_tokens = 0
+        self._has_uncounted = False
+        self._rest = b""
+
+    def read(self, data: bytes) -> Frame | None:
+        """What arrived, as one frame; None when it was no whole event with anything in it.
+
+        Raises:
+            TargetError: it is not understood, or says that the request failed.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        num_tokens: int | None = 0
+        num_chars = 0
+        finish_reason = usage = receipt = None
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            text = line[5:].strip()
+            if text == b"[DONE]":
+                self.is_finished = True
+                continue
+            event = _parse(text)
+            for choice in event.choices:
+                counted = self._count(choice, event.usage)
+                num_chars += len(choice.text or "")
+                num_tokens = None if counted is None or num_tokens is None else num_tokens + counted
+                finish_reason = choice.finish_reason or finish_reason
+            if event.usage is not None:
+                usage = Usage(event.usage.prompt_tokens, event.usage.completion_tokens)
+            if event.baton is not None and event.baton.receipts:
+                receipt = event.baton.receipts[0]
+        if finish_reason is not None:
+            self.is_finished = True
+        if num_tokens == 0 and finish_reason is None and usage is None and receipt is None:
+            return None
+        return Frame(num_tokens, num_chars, finish_reason, usage, receipt)
+
+    def _count(self, choice: _Choice, usage: _Usage | None) -> int | None:
+        """Tokens of a choice's piece; None: there is text and nothing that says it."""
+        counted: int | None = None
+        if choice.token_ids is not None:
+            counted = len(choice.token_ids)
+        elif choice.logprobs is not None and choice.logprobs.tokens is not None:
+            counted = len(choice.logprobs.tokens)
+        elif usage is not None and not self._has_uncounted:
+            counted = max(usage.completion_tokens - self._num_tokens, 0)
+        elif not choice.text:
+            counted = 0
+        else:
+            self._has_uncounted = True  # a usage that comes yet is that of all
+        self._num_tokens += counted or 0
+        return counted
+
+
+def _parse(text: bytes) -> _Event:
+    try:
+        event = _decode_event(text)
+    except msgspec.MsgspecError as error:
+        raise TargetError("NOT_UNDERSTOOD", f"{error}") from None
+    if event.error is not None:
+        raise TargetError("STREAM_ERROR", str(event.error)[:_MAX_ERROR_CHARS])
+    return event
+
+
+class OpenAITarget:
+    """See Target.
+
+    Args:
+        session: open; is closed with the target.
+        url: of the completions endpoint.
+        body: what every request has.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
+        self._session = session
+        self._url = url
+        self._body = body
+
+    def describe(self) -> dict[str, str]:
+        return {"api": "OpenAI completions over HTTP", "model": self._body["model"]}
+
+    def prepare(self, prompt_token_ids: Sequence[int], output_length: int) -> bytes:
+        own = {"prompt": prompt_token_ids, "max_tokens": output_length}
+        return msgspec.json.encode(self._body | own)
+
+    async def stream(self, payload: bytes) -> AsyncGenerator[Frame, None]:
+        events = EventReader()
+        try:
+            async with self._session.post(self._url, data=payload) as response:
+                try:
+                    if response.status != 200:
+                        said = (await response.text(errors="replace"))[:_MAX_ERROR_CHARS]
+                        raise TargetError(f"HTTP_{response.status}", said)
+                    async for data in response.content.iter_any():
+                        frame = events.read(data)
+                        if frame is not None:
+                            yield frame
+                except BaseException:
+                    response.close()  # the server is to see at once that nobody reads on
+                    raise
+        except aiohttp.ClientPayloadError as error:
+            raise TargetError("CUT_SHORT", str(error)) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise TargetError("CONNECTION", str(error) or type(error).__name__) from None
+        if not events.is_finished:
+            raise TargetError("CUT_SHORT", "the stream ended before the output did")
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+async def open_target(options: TargetOptions) -> Target:
+    """Connect; raises ConfigError or TargetError."""
+    if options.count_tokens_by not in COUNT_TOKENS_BY:
+        raise ConfigError(
+            f"count_tokens_by: must be one of {', '.join(COUNT_TOKENS_BY)}, "
+            f"got {options.count_tokens_by!r}"
+        )
+    base_url = options.url.rstrip("/")
+    session = aiohttp.ClientSession(
+        # No limit: requests that wait for a connection here would make the server look slow. Idle
+        # ones are closed before any usual server does it (uvicorn after 5 s): while that happens a
+        # request sent on one is lost.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={
+            "Content-Type": "application/json",
+            **{key.title(): value for key, value in credentials(options.api_key or None)},
+        },
+    )
+    try:
+        model = options.model or await _first_model(session, base_url)
+    except BaseException:
+        await session.close()
+        raise
+    stream_options = {"include_usage": True}
+    body: dict[str, Any] = {
+        "model": model,
+        "stream": True,
+        "stream_options": stream_options,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    if options.count_tokens_by == "logprobs":
+        body["logprobs"] = 1
+    elif options.count_tokens_by == "continuous-usage":
+        stream_options["continuous_usage_stats"] = True
+    if options.include_receipt:
+        body["include_receipt"] = True
+    return OpenAITarget(session, f"{base_url}/completions", body)
+
+
+async def _first_model(session: aiohttp.ClientSession, base_url: str) -> str:
+    url = f"{base_url}/models"
+    timeout = aiohttp.ClientTimeout(total=_START_TIMEOUT_S)
+    try:
+        async with session.get(url, timeout=timeout) as response:
+            if response.status != 200:
+                raise TargetError(f"HTTP_{response.status}", f"of {url}")
+            models = msgspec.json.decode(await response.read(), type=_Models)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise TargetError("CONNECTION", f"{url} does not answer: {error}") from None
+    except msgspec.MsgspecError as error:
+        raise TargetError("NOT_UNDERSTOOD", f"the answer of {url}: {error}") from None
+    if not models.data:
+        raise ConfigError(f"model: must be given, {url} lists none")
+    return models.data[0].id

@@ -1,0 +1,187 @@
+"""`baton loadtest` with real processes: its page's commands, its files and its exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton import Client, SamplingParams
+from baton.errors import BatonError
+from loadtest.generate import Lengths, Workload, gamma_arrivals, generate
+from loadtest.traces import write_trace
+from tests.fakes.load_servers import scripted_grpc
+from tests.fakes.load_targets import even
+from tests.integration.conftest import READY_TIMEOUT_S, free_address
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "loadtest.md").read_text(encoding="utf-8")
+COMMANDS = [
+    shlex.split(line)[1:]
+    for line in re.findall(r"^baton (?:router|sim-node|loadtest).*", PAGE, re.M)
+]
+KEY = "key-of-nobody"
+# This machine may be busy; whether the generator keeps up is not what is tested here.
+ANY_LAG = ("--max-lag-ms", "60000")
+
+
+def baton(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "baton", *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "BATON_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[dict[str, str]]:
+    """The page's router and nodes; where they are instead of where the page has them."""
+    moved = {"127.0.0.1:50051": free_address(), "127.0.0.1:8000": free_address()}
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "baton", *at(moved, command)], cwd=ROOT)
+        for command in COMMANDS[:2]
+    ]
+    try:
+        wait_for_answer(moved["127.0.0.1:50051"])
+        yield moved
+    finally:
+        for process in reversed(processes):
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(timeout=20) for process in processes] == [0, 0]
+
+
+def at(moved: dict[str, str], command: list[str]) -> list[str]:
+    for before, after in moved.items():
+        command = [word.replace(before, after) for word in command]
+    return command
+
+
+def wait_for_answer(address: str) -> None:
+    give_up_at = time.monotonic() + READY_TIMEOUT_S
+    with Client(address) as client:
+        while True:
+            try:
+                client.generate([1, 2, 3], SamplingParams(max_tokens=2), timeout_s=10)
+                return
+            except BatonError:
+                assert time.monotonic() < give_up_at
+                time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_work(addresses: dict[str, str], tmp_path: Path) -> None:
+    assert [command[0] for command in COMMANDS] == ["router", "sim-node", *["loadtest"] * 4]
+    short = Workload(turn_tokens=Lengths(50, 0.5), output_tokens=Lengths(10, 0.5), mean_turns=2.0)
+    starts = gamma_arrivals(random.Random(0), rate_per_s=10.0, variation=1.0)
+    write_trace(tmp_path / "trace.jsonl", generate(short, starts, num_sessions=20, seed=0))
+    for command in COMMANDS[2:]:
+        done = baton(*at(addresses, command), *ANY_LAG, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "tokens: 0 of" in done.stdout
+        assert "failed" not in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= 100
+    assert_files_are_true(tmp_path / "result.json", tmp_path / "requests.jsonl")
+
+
+def assert_files_are_true(result_path: Path, rows_path: Path) -> None:
+    result = json.loads(result_path.read_text())
+    rows = [json.loads(line) for line in rows_path.read_text().splitlines()]
+    summary = result["summary"]
+    assert KEY not in result_path.read_text()
+    assert result["plan"]["load"] == {
+        "kind": "OpenLoop", "rate_per_s": 10.0, "arrivals": "gamma", "burstiness": 3.0,
+    }  # fmt: skip
+    assert result["plan"]["seed"] == 0
+    assert {"python", "num_cpus", "load_average", "baton"} <= set(result["environment"])
+    outcomes = [row["outcome"] for row in rows]
+    assert summary["num_requests"] == len(rows) > 5
+    assert summary["num_cancelled"] == outcomes.count("cancelled")
+    assert summary["num_ok"] == outcomes.count("ok") == summary["tokens"]["num_checked"]
+    assert summary["tokens"]["num_miscounted"] == summary["tokens"]["num_short"] == 0
+    assert summary["receipts"]["num_cached_prompt_tokens"] > 0
+    ok = [row for row in rows if row["outcome"] == "ok"]
+    assert all(sum(row["frame_tokens"]) == row["server_output_tokens"] for row in ok)
+    assert all(row["server_prompt_tokens"] == row["num_prompt_tokens"] for row in ok)
+    assert all(row["receipt"]["ttft_s"] > 0 for row in ok)
+    slowest = max(row["frame_times_s"][0] - row["scheduled_s"] for row in rows)
+    assert summary["latencies"]["ttft_s"]["max"] == pytest.approx(slowest, abs=1e-5)
+
+
+def test_a_generator_that_is_late_fails_the_run(addresses: dict[str, str], tmp_path: Path) -> None:
+    options = ["--rate", "20", "--num-requests", "10", "--output-tokens", "3"]
+    target = f"grpc://{addresses['127.0.0.1:50051']}"
+    done = baton("loadtest", "run", "--target", target, *options,
+                 "--max-lag-ms", "0.0001", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 3
+    assert "the generator did not keep up" in done.stderr
+    assert "10 ok" in done.stdout
+
+
+def test_requests_that_all_fail_are_counted_by_kind(
+    addresses: dict[str, str], tmp_path: Path
+) -> None:
+    options = ["--rate", "50", "--num-requests", "10", "--vocab-size", "1000000000"]
+    target = f"grpc://{addresses['127.0.0.1:50051']}"
+    done = baton("loadtest", "run", "--target", target, *options, *ANY_LAG, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "10 x INVALID_ARGUMENT: " in done.stdout
+    assert done.stderr == "error: no request of the measured window came through\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--target", "grpc://127.0.0.1:1"], "exactly one of them must be given"),
+        (["--target", "grpc://127.0.0.1:1", "--rate", "1"], "one of them must be given"),
+        (["--target", "x", "--rate", "1", "--num-requests", "1"], "target: must be SCHEME"),
+        (
+            ["--target", "grpc://127.0.0.1:1", "--rate", "1", "--num-requests", "1"],
+            "127.0.0.1:1 does not answer",
+        ),
+        (
+            ["--target", "x", "--rate", "1", "--num-requests", "1", "--json", "no/such/folder"],
+            "json: no/such/folder cannot be written",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line(options: list[str], problem: Any, tmp_path: Path) -> None:
+    done = baton("loadtest", "run", *options, cwd=tmp_path)
+    assert done.returncode == 1
+    assert problem in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_stopped_run_reports_what_there_is(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with scripted_grpc(even(0.01, 0.01)) as (serving, url):
+            options = ["--target", url, "--rate", "50", "--duration-s", "100", *ANY_LAG]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "baton", "loadtest", "run", *options, "--output-tokens", "3",
+                cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            while len(serving.calls) < 20:
+                assert process.returncode is None
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            shown, problems = await process.communicate()
+            assert process.returncode == 130
+            assert "tokens: 0 of" in shown.decode()
+            assert problems.decode() == "error: the run was stopped before its end\n"
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
