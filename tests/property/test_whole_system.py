@@ -104,6 +104,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES.names()),
         router_is_busy=st.booleans(),
         sometimes_alone=st.booleans(),
+        rounds_per_step=st.sampled_from([1, 4]),
         restarts_at_end=st.booleans(),
     )
     def make(
@@ -119,6 +120,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
         policy: str,
         router_is_busy: bool,
         sometimes_alone: bool,
+        rounds_per_step: int,
         restarts_at_end: bool,
     ) -> None:
         self.mixed, self.kv_digests = mixed, kv_digests
@@ -143,6 +145,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
                 policy=policy,
                 router_is_busy=router_is_busy,
                 sometimes_alone=sometimes_alone,
+                rounds_per_step=rounds_per_step,
                 contents={} if mixed else known_contents(),
             )
         )
@@ -212,13 +215,18 @@ class WholeSystemMachine(RuleBasedStateMachine):
         num_tokens=st.integers(9, MAX_PROMPT_TOKENS),
         times=st.integers(1, 8),
         lands=st.booleans(),
+        comes_back=st.booleans(),
     )
-    def call_and_leave(self, family: int, num_tokens: int, times: int, lands: bool) -> None:
-        """Amid the first token's way: what has arrived of the prompt is kept."""
+    def call_and_leave(
+        self, family: int, num_tokens: int, times: int, lands: bool, comes_back: bool
+    ) -> None:
+        """Amid the hand-off: what has arrived of the prompt is kept."""
         number = len(self.system.clients)
         client = self._call(f"r{number}", prompt_of(family, num_tokens), SamplingParams(seed=1))
         self.flow(times, 0.002, lands)
-        if not client.is_done:
+        if not client.is_done and comes_back:
+            self._leave_and_call_again(client, same_id=True, cancels_again=True)
+        elif not client.is_done:
             self.system.leave(client)
 
     @precondition(lambda self: self.is_busy)
@@ -238,14 +246,17 @@ class WholeSystemMachine(RuleBasedStateMachine):
         """
         client = self._pick(data)
         if client is not None:
-            if cancels_again:
-                self.is_faulty = True
-                self.system.network.delays[Cancel] = True
-            self.system.leave(client)
-            self.system.loop.run_until_idle()
-            call, number = client.call, len(self.system.clients)
-            request_id = call.request_id if same_id else f"r{number}"
-            self._call(request_id, call.prompt_token_ids, call.sampling_params)
+            self._leave_and_call_again(client, same_id=same_id, cancels_again=cancels_again)
+
+    def _leave_and_call_again(self, client: Client, *, same_id: bool, cancels_again: bool) -> None:
+        if cancels_again:
+            self.is_faulty = True
+            self.system.network.delays[Cancel] = True
+        self.system.leave(client)
+        self.system.loop.run_until_idle()
+        call, number = client.call, len(self.system.clients)
+        request_id = call.request_id if same_id else f"r{number}"
+        self._call(request_id, call.prompt_token_ids, call.sampling_params)
 
     @precondition(lambda self: self.is_busy)
     @rule(data=st.data())
