@@ -14,6 +14,14 @@ DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 READY_TIMEOUT_S = 90.0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One more try for what is tested here, and it is told: nodes that get no processor for a
+    second are taken for dead, as they should be, and on a busy machine that happens."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 def free_address() -> str:
     """A loopback address that nobody listens on now."""
     with socket.socket() as probe:
