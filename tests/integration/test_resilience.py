@@ -1,4 +1,4 @@
-"""The short drills of nodes that die and of overload, with a real router process."""
+"""The short drill of nodes that die, with a real router process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ RESILIENCE = Path(__file__).parents[2] / "benchmarks" / "resilience.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
-@pytest.mark.parametrize("name", ["deaths", "overload"])
-def test_deaths_and_overload_break_no_promise(name: str) -> None:
+def test_nodes_that_die_lose_no_request() -> None:
+    """(That of overload is about times, and so no test: `make resilience`.)"""
     done = subprocess.run(
-        [sys.executable, str(RESILIENCE), "--quick", "--only", name],
+        [sys.executable, str(RESILIENCE), "--quick", "--only", "deaths"],
         capture_output=True,
         text=True,
         timeout=190,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{name}: all promises kept" in done.stdout
+    assert "deaths: all promises kept" in done.stdout
