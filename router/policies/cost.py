@@ -47,11 +47,12 @@ class Cost:
         places = search.places()
         if not places:
             return None
-        best = min(places, key=lambda place: place.cost_s)  # the first of equals
+        # The first of equals. (Others are let go: what is explained is kept for a while.)
+        shown = heapq.nsmallest(NUM_EXPLAINED, places, key=lambda place: place.cost_s)
+        best = shown[0]
 
         def explain() -> Sequence[Candidate]:
-            others = sorted(places, key=lambda place: (place is not best, place.cost_s))
-            return [place.candidate() for place in others[:NUM_EXPLAINED]]
+            return [place.candidate() for place in shown]
 
         decode = best.decode.node
         if best.prefill is None:
