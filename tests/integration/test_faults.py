@@ -29,7 +29,8 @@ def test_a_storm_over_a_bad_network_ends_and_leaves_nothing_held() -> None:
         deployment.wait_ready(READY_TIMEOUT_S)
         ends = asyncio.run(storm(config.listen, seed=3))
         assert ends.count("whole") > 0
-        assert set(ends) <= {"whole", "left", "DeadlineExceededError", "NodeUnavailableError"}
+        errors = {"DeadlineExceededError", "NodeUnavailableError", "OverloadedError"}
+        assert set(ends) <= {"whole", "left"} | errors
         assert_nothing_is_held(config.listen, num_nodes=2)
         for child in deployment.children:
             if child.name != "router":
