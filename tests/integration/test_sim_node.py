@@ -52,7 +52,8 @@ def end(process: subprocess.Popen[bytes]) -> int:
 def router() -> Iterator[str]:
     """Its address. On a busy machine one request may live through many of a test's faults."""
     address = free_address()
-    options = ["--model", str(DEMO_MODEL), "--listen", address, "--max-attempts", "10"]
+    options = ["--model", str(DEMO_MODEL), "--listen", address, "--http-listen", ""]
+    options += ["--max-attempts", "10", "--no-local-prefill"]
     process = start("router", *options)
     yield address
     assert end(process) == 0
