@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import time
 from dataclasses import dataclass
 from typing import Annotated
@@ -39,6 +40,8 @@ def top(
     token: TokenOption = "",
 ) -> None:
     """Watch a router and its nodes; Ctrl-C ends it."""
+    # Also where Ctrl-C is ignored from the start, as for what a script starts in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     console = make_console()
     with connection(router, token) as admin:
         last = _take(admin)

@@ -21,9 +21,11 @@ from baton.rpc import status_of
 
 
 def tree(kind: type[BatonError]) -> Iterator[type[BatonError]]:
+    """Of the ground; programs have some of their own, which travel by no API."""
     yield kind
     for child in kind.__subclasses__():
-        yield from tree(child)
+        if child.__module__ == BatonError.__module__:
+            yield from tree(child)
 
 
 # Those that end a program before it serves anything have no status.
