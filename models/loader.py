@@ -8,6 +8,7 @@ Refuses to know: architectures, pickled checkpoints (they run code).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from models.base import CausalLM
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
 from models.fields import Fields
+from models.layers.linear import JoinedLinear
 from models.registry import MODELS
 
 _SINGLE = "model.safetensors"
@@ -45,18 +47,56 @@ def load_model(
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one tensor of a checkpoint goes: some rows of a parameter, or all of it."""
+
+    owner: nn.Module
+    attribute: str
+    rows: slice
+
+    @property
+    def shape(self) -> torch.Size:
+        """What the tensor must have."""
+        return self._parameter[self.rows].shape
+
+    @property
+    def _parameter(self) -> nn.Parameter:
+        parameter: nn.Parameter = getattr(self.owner, self.attribute)
+        return parameter
+
+    def weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The rows to fill; the first part of a parameter that comes allocates all of it."""
+        if self._parameter.is_meta:
+            empty = torch.empty(self._parameter.shape, device=device, dtype=dtype)
+            setattr(self.owner, self.attribute, nn.Parameter(empty, requires_grad=False))
+        return self._parameter[self.rows]
+
+
+def _checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, _Place]]:
+    """Every tensor that a checkpoint must have, by its name there."""
+    for path, module in model.named_modules():
+        for attribute, _ in module.named_parameters(recurse=False):
+            if isinstance(module, JoinedLinear):
+                parent = path.rpartition(".")[0]
+                for part, rows in module.part_rows():
+                    yield f"{parent}.{part}.{attribute}", _Place(module, attribute, rows)
+            else:
+                yield f"{path}.{attribute}", _Place(module, attribute, slice(None))
+
+
 def _load_weights(
     model: DecoderForCausalLM, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> None:
-    missing = dict(model.named_parameters())
+    missing = dict(_checkpoint_parameters(model))
     unknown: list[str] = []
     tied_head: Tensor | None = None
     for path, name, tensor in _read_tensors(_weight_files(folder)):
         if name in missing:
-            _check_tensor(path, name, tensor, missing.pop(name).shape)
+            place = missing.pop(name)
+            _check_tensor(path, name, tensor, place.shape)
             # A copy, because the file's pages would otherwise stay the weight's memory.
-            weight = tensor.to(device=device, dtype=dtype, copy=True)
-            _assign(model, name, weight)
+            place.weight(device, dtype).copy_(tensor)
         elif name == "lm_head.weight" and model.lm_head is None:
             tied_head = tensor
         elif not name.endswith(_IGNORED_SUFFIXES):
@@ -104,11 +144,6 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, shape: torch.Size) -> N
     if tensor.dtype not in _FLOATS:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise ModelLoadError(f"{path}: {name}: dtype {kind} is not supported (quantized weights?)")
-
-
-def _assign(model: nn.Module, name: str, weight: Tensor) -> None:
-    owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, nn.Parameter(weight, requires_grad=False))
 
 
 def _check_tied(folder: Path, embedding: Tensor, head: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from baton_kernels.reference import (
     add_rms_norm,
     gather_kv,
+    norm_rotary_store,
     paged_attention,
     rms_norm,
     rotary,
@@ -19,6 +20,7 @@ from baton_kernels.reference import (
 __all__ = [
     "add_rms_norm",
     "gather_kv",
+    "norm_rotary_store",
     "paged_attention",
     "rms_norm",
     "rotary",

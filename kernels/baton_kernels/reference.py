@@ -77,8 +77,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, any equal shapes: the unit of SwiGLU (Shazeer, arXiv:2002.05202)."""
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up``: the unit of SwiGLU (Shazeer, arXiv:2002.05202).
+
+    Args:
+        gate_up: ``[..., 2 * size]``, the gate in the first half, what it gates in the second.
+
+    Returns:
+        ``[..., size]``.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)  # each [..., size]
     return functional.silu(gate) * up
 
 
@@ -103,6 +111,47 @@ def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     by_slot = kv_cache.transpose(2, 3)  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
     by_slot[:, 0][blocks, offsets] = key
     by_slot[:, 1][blocks, offsets] = value
+
+
+def norm_rotary_store(
+    qkv: Tensor,
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """All that lies between the joined projection and attention: norms, rotation, storing.
+
+    Args:
+        qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads.
+        num_heads: query heads; ``kv_cache`` tells the rest of the shape.
+        cos: see :func:`rotary`.
+        sin: see :func:`rotary`.
+        kv_cache: see :func:`store_kv`; this step's keys, rotated, and values are written into it.
+        slot_mapping: see :func:`store_kv`.
+        query_weight: ``[head_dim]`` of the norm over each query head; None: the model has none.
+        key_weight: the same for key heads.
+        eps: see :func:`rms_norm`.
+
+    Returns:
+        The rotated query, ``[num_tokens, num_heads, head_dim]``, a new tensor.
+    """
+    num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+    heads = qkv.view(len(qkv), -1, head_dim)  # [num_tokens, heads, head_dim]
+    query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+    value = heads[:, -num_kv_heads:]
+    if query_weight is not None:
+        query = rms_norm(query, query_weight, eps)
+    if key_weight is not None:
+        key = rms_norm(key, key_weight, eps)
+    query, key = rotary(query, key, cos, sin)
+    store_kv(key, value, kv_cache, slot_mapping)
+    return query
 
 
 def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

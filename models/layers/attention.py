@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import baton_kernels as ops
 from models.base import ForwardContext
 from models.config import ModelConfig
+from models.layers.linear import JoinedLinear
 from models.layers.norm import RMSNorm
 
 
@@ -43,14 +44,14 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self._layer_index = layer_index
-        self._head_dim = config.head_dim
+        self._num_heads = config.num_heads
+        self._eps = config.rms_norm_eps
         self._scale = config.head_dim**-0.5
         self._sliding_window = sliding_window
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=options.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=options.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=options.qkv_bias)
+        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = JoinedLinear(config.hidden_size, parts, bias=options.qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=options.output_bias)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -70,16 +71,19 @@ class Attention(nn.Module):
         Returns:
             ``[num_tokens, hidden_size]``.
         """
-        by_head = (len(hidden), -1, self._head_dim)
-        query = self.q_proj(hidden).view(by_head)  # [num_tokens, num_heads, head_dim]
-        key = self.k_proj(hidden).view(by_head)  # [num_tokens, num_kv_heads, head_dim]
-        value = self.v_proj(hidden).view(by_head)  # [num_tokens, num_kv_heads, head_dim]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = ops.rotary(query, key, cos, sin)
         # kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]
         attention, backend, kv_cache = context.layer(self._layer_index)
-        ops.store_kv(key, value, kv_cache, attention.slot_mapping)
+        query = ops.norm_rotary_store(
+            self.qkv_proj(hidden),
+            self._num_heads,
+            cos,
+            sin,
+            kv_cache,
+            attention.slot_mapping,
+            query_weight=None if self.q_norm is None else self.q_norm.weight,
+            key_weight=None if self.k_norm is None else self.k_norm.weight,
+            eps=self._eps,
+        )  # [num_tokens, num_heads, head_dim]
         attended = backend.run(
             query,
             kv_cache,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 import baton_kernels as ops
+from models.layers.linear import JoinedLinear
 
 
 class GatedMLP(nn.Module):
@@ -18,12 +19,12 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = JoinedLinear(hidden_size, parts, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
-        gated: Tensor = ops.silu_mul(self.gate_proj(x), self.up_proj(x))
+        gated: Tensor = ops.silu_mul(self.gate_up_proj(x))
         out: Tensor = self.down_proj(gated)
         return out

@@ -45,7 +45,33 @@ def test_rotary_turns_the_first_dims_like_hugging_face(rotary_dim: int) -> None:
 
 def test_silu_mul() -> None:
     gate, up = torch.randn(3, 8), torch.randn(3, 8)
-    torch.testing.assert_close(ops.silu_mul(gate, up), gate * torch.sigmoid(gate) * up)
+    torch.testing.assert_close(
+        ops.silu_mul(torch.cat((gate, up), dim=-1)), gate * torch.sigmoid(gate) * up
+    )
+
+
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_norm_rotary_store_is_its_parts_one_after_another(with_norm: bool) -> None:
+    table = make_tables([9, 4], block_size=4, num_blocks=8)
+    slots = make_metadata([9, 4], [9, 4], table, 4, 1).slot_mapping
+    joined, apart = (make_cache(8, 3, 2, 4, 6)[:, 1].zero_() for _ in range(2))
+    query, key, value = torch.randn(14, 4, 6), torch.randn(14, 2, 6), torch.randn(14, 2, 6)
+    qkv = torch.cat((query, key, value), dim=1).flatten(1)
+    cos, sin = torch.randn(14, 6), torch.randn(14, 6)
+    weights = (torch.randn(6), torch.randn(6)) if with_norm else (None, None)
+    rotated = ops.norm_rotary_store(
+        *(qkv, 4, cos, sin, joined, slots),
+        query_weight=weights[0],
+        key_weight=weights[1],
+        eps=1e-6,
+    )
+    if weights[0] is not None and weights[1] is not None:
+        query = ops.rms_norm(query, weights[0], 1e-6)
+        key = ops.rms_norm(key, weights[1], 1e-6)
+    query, key = ops.rotary(query, key, cos, sin)
+    ops.store_kv(key, value, apart, slots)
+    assert torch.equal(rotated, query)
+    assert torch.equal(joined, apart)
 
 
 @pytest.mark.parametrize("num_padding", [0, 2])
