@@ -154,7 +154,11 @@ def differences(
         if known is None:
             yield f"{name} on {architecture}: is not in {RECORD.name}; run tools/compile_kernels.py"
             continue
-        for figure, slack in (("spill_bytes", 0), ("registers", REGISTERS_SLACK), ("shared_bytes", 0)):
+        for figure, slack in (
+            ("spill_bytes", 0),
+            ("registers", REGISTERS_SLACK),
+            ("shared_bytes", 0),
+        ):
             if figures[figure] > known[figure] + slack:
                 yield (
                     f"{name} on {architecture}: {figure}: {known[figure]} are written, "

@@ -73,7 +73,7 @@ def sample_tokens(
     partials = (maxima, bests, totals, scores, best_tokens)
     partials_kernel[num_parts, num_rows](
         logits, temperatures, keys, *partials, logits.stride(0), vocab_size, num_parts, num_groups,
-        BLOCK=PART, GROUP=GROUP, num_warps=4,
+        BLOCK=PART, GROUP=GROUP, num_warps=8,
     )  # fmt: skip
     choose_kernel[(num_rows,)](
         logits, *parameters, keys, *partials, groups, candidates, rows, undecided, token_ids,
@@ -109,6 +109,7 @@ AOT_CASES = (
             **_PARTIALS, **_SIZES, **_COUNTS, "BLOCK": "constexpr", "GROUP": "constexpr",
         },
         {"BLOCK": PART, "GROUP": GROUP},
+        num_warps=8,
     ),
     AotCase(
         "sampling choose",
