@@ -32,7 +32,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of the sum and the sum; of ``x`` and ``x`` where there is no residual."""
     size = x.shape[-1]
-    assert weight.shape == (size,) and weight.dtype == x.dtype, "weight: one per column, same dtype"
+    assert weight.shape == (size,), f"weight: [{size}], got {tuple(weight.shape)}"
+    assert weight.dtype == x.dtype, f"weight: {x.dtype}, got {weight.dtype}"
     assert size <= LARGEST_SIZE, f"size: at most {LARGEST_SIZE}, got {size}"
     rows = x.reshape(-1, size)  # [num_rows, size]
     added = rows if residual is None else residual.reshape(-1, size)

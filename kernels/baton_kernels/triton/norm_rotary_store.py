@@ -34,7 +34,8 @@ def norm_rotary_store(
     if not num_tokens:
         return out
     rotary_dim = cos.shape[-1]
-    assert qkv.stride(1) == kv_cache.stride(4) == 1 and qkv.dtype == kv_cache.dtype
+    assert qkv.stride(1) == kv_cache.stride(4) == 1
+    assert qkv.dtype == kv_cache.dtype, f"kv_cache: {qkv.dtype}, got {kv_cache.dtype}"
     norm_rotary_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS))](
         qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, slot_mapping, out,
         kv_cache, qkv.stride(0), *kv_cache.stride()[:4], eps,

@@ -53,7 +53,8 @@ def sample_tokens(
         ``[num_rows]`` int64; 0 where every logit is minus infinity or one is no number.
     """
     num_rows, vocab_size = logits.shape
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1, "float32 rows"
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1 or vocab_size == 1
     num_parts, num_groups = triton.cdiv(vocab_size, PART), triton.cdiv(vocab_size, GROUP)
     parameters = (temperatures, top_k, top_p, min_p)
     assert all(parameter.is_contiguous() for parameter in (*parameters, keys))

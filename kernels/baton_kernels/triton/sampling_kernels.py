@@ -190,9 +190,10 @@ def choose_kernel(
         )  # fmt: skip
         decided = 0
         if count <= MOST:
+            least = key_of_min_p(min_p, best, temperature)
             drawn, enough = draw_candidate(
                 logits_ptr, candidates_ptr, count, keys_ptr + row * 2, best, total, temperature,
-                tl.where(has_top_k, top_k, 0), top_p, key_of_min_p(min_p, best, temperature), bound, MOST,
+                tl.where(has_top_k, top_k, 0), top_p, least, bound, MOST,
             )  # fmt: skip
             decided = enough.to(tl.int32)
             token = tl.where(enough, drawn, token)
