@@ -6,11 +6,15 @@ Refuses to know: requests, grids, who owns which row of a tile.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from baton_kernels.triton.aot import AotCase
 
 _LOG2_E = math.log2(math.e)
 
@@ -51,11 +55,17 @@ class PagedShape:
 
 @dataclass(frozen=True, slots=True)
 class TileSize:
-    """How one kernel is cut for one head size: found by compiling, see ``AOT_CASES``."""
+    """How one kernel is cut for one head size."""
 
     tokens: int  # keys per tile
     num_warps: int
-    num_stages: int  # tiles in flight
+    num_stages: int  # steps of the pipeline: the block table takes up to two, the rest is tiles
+
+
+def choose_tile(sizes: Mapping[int, TileSize], padded_head_dim: int, element_size: int) -> TileSize:
+    """The entry of a head size; ``sizes`` is for two bytes per element, as models have."""
+    size = sizes[padded_head_dim]
+    return size if element_size <= 2 else TileSize(size.tokens // 2, size.num_warps, 2)
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
@@ -138,3 +148,18 @@ def fold(scores, values, highest, total, acc, PRECISION: tl.constexpr):
         weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION
     )
     return new_highest, total, acc
+
+
+def aot_case(
+    name: str,
+    kernel: Any,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, int | float | bool | str | None],
+    tile: TileSize,
+) -> AotCase:
+    """A case of one of the attention kernels: other arguments are int32, but for two floats."""
+    types = {"score_scale": "fp32", "cap": "fp32"}
+    types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    return AotCase(name, kernel, signature, constants, tile.num_warps, tile.num_stages)

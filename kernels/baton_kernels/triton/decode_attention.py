@@ -27,6 +27,8 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.attention_tile import (
     PagedShape,
     TileSize,
+    aot_case,
+    choose_tile,
     dot_precision,
     fold,
     key_offsets,
@@ -35,16 +37,17 @@ from baton_kernels.triton.attention_tile import (
     score_factors,
 )
 
-# By padded head size; 2-byte elements. Wider elements get half the tokens.
+# By padded head size. With 5 stages two tiles are in flight, 64 KiB, which three programs per SM
+# are enough to saturate the memory of an H200 with (latency times bandwidth: 30 KiB per SM).
 _TILE_SIZES = {
-    16: TileSize(128, 4, 3),
-    32: TileSize(128, 4, 3),
-    64: TileSize(128, 4, 3),
-    128: TileSize(64, 4, 3),
-    256: TileSize(32, 4, 3),
+    16: TileSize(128, 4, 5),
+    32: TileSize(128, 4, 5),
+    64: TileSize(128, 4, 5),
+    128: TileSize(64, 4, 5),
+    256: TileSize(32, 4, 5),
 }
+_PROGRAMS_PER_SM = 3
 _MIN_PART_TOKENS = 128  # splitting finer costs more in merging than it gains
-_PROGRAMS_PER_SM = 2
 _PARTS_AT_ONCE = 16  # that merge_parts loads
 _NO_WINDOW = 2**31 - 1
 
@@ -250,7 +253,7 @@ def launch_plan(
     """Fill ``work`` and ``first_slot`` for :func:`launch_decodes`; no tensor is read here."""
     spare = spare_slots(shape, metadata.seq_lens.device)
     num_slots = metadata.num_requests + spare
-    tile = _tile_size(shape, element_size)
+    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size)
     plan_decodes[1,](
         buffers.work,
         buffers.first_slot,
@@ -288,7 +291,7 @@ def launch_decodes(
         soft_cap: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    tile = _tile_size(shape, query.element_size())
+    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, query.element_size())
     num_slots = metadata.num_requests + spare_slots(shape, query.device)
     score_scale, cap = score_factors(scale, soft_cap)
     decode_attention[shape.num_kv_heads, num_slots](
@@ -307,15 +310,7 @@ def launch_decodes(
         query.stride(0),
         metadata.block_table.stride(0),
         kv_cache.stride(0),
-        NUM_KV_HEADS=shape.num_kv_heads,
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_SIZE=shape.block_size,
-        M=max(16, triton.next_power_of_2(shape.group)),
-        D=shape.padded_head_dim,
-        TILE=tile.tokens,
-        HAS_SOFT_CAP=soft_cap is not None,
-        PRECISION=dot_precision(query),
+        **_constants(shape, tile, soft_cap is not None, dot_precision(query)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -331,6 +326,54 @@ def launch_decodes(
     )
 
 
-def _tile_size(shape: PagedShape, element_size: int) -> TileSize:
-    size = _TILE_SIZES[shape.padded_head_dim]
-    return size if element_size <= 2 else TileSize(size.tokens // 2, size.num_warps, 2)
+def _constants(
+    shape: PagedShape, tile: TileSize, has_soft_cap: bool, precision: str
+) -> dict[str, int | float | bool | str | None]:
+    return {
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size,
+        "M": max(16, triton.next_power_of_2(shape.group)),
+        "D": shape.padded_head_dim,
+        "TILE": tile.tokens,
+        "HAS_SOFT_CAP": has_soft_cap,
+        "PRECISION": precision,
+    }
+
+
+def _aot_case(head_dim: int, num_heads: int, num_kv_heads: int, dtype: str) -> AotCase:
+    shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size=16)
+    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, 4 if dtype == "fp32" else 2)
+    parts = dict.fromkeys(("part_out", "part_lse"), "fp32")
+    tables = dict.fromkeys(("block_table", "query_start_loc", "work"), "i32")
+    return aot_case(
+        f"decode_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}",
+        decode_attention,
+        dict.fromkeys(("out", "query", "kv_cache"), dtype) | parts | tables,
+        _constants(shape, tile, has_soft_cap=False, precision="ieee" if dtype == "fp32" else "tf32"),
+        tile,
+    )
+
+
+AOT_CASES = (
+    *(_aot_case(head_dim, 32, 8, "bf16") for head_dim in (64, 80, 96, 128, 256)),
+    *(_aot_case(128, *heads, "bf16") for heads in ((16, 8), (40, 8), (64, 8), (32, 4), (32, 32))),
+    _aot_case(128, 32, 8, "fp16"),
+    _aot_case(128, 32, 8, "fp32"),
+    aot_case(
+        "plan_decodes r256",
+        plan_decodes,
+        dict.fromkeys(("work", "first_slot", "query_start_loc", "seq_lens"), "i32"),
+        {"TILE": 64, "MIN_PART_TOKENS": _MIN_PART_TOKENS, "REQUESTS": 256, "SLOTS": 512},
+        TileSize(64, 4, 2),
+    ),
+    aot_case(
+        "merge_parts d128 bf16",
+        merge_parts,
+        {"out": "bf16", "part_out": "fp32", "part_lse": "fp32"}
+        | {"query_start_loc": "i32", "first_slot": "i32"},
+        {"HEAD_DIM": 128, "D": 128, "PARTS": _PARTS_AT_ONCE},
+        TileSize(64, 4, 2),
+    ),
+)

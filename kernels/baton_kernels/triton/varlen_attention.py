@@ -18,9 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.attention_tile import (
     PagedShape,
     TileSize,
+    aot_case,
+    choose_tile,
     dot_precision,
     fold,
     key_offsets,
@@ -29,14 +32,15 @@ from baton_kernels.triton.attention_tile import (
     score_factors,
 )
 
-_TILE_ROWS = 128  # query tokens times heads; at least the group
-# By padded head size; 2-byte elements. Wider elements get half the tokens.
+# By padded head size: the largest tiles that do not spill registers and stay below 99 KiB of
+# shared memory, which the smallest GPUs of capability 8.0 and newer have.
+_TILE_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64}  # query tokens times heads
 _TILE_SIZES = {
-    16: TileSize(64, 4, 3),
-    32: TileSize(64, 4, 3),
-    64: TileSize(64, 4, 3),
+    16: TileSize(128, 8, 3),
+    32: TileSize(128, 8, 3),
+    64: TileSize(128, 8, 3),
     128: TileSize(64, 8, 3),
-    256: TileSize(32, 8, 2),
+    256: TileSize(32, 4, 3),
 }
 
 
@@ -161,7 +165,7 @@ def varlen_attention(
 
 def tile_rows(shape: PagedShape) -> int:
     """Rows of a tile: tokens times query heads of one KV head."""
-    return max(_TILE_ROWS, triton.next_power_of_2(shape.group))
+    return max(_TILE_ROWS[shape.padded_head_dim], triton.next_power_of_2(shape.group))
 
 
 def plan_tiles(
@@ -205,7 +209,7 @@ def launch_tiles(
         soft_cap: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    tile = _tile_size(shape, query.element_size())
+    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, query.element_size())
     score_scale, cap = score_factors(scale, soft_cap)
     varlen_attention[shape.num_kv_heads, len(tiles)](
         out,
@@ -221,21 +225,59 @@ def launch_tiles(
         query.stride(0),
         metadata.block_table.stride(0),
         kv_cache.stride(0),
-        NUM_KV_HEADS=shape.num_kv_heads,
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_SIZE=shape.block_size,
-        M=tile_rows(shape),
-        D=shape.padded_head_dim,
-        TILE=tile.tokens,
-        HAS_WINDOW=sliding_window is not None,
-        HAS_SOFT_CAP=soft_cap is not None,
-        PRECISION=dot_precision(query),
+        **_constants(
+            shape, tile, sliding_window is not None, soft_cap is not None, dot_precision(query)
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
-def _tile_size(shape: PagedShape, element_size: int) -> TileSize:
-    size = _TILE_SIZES[shape.padded_head_dim]
-    return size if element_size <= 2 else TileSize(size.tokens // 2, size.num_warps, 2)
+def _constants(
+    shape: PagedShape, tile: TileSize, has_window: bool, has_soft_cap: bool, precision: str
+) -> dict[str, int | float | bool | str | None]:
+    return {
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size,
+        "M": tile_rows(shape),
+        "D": shape.padded_head_dim,
+        "TILE": tile.tokens,
+        "HAS_WINDOW": has_window,
+        "HAS_SOFT_CAP": has_soft_cap,
+        "PRECISION": precision,
+    }
+
+
+def _aot_case(
+    head_dim: int,
+    num_heads: int = 32,
+    num_kv_heads: int = 8,
+    dtype: str = "bf16",
+    *,
+    has_window: bool = False,
+    has_soft_cap: bool = False,
+) -> AotCase:
+    shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size=16)
+    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, 4 if dtype == "fp32" else 2)
+    precision = "ieee" if dtype == "fp32" else "tf32"
+    tables = dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "tiles"), "i32")
+    options = " window" * has_window + " soft_cap" * has_soft_cap
+    return aot_case(
+        f"varlen_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{options}",
+        varlen_attention,
+        dict.fromkeys(("out", "query", "kv_cache"), dtype) | tables,
+        _constants(shape, tile, has_window, has_soft_cap, precision),
+        tile,
+    )
+
+
+AOT_CASES = (
+    *(_aot_case(head_dim) for head_dim in (64, 80, 96, 128, 256)),
+    *(_aot_case(128, *heads) for heads in ((16, 8), (40, 8), (64, 8), (32, 4), (32, 32))),
+    _aot_case(128, has_window=True),
+    _aot_case(256, 16, has_window=True, has_soft_cap=True),
+    _aot_case(128, dtype="fp16"),
+    _aot_case(128, dtype="fp32"),
+)
