@@ -62,7 +62,7 @@ class TritonAttention:
         shape = PagedShape.of(query, kv_cache)
         has_prompts = metadata.max_query_len > 1
         if has_prompts:
-            tiles = self._tiles_of_step(shape, query.device)
+            tiles = self._tiles_of_step(shape, query.element_size(), query.device)
             launch_tiles(out, query, kv_cache, metadata, tiles, scale, sliding_window, soft_cap)
         if not has_prompts or 1 in metadata.query_lens:
             buffers = self._buffers_of_step(shape, query, sliding_window)
@@ -88,11 +88,11 @@ class TritonAttention:
             self._planned.add(sliding_window)
         return buffers
 
-    def _tiles_of_step(self, shape: PagedShape, device: torch.device) -> Tensor:
+    def _tiles_of_step(self, shape: PagedShape, element_size: int, device: torch.device) -> Tensor:
         metadata = self._metadata
         assert metadata is not None
         if self._tiles is None:
-            tokens_per_tile = tile_rows(shape) // shape.group
+            tokens_per_tile = tile_rows(shape, element_size) // shape.group
             listed = torch.from_numpy(
                 plan_tiles(metadata.query_lens, metadata.seq_lens_host, tokens_per_tile)
             )

@@ -19,6 +19,11 @@ from baton_kernels.triton.aot import AotCase
 _LOG2_E = math.log2(math.e)
 
 
+def padded_side(size: int) -> int:
+    """A tile's sides are powers of two, and a dot product takes at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 @dataclass(frozen=True, slots=True)
 class PagedShape:
     """What a kernel is specialized on: shapes of the model and of its KV cache."""
@@ -49,8 +54,8 @@ class PagedShape:
 
     @property
     def padded_head_dim(self) -> int:
-        """Tiles have powers of two as sides, and a dot product takes at least 16."""
-        return max(16, triton.next_power_of_2(self.head_dim))
+        """``D`` of the kernels."""
+        return padded_side(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +68,14 @@ class TileSize:
 
 
 def choose_tile(sizes: Mapping[int, TileSize], padded_head_dim: int, element_size: int) -> TileSize:
-    """The entry of a head size; ``sizes`` is for two bytes per element, as models have."""
+    """The entry of a head size; ``sizes`` is for two bytes per element, as models have.
+
+    float32 has no tensor cores (TensorFloat-32 is something else), so all it gets is to be right.
+    """
     size = sizes[padded_head_dim]
-    return size if element_size <= 2 else TileSize(size.tokens // 2, size.num_warps, 2)
+    if element_size <= 2:
+        return size
+    return TileSize(max(16, size.tokens // 4), size.num_warps, 2)
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
@@ -75,9 +85,9 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     return scale / soft_cap * 2 * _LOG2_E, soft_cap * _LOG2_E
 
 
-def dot_precision(query: Tensor) -> str:
+def dot_precision(element_size: int) -> str:
     """float32 means float32, not TensorFloat-32; smaller dtypes have one precision only."""
-    return "ieee" if query.element_size() == 4 else "tf32"
+    return "ieee" if element_size == 4 else "tf32"
 
 
 @triton.jit
@@ -144,9 +154,7 @@ def fold(scores, values, highest, total, acc, PRECISION: tl.constexpr):
     weights = tl.exp2(scores - anchor[:, None])
     shrink = tl.exp2(highest - anchor)
     total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(
-        weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION
-    )
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
     return new_highest, total, acc
 
 

@@ -33,6 +33,7 @@ from baton_kernels.triton.attention_tile import (
     fold,
     key_offsets,
     load_rows,
+    padded_side,
     scaled_scores,
     score_factors,
 )
@@ -265,8 +266,8 @@ def launch_plan(
         num_slots,
         TILE=tile.tokens,
         MIN_PART_TOKENS=_MIN_PART_TOKENS,
-        REQUESTS=max(16, triton.next_power_of_2(metadata.num_requests)),
-        SLOTS=triton.next_power_of_2(num_slots),
+        REQUESTS=padded_side(metadata.num_requests),
+        SLOTS=padded_side(num_slots),
     )
 
 
@@ -310,7 +311,7 @@ def launch_decodes(
         query.stride(0),
         metadata.block_table.stride(0),
         kv_cache.stride(0),
-        **_constants(shape, tile, soft_cap is not None, dot_precision(query)),
+        **_constants(shape, query.element_size(), soft_cap is not None),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -327,32 +328,32 @@ def launch_decodes(
 
 
 def _constants(
-    shape: PagedShape, tile: TileSize, has_soft_cap: bool, precision: str
+    shape: PagedShape, element_size: int, has_soft_cap: bool
 ) -> dict[str, int | float | bool | str | None]:
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
         "BLOCK_SIZE": shape.block_size,
-        "M": max(16, triton.next_power_of_2(shape.group)),
+        "M": padded_side(shape.group),
         "D": shape.padded_head_dim,
-        "TILE": tile.tokens,
+        "TILE": choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size).tokens,
         "HAS_SOFT_CAP": has_soft_cap,
-        "PRECISION": precision,
+        "PRECISION": dot_precision(element_size),
     }
 
 
 def _aot_case(head_dim: int, num_heads: int, num_kv_heads: int, dtype: str) -> AotCase:
     shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size=16)
-    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, 4 if dtype == "fp32" else 2)
+    element_size = 4 if dtype == "fp32" else 2
     parts = dict.fromkeys(("part_out", "part_lse"), "fp32")
     tables = dict.fromkeys(("block_table", "query_start_loc", "work"), "i32")
     return aot_case(
         f"decode_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}",
         decode_attention,
         dict.fromkeys(("out", "query", "kv_cache"), dtype) | parts | tables,
-        _constants(shape, tile, has_soft_cap=False, precision="ieee" if dtype == "fp32" else "tf32"),
-        tile,
+        _constants(shape, element_size, has_soft_cap=False),
+        choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size),
     )
 
 

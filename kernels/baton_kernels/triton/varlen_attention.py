@@ -28,6 +28,7 @@ from baton_kernels.triton.attention_tile import (
     fold,
     key_offsets,
     load_rows,
+    padded_side,
     scaled_scores,
     score_factors,
 )
@@ -163,9 +164,10 @@ def varlen_attention(
     tl.store(out + token[:, None] * token_size + places, result, mask=in_tile)
 
 
-def tile_rows(shape: PagedShape) -> int:
-    """Rows of a tile: tokens times query heads of one KV head."""
-    return max(_TILE_ROWS[shape.padded_head_dim], triton.next_power_of_2(shape.group))
+def tile_rows(shape: PagedShape, element_size: int) -> int:
+    """Rows of a tile: tokens times query heads of one KV head; see ``choose_tile`` for float32."""
+    rows = _TILE_ROWS[shape.padded_head_dim] // (1 if element_size <= 2 else 4)
+    return max(rows, padded_side(shape.group))
 
 
 def plan_tiles(
@@ -225,28 +227,26 @@ def launch_tiles(
         query.stride(0),
         metadata.block_table.stride(0),
         kv_cache.stride(0),
-        **_constants(
-            shape, tile, sliding_window is not None, soft_cap is not None, dot_precision(query)
-        ),
+        **_constants(shape, query.element_size(), sliding_window is not None, soft_cap is not None),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
 def _constants(
-    shape: PagedShape, tile: TileSize, has_window: bool, has_soft_cap: bool, precision: str
+    shape: PagedShape, element_size: int, has_window: bool, has_soft_cap: bool
 ) -> dict[str, int | float | bool | str | None]:
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
         "BLOCK_SIZE": shape.block_size,
-        "M": tile_rows(shape),
+        "M": tile_rows(shape, element_size),
         "D": shape.padded_head_dim,
-        "TILE": tile.tokens,
+        "TILE": choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size).tokens,
         "HAS_WINDOW": has_window,
         "HAS_SOFT_CAP": has_soft_cap,
-        "PRECISION": precision,
+        "PRECISION": dot_precision(element_size),
     }
 
 
@@ -260,16 +260,15 @@ def _aot_case(
     has_soft_cap: bool = False,
 ) -> AotCase:
     shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size=16)
-    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, 4 if dtype == "fp32" else 2)
-    precision = "ieee" if dtype == "fp32" else "tf32"
+    element_size = 4 if dtype == "fp32" else 2
     tables = dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "tiles"), "i32")
     options = " window" * has_window + " soft_cap" * has_soft_cap
     return aot_case(
         f"varlen_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{options}",
         varlen_attention,
         dict.fromkeys(("out", "query", "kv_cache"), dtype) | tables,
-        _constants(shape, tile, has_window, has_soft_cap, precision),
-        tile,
+        _constants(shape, element_size, has_window, has_soft_cap),
+        choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size),
     )
 
 
