@@ -2,10 +2,13 @@
 
 So the same request gives the same tokens whatever shares its batch, whichever node samples, and
 after any preemption or retry. Here is what the filters keep; which of that is drawn: gumbel.py.
-What the size of the vocabulary multiplies is float32; on a CPU, what decides is float64.
+What the size of the vocabulary multiplies is float32; on a CPU, what decides is float64. On a GPU
+with Triton `baton_kernels.triton.sampling` does the same in a few launches.
 """
 
 from __future__ import annotations
+
+import importlib.util
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,7 @@ TOP_VALUES = (128, 2048)
 MANY_KEPT = 1 / 32
 # Beyond these float32 overflows; below, sampling is greedy, above, all tokens are as probable.
 _LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e30
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def sample(logits: Tensor, sampling: SamplingInput) -> list[int]:
@@ -51,6 +55,8 @@ def _as_list(token_ids: TokenIds) -> list[int]:
 
 def _choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """The most probable token of greedy requests, a drawn one of the others."""
+    if logits.is_cuda and _HAS_TRITON:
+        return _choose_by_kernel(logits, parameters, keys)
     filtered = (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
     ways = np.where(parameters["temperature"] == 0, 0, 1 + filtered)
     choose = (_most_probable, _draw, _draw_filtered)
@@ -60,6 +66,24 @@ def _choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> To
     for way in np.unique(ways):
         rows = (ways == way).nonzero()[0]
         token_ids[rows] = choose[way](_rows(logits, rows), parameters[rows], keys[rows])
+    return token_ids
+
+
+def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
+    """`_choose` where the logits are: all parameters go there in one copy, and token ids return."""
+    # Not before it is needed: Triton takes a while, and asks once whether to compile or interpret.
+    from baton_kernels.triton.sampling import sample_tokens
+
+    num_rows = len(parameters)
+    temperatures = np.where(parameters["temperature"] == 0, 0, _temperatures(parameters))
+    floats = np.stack((temperatures, parameters["top_p"], parameters["min_p"])).astype(np.float32)
+    top_k = parameters["top_k"].clip(0, 2**31 - 1).astype(np.int32)
+    packed = np.concatenate((floats.view(np.int32).ravel(), top_k, keys.view(np.int32).ravel()))
+    words = torch.from_numpy(packed).to(logits.device)  # [6 * num_rows] int32
+    temperature, top_p, min_p = words[: 3 * num_rows].view(torch.float32).view(3, -1)
+    top_ks, key_words = words[3 * num_rows : 4 * num_rows], words[4 * num_rows :].view(-1, 2)
+    drawn = sample_tokens(logits.float(), temperature, top_ks, top_p, min_p, key_words)
+    token_ids: TokenIds = drawn.cpu().numpy()
     return token_ids
 
 
