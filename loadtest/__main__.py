@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,9 +15,19 @@ from baton.client_messages import API_KEY_VARIABLE
 from baton.errors import ConfigError
 from baton.process import print_error, run_program, stop_event
 from loadtest.lengths import NOTATION, parse_lengths
+from loadtest.page.page import load_figures, write_page, write_pictures
 from loadtest.plan import ARRIVALS, ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
 from loadtest.progress import show_progress
-from loadtest.report import WIDTH, check_writable, print_summary, write_json, write_requests
+from loadtest.report import (
+    WIDTH,
+    check_folder,
+    check_writable,
+    plain,
+    print_summary,
+    result_to_json,
+    write_json,
+    write_requests,
+)
 from loadtest.run import Run, RunResult
 from loadtest.slo import Slo
 from loadtest.targets import open_target
@@ -43,6 +53,29 @@ def _root() -> None:
 class _Outputs:
     json: Path | None
     save_requests: Path | None
+    html: Path | None
+    png: Path | None
+
+    def check(self) -> None:
+        """All can be written, before the run and not after it; raises ConfigError."""
+        for name, path in (
+            ("json", self.json), ("save_requests", self.save_requests), ("html", self.html),
+        ):  # fmt: skip
+            if path is not None:
+                check_writable(name, path)
+        if self.png is not None:
+            check_folder("png", self.png)
+        if self.html is not None or self.png is not None:
+            load_figures()
+
+    def write(self, document: dict[str, Any]) -> None:
+        """Raises ConfigError when one cannot be written."""
+        if self.json is not None:
+            write_json(self.json, document)
+        if self.html is not None:
+            write_page(self.html, document)
+        if self.png is not None:
+            write_pictures(self.png, document)
 
 
 def choose_load(
@@ -67,9 +100,7 @@ def choose_load(
 
 async def execute(plan: LoadPlan, options: TargetOptions, outputs: _Outputs) -> int:
     """Run, report, and say how it went as an exit code; raises BatonError."""
-    for name, path in dataclasses.asdict(outputs).items():
-        if path is not None:
-            check_writable(name, path)
+    outputs.check()
     stop = stop_event(asyncio.get_running_loop())
     target = await open_target(options)
     try:
@@ -84,13 +115,17 @@ async def execute(plan: LoadPlan, options: TargetOptions, outputs: _Outputs) -> 
     finally:
         await target.close()
     print_summary(result, Console(width=WIDTH, highlight=False))
-    if outputs.json is not None:
-        shown = dataclasses.asdict(options)
-        del shown["api_key"]
-        write_json(outputs.json, result, shown)
+    outputs.write(plain(result_to_json(result, shown(options))))
     if outputs.save_requests is not None:
         write_requests(outputs.save_requests, result)
     return judge(result)
+
+
+def shown(options: TargetOptions) -> dict[str, Any]:
+    """What reports say of how the server was talked to."""
+    fields = dataclasses.asdict(options)
+    del fields["api_key"]
+    return fields
 
 
 def judge(result: RunResult) -> int:
@@ -189,6 +224,13 @@ def run(
     save_requests: Annotated[
         Path | None, typer.Option(help="Write a line of JSON per request to this file.")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write the result to this file as one page with plots (extra: report)."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Write the page's plots to this folder (extra: report).")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Play one load against one server and measure it.
@@ -224,7 +266,7 @@ def run(
             count_tokens_by=count_tokens_by,
             include_receipt=include_receipt,
         )
-        outputs = _Outputs(json=json, save_requests=save_requests)
+        outputs = _Outputs(json=json, save_requests=save_requests, html=html, png=png)
         codes.append(await execute(plan, options, outputs))
 
     failed = run_program(main, log_level=log_level)
