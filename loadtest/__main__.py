@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from baton.client_messages import API_KEY_VARIABLE
 from baton.errors import ConfigError
-from baton.process import print_error, run_program, stop_event
+from baton.process import run_program
+from loadtest.execute import EXIT_LAGGED, Job, execute
 from loadtest.lengths import NOTATION, parse_lengths
-from loadtest.page.page import load_figures, write_page, write_pictures
+from loadtest.outputs import Outputs
 from loadtest.plan import ARRIVALS, ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
-from loadtest.progress import show_progress
-from loadtest.report import (
-    WIDTH,
-    check_folder,
-    check_writable,
-    plain,
-    print_summary,
-    result_to_json,
-    write_json,
-    write_requests,
-)
-from loadtest.run import Run, RunResult
+from loadtest.search import Search
 from loadtest.slo import Slo
-from loadtest.targets import open_target
+from loadtest.steps import Sweep
 from loadtest.targets.base import COUNT_TOKENS_BY, TargetOptions
-
-EXIT_NOTHING_CAME = 1
-EXIT_LAGGED = 3
-EXIT_STOPPED = 130
 
 app = typer.Typer(
     add_completion=False,
@@ -49,35 +31,6 @@ def _root() -> None:
     """Keeps the group a group."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Outputs:
-    json: Path | None
-    save_requests: Path | None
-    html: Path | None
-    png: Path | None
-
-    def check(self) -> None:
-        """All can be written, before the run and not after it; raises ConfigError."""
-        for name, path in (
-            ("json", self.json), ("save_requests", self.save_requests), ("html", self.html),
-        ):  # fmt: skip
-            if path is not None:
-                check_writable(name, path)
-        if self.png is not None:
-            check_folder("png", self.png)
-        if self.html is not None or self.png is not None:
-            load_figures()
-
-    def write(self, document: dict[str, Any]) -> None:
-        """Raises ConfigError when one cannot be written."""
-        if self.json is not None:
-            write_json(self.json, document)
-        if self.html is not None:
-            write_page(self.html, document)
-        if self.png is not None:
-            write_pictures(self.png, document)
-
-
 def choose_load(
     rate: float | None,
     arrivals: str,
@@ -86,64 +39,22 @@ def choose_load(
     think_s: float,
     trace: Path | None,
     slowdown: float,
+    sweep: Sweep | None,
 ) -> Load:
-    """The one that was asked for; raises ConfigError."""
-    if sum(option is not None for option in (rate, concurrency, trace)) != 1:
-        raise ConfigError("rate, concurrency, trace: exactly one of them must be given")
+    """The one that was asked for, of a sweep the first; raises ConfigError."""
+    given = sum(option is not None for option in (rate, concurrency, trace, sweep))
+    if given != 1:
+        raise ConfigError("rate, concurrency, trace, sweep: exactly one of them must be given")
+    if sweep is not None and sweep.variable == "rate":
+        rate = sweep.values[0]
+    elif sweep is not None:
+        concurrency = int(sweep.values[0])
     if rate is not None:
         return OpenLoop(rate_per_s=rate, arrivals=arrivals, burstiness=burstiness)
     if concurrency is not None:
         return ClosedLoop(concurrency=concurrency, think_s=think_s)
     assert trace is not None
     return TraceReplay(path=trace, slowdown=slowdown)
-
-
-async def execute(plan: LoadPlan, options: TargetOptions, outputs: _Outputs) -> int:
-    """Run, report, and say how it went as an exit code; raises BatonError."""
-    outputs.check()
-    stop = stop_event(asyncio.get_running_loop())
-    target = await open_target(options)
-    try:
-        run = Run(plan, target)
-        showing = asyncio.create_task(show_progress(plan, run.player, Console(stderr=True)))
-        try:
-            result = await run.execute(stop)
-        finally:
-            showing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await showing
-    finally:
-        await target.close()
-    print_summary(result, Console(width=WIDTH, highlight=False))
-    outputs.write(plain(result_to_json(result, shown(options))))
-    if outputs.save_requests is not None:
-        write_requests(outputs.save_requests, result)
-    return judge(result)
-
-
-def shown(options: TargetOptions) -> dict[str, Any]:
-    """What reports say of how the server was talked to."""
-    fields = dataclasses.asdict(options)
-    del fields["api_key"]
-    return fields
-
-
-def judge(result: RunResult) -> int:
-    """The exit code, and a line for each that is not 0."""
-    summary = result.summary
-    if result.was_stopped:
-        print_error("the run was stopped before its end")
-        return EXIT_STOPPED
-    if not summary.lag.kept_up:
-        print_error(
-            "the generator did not keep up: its own lag is part of these latencies. Use a less "
-            "busy machine, less load, or a higher --max-lag-ms"
-        )
-        return EXIT_LAGGED
-    if not summary.num_ok and not summary.num_cancelled:
-        print_error("no request of the measured window came through")
-        return EXIT_NOTHING_CAME
-    return 0
 
 
 @app.command()
@@ -170,6 +81,30 @@ def run(
         Path | None, typer.Option(help="Replay: a file in the format of Mooncake's traces.")
     ] = None,
     slowdown: Annotated[float, typer.Option(help="Replay: times are multiplied by this.")] = 1.0,
+    sweep: Annotated[
+        str,
+        typer.Option(
+            help="Several runs: rate=1,2,4 (open loop) or concurrency=1,8,64 (closed loop), each "
+            "with its warm-up and duration."
+        ),
+    ] = "",
+    find_max_goodput: Annotated[
+        bool,
+        typer.Option(
+            "--find-max-goodput",
+            help="Search the highest rate that holds --slo for --attainment of the requests, "
+            "beginning with --rate; each try has its warm-up and duration.",
+        ),
+    ] = False,
+    attainment: Annotated[
+        float, typer.Option(help="Search: share of requests that must keep the SLO.")
+    ] = 0.9,
+    repeats: Annotated[
+        int, typer.Option(help="Search: so many times, for a confidence interval.")
+    ] = 3,
+    precision: Annotated[
+        float, typer.Option(help="Search: ends when what fails is so much above what holds.")
+    ] = 0.1,
     input_tokens: Annotated[str, typer.Option(help=f"Prompts: {NOTATION}.")] = "512",
     output_tokens: Annotated[str, typer.Option(help=f"Outputs: {NOTATION}.")] = "128",
     prefix_groups: Annotated[
@@ -241,8 +176,11 @@ def run(
     codes: list[int] = []
 
     async def main() -> None:
+        steps = Sweep.parse(sweep) if sweep else None
+        load = choose_load(rate, arrivals, burstiness, concurrency, think_s, trace, slowdown, steps)
+        search = Search(attainment=attainment, repeats=repeats, precision=precision)
         plan = LoadPlan(
-            load=choose_load(rate, arrivals, burstiness, concurrency, think_s, trace, slowdown),
+            load=load,
             input_lengths=parse_lengths("input_tokens", input_tokens),
             output_lengths=parse_lengths("output_tokens", output_tokens),
             prefix_groups=prefix_groups,
@@ -266,8 +204,14 @@ def run(
             count_tokens_by=count_tokens_by,
             include_receipt=include_receipt,
         )
-        outputs = _Outputs(json=json, save_requests=save_requests, html=html, png=png)
-        codes.append(await execute(plan, options, outputs))
+        job = Job(
+            plan=plan,
+            options=options,
+            outputs=Outputs(json=json, save_requests=save_requests, html=html, png=png),
+            sweep=steps,
+            search=search if find_max_goodput else None,
+        )
+        codes.append(await execute(job))
 
     failed = run_program(main, log_level=log_level)
     raise typer.Exit(failed or codes[0])

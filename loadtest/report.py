@@ -43,7 +43,7 @@ def print_summary(result: RunResult, console: Console) -> None:
         f"{summary.prompt_tokens_per_s:.0f} prompt tokens/s"
     )
     if summary.goodput_per_s is not None:
-        limits = ", ".join(f"{name} {limit:g} s" for name, limit in result.plan.slo.limits)
+        limits = result.plan.slo.text()
         attained = "-" if summary.attainment is None else f"{summary.attainment:.1%}"
         console.print(
             f"goodput: {summary.goodput_per_s:.2f} requests/s within {limits}; attained {attained}"
@@ -120,6 +120,7 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
     summary["lag"]["kept_up"] = result.summary.lag.kept_up
     return {
         "format": JSON_FORMAT,
+        "kind": "run",
         "plan": plan,
         "target": target_options | result.target,
         "environment": dataclasses.asdict(result.environment)

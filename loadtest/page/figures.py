@@ -1,53 +1,24 @@
-"""Figures of a result's JSON: what a number is, was decided before; here it only gets a place.
-
-Colours are those of Okabe and Ito (jfly.uni-koeln.de/color), which colour-blind people can tell
-apart; lines differ in their strokes, too.
-"""
+"""Figures of a result's JSON: what a number is, was decided before; here it only gets a place."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from loadtest.page.palette import BLUE, LINES, ORANGE, WIDTH_INCHES, Document, put_legend
+from loadtest.page.step_figures import step_figures
 from loadtest.series import AFTER_FIRST
 
-Document = dict[str, Any]
-
-BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
-_LINES = ((BLUE, "-"), (RED, "--"), (GREEN, "-."), (PURPLE, ":"))
 _CDFS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL, per token", "e2e_s": "E2E"}
-_STYLE: dict[Any, Any] = {
-    "font.size": 9.0, "axes.titlesize": 10.0, "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "grid.color": "#dddddd", "legend.frameon": False,
-    "svg.hashsalt": "baton", "figure.dpi": 100.0,
-}  # fmt: skip
-_WIDTH_INCHES = 9.0
-
-
-@contextlib.contextmanager
-def style() -> Iterator[None]:
-    """How all figures look; nothing is drawn outside of it."""
-    with mpl.rc_context(_STYLE):
-        yield
-
-
-def render(figure: Figure, image_format: str) -> bytes:
-    """``svg`` or ``png``; the same figure, the same bytes."""
-    buffer = io.BytesIO()
-    metadata = {"Date": None} if image_format == "svg" else {"Software": None}
-    figure.savefig(buffer, format=image_format, metadata=metadata)
-    return buffer.getvalue()
 
 
 def all_figures(document: Document) -> dict[str, Figure]:
-    """Of one run, by name; only those that there are numbers for."""
+    """Of a result, by name; only those that there are numbers for."""
+    if "steps" in document:
+        return step_figures(document)
     series = document["series"]
     figures: dict[str, Figure] = {}
     if series["cdfs"]:
@@ -62,14 +33,14 @@ def all_figures(document: Document) -> dict[str, Figure]:
 def latency_cdfs(cdfs: dict[str, list[tuple[float, float]]], latencies: Document) -> Figure:
     """A panel for each kind of latency: they differ too much for one axis."""
     shown = [name for name in _CDFS if name in cdfs]
-    figure = Figure(figsize=(_WIDTH_INCHES, 5.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, 5.4), layout="constrained")
     for index, name in enumerate(shown):
         axes = figure.add_subplot(2, 2, index + 1)
         values_ms = [seconds * 1e3 for seconds, _ in cdfs[name]]
         shares = [100 * share for _, share in cdfs[name]]
         axes.step([values_ms[0], *values_ms], [0, *shares], where="post", color=BLUE)
         title = _CDFS[name]
-        for percentile, (color, stroke) in zip(("p50", "p99"), _LINES[1:], strict=False):
+        for percentile, (color, stroke) in zip(("p50", "p99"), LINES[1:], strict=False):
             at_ms = latencies[name][percentile] * 1e3
             axes.axvline(at_ms, color=color, linestyle=stroke, linewidth=1.2)
             title += f"   {percentile} {_ms(at_ms)}"
@@ -91,13 +62,13 @@ def timeline(document: Document) -> Figure:
     series, summary = document["series"], document["summary"]
     bins, width_s = series["timeline"], series["bin_s"]
     times = [one["begin_s"] + width_s / 2 for one in bins]
-    figure = Figure(figsize=(_WIDTH_INCHES, 6.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, 6.6), layout="constrained")
     requests, tokens, latency = figure.subplots(3, 1, sharex=True)
 
     def line(axes: Axes, key: str, label: str, kind: int, scale: float = 1.0) -> None:
         values = [None if one[key] is None else one[key] * scale for one in bins]
         if any(value is not None for value in values):
-            color, stroke = _LINES[kind]
+            color, stroke = LINES[kind]
             drawn: Any = [float("nan") if value is None else value for value in values]
             axes.plot(times, drawn, color=color, linestyle=stroke, label=label,
                       marker="." if len(bins) < 40 else "")  # fmt: skip
@@ -122,7 +93,7 @@ def timeline(document: Document) -> Figure:
         for fault in document.get("faults") or ():
             _mark_fault(axes, fault, with_label=axes is requests)
         if axes is not tokens:
-            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=3, borderaxespad=0)
+            put_legend(axes)
     latency.set_xlabel("seconds since the run began")
     return figure
 
@@ -147,7 +118,7 @@ def _mark_fault(axes: Axes, fault: Document, with_label: bool) -> None:
 
 def waterfall(stages: Sequence[Document]) -> Figure:
     """Stages of the mean request, one below the other; medians beside them as marks."""
-    figure = Figure(figsize=(_WIDTH_INCHES, 1.3 + 0.38 * len(stages)), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, 1.3 + 0.38 * len(stages)), layout="constrained")
     axes = figure.subplots()
     places = range(len(stages))
     for overlaps in (False, True):

@@ -27,9 +27,13 @@ COLUMNS = ("mean", *PER_MILLE, "max")
 ALTERNATIVES = {
     "latency_cdfs": "Cumulative distributions of TTFT, TPOT, ITL and E2E",
     "timeline": "Requests per second, tokens per second and latencies over the time of the run",
+    "throughput_latency": "TTFT and ITL, p50 and p99, over output tokens per second",
+    "throughput": "Requests per second that ended well, over what was asked for",
+    "search": "Share of requests within the SLO over the rate, for every try of the search",
     "receipt_waterfall": "Mean and median time of every stage of the receipts",
 }
 _FORMATS: dict[str, Callable[[Any], str]] = {
+    "any": lambda value: f"{value:g}",
     "count": lambda value: f"{value:,}",
     "rate": lambda value: f"{value:,.2f}",
     "whole": lambda value: f"{value:,.0f}",
@@ -39,10 +43,13 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def load_figures() -> ModuleType:
-    """`loadtest.page.figures`; raises ConfigError where the library for plots is missing."""
+def load_figures() -> tuple[ModuleType, ModuleType]:
+    """`figures` and `palette`; raises ConfigError where the library for plots is missing."""
     try:
-        return importlib.import_module("loadtest.page.figures")
+        return (
+            importlib.import_module("loadtest.page.figures"),
+            importlib.import_module("loadtest.page.palette"),
+        )
     except ImportError as error:
         raise ConfigError(
             f"html, png: need matplotlib, of the extra baton-serve[report]: {error}"
@@ -97,10 +104,10 @@ def render_page(document: Document) -> str:
 
 def render_figures(document: Document, image_format: str) -> dict[str, bytes]:
     """All pictures of a document by name, as ``svg`` or ``png``; raises ConfigError."""
-    figures = load_figures()
-    with figures.style():
+    figures, palette = load_figures()
+    with palette.style():
         found = figures.all_figures(document)
-        return {name: figures.render(figure, image_format) for name, figure in found.items()}
+        return {name: palette.render(figure, image_format) for name, figure in found.items()}
 
 
 def write_page(path: Path, document: Document) -> None:
