@@ -10,11 +10,15 @@ import typer
 from baton.client_messages import API_KEY_VARIABLE
 from baton.errors import ConfigError
 from baton.process import run_program
+from loadtest.audit import Auditor
 from loadtest.execute import EXIT_LAGGED, Job, execute
+from loadtest.faults import NOTATION as FAULT_NOTATION
+from loadtest.faults import Fault, check_schedule
 from loadtest.lengths import NOTATION, parse_lengths
 from loadtest.outputs import Outputs
 from loadtest.plan import ARRIVALS, ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
 from loadtest.search import Search
+from loadtest.site import UpOptions, parse_pids
 from loadtest.slo import Slo
 from loadtest.steps import Sweep
 from loadtest.targets.base import COUNT_TOKENS_BY, TargetOptions
@@ -62,7 +66,22 @@ def run(
     target: Annotated[
         str,
         typer.Option(help="grpc://host:port (Baton) or http://host:port/v1 (OpenAI completions)."),
-    ],
+    ] = "",
+    up: Annotated[
+        str,
+        typer.Option(
+            help="Instead of --target: start a router and nodes of this model on this machine, "
+            "as baton up does, and stop them in the end."
+        ),
+    ] = "",
+    prefill: Annotated[int, typer.Option(help="Up: prefill nodes.", min=0)] = 1,
+    decode: Annotated[int, typer.Option(help="Up: decode nodes.", min=1)] = 1,
+    node_args: Annotated[
+        str, typer.Option(help="Up: more options of every node, as one string.")
+    ] = "",
+    router_args: Annotated[
+        str, typer.Option(help="Up: more options of the router, as one string.")
+    ] = "",
     rate: Annotated[
         float | None, typer.Option(help="Open loop: requests per second, whatever the answers do.")
     ] = None,
@@ -105,6 +124,22 @@ def run(
     precision: Annotated[
         float, typer.Option(help="Search: ends when what fails is so much above what holds.")
     ] = 0.1,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help=f"What goes wrong in the run, may be repeated: {FAULT_NOTATION}."),
+    ] = None,
+    pid: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PID of a process for kill and stop, without --up; repeated."),
+    ] = None,
+    admin: Annotated[
+        str,
+        typer.Option(
+            help="host:port of Baton's router, to be asked for KV blocks that nobody owns and that "
+            "are held after the run; with --up: that router."
+        ),
+    ] = "",
+    admin_token: Annotated[str, typer.Option(help="For --admin.", envvar="BATON_ADMIN_TOKEN")] = "",
     input_tokens: Annotated[str, typer.Option(help=f"Prompts: {NOTATION}.")] = "512",
     output_tokens: Annotated[str, typer.Option(help=f"Outputs: {NOTATION}.")] = "128",
     prefix_groups: Annotated[
@@ -204,8 +239,23 @@ def run(
             count_tokens_by=count_tokens_by,
             include_receipt=include_receipt,
         )
+        faults = check_schedule([Fault.parse(text) for text in fault or ()], duration_s)
         job = Job(
             plan=plan,
+            up=UpOptions(
+                model=up,
+                num_prefill=prefill,
+                num_decode=decode,
+                router_args=tuple(router_args.split()),
+                node_args=tuple(node_args.split()),
+                admin_token=admin_token,
+                can_inject=any(one.act == "inject" for one in faults),
+            )
+            if up
+            else None,
+            faults=faults,
+            pids=parse_pids(pid or ()),
+            auditor=Auditor(admin, admin_token) if admin else None,
             options=options,
             outputs=Outputs(json=json, save_requests=save_requests, html=html, png=png),
             sweep=steps,

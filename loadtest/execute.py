@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 
 from baton.errors import ConfigError
 from baton.process import print_error, stop_event
+from loadtest.audit import Auditor
+from loadtest.fault_report import audit_line, fault_line, report_faults
+from loadtest.faults import Fault
 from loadtest.outputs import Outputs
 from loadtest.plan import LoadPlan
 from loadtest.report import WIDTH, plain, print_summary, result_to_json, write_requests
@@ -23,8 +26,10 @@ from loadtest.report_steps import (
     steps_to_json,
 )
 from loadtest.run import RunResult
+from loadtest.schedule import Schedule
 from loadtest.search import Search, play_search
 from loadtest.session import Session
+from loadtest.site import Site, UpOptions, started
 from loadtest.steps import Step, Sweep, play_sweep
 from loadtest.targets import open_target
 from loadtest.targets.base import TargetOptions
@@ -46,8 +51,16 @@ class Job:
     outputs: Outputs
     sweep: Sweep | None = None
     search: Search | None = None
+    up: UpOptions | None = None
+    faults: tuple[Fault, ...] = ()
+    pids: Mapping[str, int] = field(default_factory=dict)
+    auditor: Auditor | None = None
 
     def __post_init__(self) -> None:
+        if (self.up is None) == (not self.options.url):
+            raise ConfigError("target, up: exactly one of them must be given")
+        if self.faults and (self.sweep is not None or self.search is not None):
+            raise ConfigError("fault: is of a single run, not of a sweep or a search")
         if self.sweep is not None and self.search is not None:
             raise ConfigError("sweep, find_max_goodput: at most one of them can be given")
         has_steps = self.sweep is not None or self.search is not None
@@ -59,6 +72,17 @@ async def execute(job: Job) -> int:
     """Returns the exit code; raises BatonError."""
     job.outputs.check()
     stop = stop_event(asyncio.get_running_loop())
+    if job.up is None:
+        return await _play(job, Site(job.pids), stop)
+    async with started(job.up, stop) as (site, address):
+        options = dataclasses.replace(job.options, url=f"grpc://{address}")
+        auditor = Auditor(address, job.up.admin_token)
+        job = dataclasses.replace(job, options=options, up=None, auditor=auditor)
+        return await _play(job, site, stop)
+
+
+async def _play(job: Job, site: Site, stop: asyncio.Event) -> int:
+    site.check(job.faults)
     target = await open_target(job.options)
     try:
         session = Session(target, stop)
@@ -67,15 +91,27 @@ async def execute(job: Job) -> int:
             return await _sweep(job, session, console, job.sweep)
         if job.search is not None:
             return await _search(job, session, console, job.search)
-        return await _run(job, session, console)
+        schedule = Schedule(job.faults, site, job.auditor)
+        return await _run(job, session, console, schedule)
     finally:
         await target.close()
 
 
-async def _run(job: Job, session: Session, console: Console) -> int:
-    result = await session.play(job.plan)
+async def _run(job: Job, session: Session, console: Console, schedule: Schedule) -> int:
+    result = await session.play(job.plan, schedule.play)
+    await schedule.finish()
     print_summary(result, console)
-    job.outputs.write(plain(result_to_json(result, shown(job.options))))
+    end_s = result.summary.window_s[1]
+    faults = report_faults(job.plan, result.records, schedule.events, end_s)
+    for fault in faults:
+        console.print(fault_line(fault), soft_wrap=True)
+    if schedule.audit is not None:
+        console.print(audit_line(schedule.audit))
+    document = result_to_json(result, shown(job.options)) | {
+        "faults": [dataclasses.asdict(fault) for fault in faults],
+        "audit": schedule.audit and dataclasses.asdict(schedule.audit),
+    }
+    job.outputs.write(plain(document))
     if job.outputs.save_requests is not None:
         write_requests(job.outputs.save_requests, result)
     return judge([result])

@@ -8,6 +8,7 @@ import contextlib
 from rich.console import Console
 
 from loadtest.plan import LoadPlan
+from loadtest.player import Beside
 from loadtest.progress import show_progress
 from loadtest.run import Run, RunResult
 from loadtest.targets.base import Target
@@ -24,12 +25,12 @@ class Session:
         self._target = target
         self._stop = stop
 
-    async def play(self, plan: LoadPlan) -> RunResult:
+    async def play(self, plan: LoadPlan, beside: Beside | None = None) -> RunResult:
         """One run, and a line on the terminal meanwhile; raises ConfigError."""
         run = Run(plan, self._target)
         showing = asyncio.create_task(show_progress(plan, run.player, Console(stderr=True)))
         try:
-            return await run.execute(self._stop)
+            return await run.execute(self._stop, beside)
         finally:
             showing.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -113,6 +113,7 @@ def _mark_fault(axes: Axes, fault: Document, with_label: bool) -> None:
         axes.annotate(
             fault["text"], (fault["began_s"], 1.0), xycoords=("data", "axes fraction"),
             xytext=(2, -2), textcoords="offset points", va="top", rotation=90, fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.7},
         )  # fmt: skip
 
 
