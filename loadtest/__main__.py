@@ -11,12 +11,34 @@ from baton.client_messages import API_KEY_VARIABLE
 from baton.errors import ConfigError
 from baton.process import run_program
 from loadtest.audit import Auditor
-from loadtest.execute import EXIT_LAGGED, Job, execute
+from loadtest.compare_command import compare
+from loadtest.execute import Job, execute
 from loadtest.faults import NOTATION as FAULT_NOTATION
 from loadtest.faults import Fault, check_schedule
-from loadtest.lengths import NOTATION, parse_lengths
+from loadtest.lengths import parse_lengths
+from loadtest.options import (
+    ArrivalsOption,
+    BurstinessOption,
+    DrainTimeoutOption,
+    HtmlOption,
+    InputTokensOption,
+    JsonOption,
+    LogLevelOption,
+    MaxLagOption,
+    NodeArgsOption,
+    OutputTokensOption,
+    PngOption,
+    PrefixGroupsOption,
+    PrefixTokensOption,
+    RouterArgsOption,
+    SeedOption,
+    SloOption,
+    TimeoutOption,
+    VocabSizeOption,
+    WarmupOption,
+)
 from loadtest.outputs import Outputs
-from loadtest.plan import ARRIVALS, ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
+from loadtest.plan import ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
 from loadtest.search import Search
 from loadtest.site import UpOptions, parse_pids
 from loadtest.slo import Slo
@@ -76,20 +98,13 @@ def run(
     ] = "",
     prefill: Annotated[int, typer.Option(help="Up: prefill nodes.", min=0)] = 1,
     decode: Annotated[int, typer.Option(help="Up: decode nodes.", min=1)] = 1,
-    node_args: Annotated[
-        str, typer.Option(help="Up: more options of every node, as one string.")
-    ] = "",
-    router_args: Annotated[
-        str, typer.Option(help="Up: more options of the router, as one string.")
-    ] = "",
+    node_args: NodeArgsOption = "",
+    router_args: RouterArgsOption = "",
     rate: Annotated[
         float | None, typer.Option(help="Open loop: requests per second, whatever the answers do.")
     ] = None,
-    arrivals: Annotated[str, typer.Option(help=f"Open loop: {', '.join(ARRIVALS)}.")] = "poisson",
-    burstiness: Annotated[
-        float,
-        typer.Option(help="Gamma arrivals: standard deviation of the gaps over their mean."),
-    ] = 1.0,
+    arrivals: ArrivalsOption = "poisson",
+    burstiness: BurstinessOption = 1.0,
     concurrency: Annotated[
         int | None, typer.Option(help="Closed loop: users who wait for their answers.")
     ] = None,
@@ -140,39 +155,24 @@ def run(
         ),
     ] = "",
     admin_token: Annotated[str, typer.Option(help="For --admin.", envvar="BATON_ADMIN_TOKEN")] = "",
-    input_tokens: Annotated[str, typer.Option(help=f"Prompts: {NOTATION}.")] = "512",
-    output_tokens: Annotated[str, typer.Option(help=f"Outputs: {NOTATION}.")] = "128",
-    prefix_groups: Annotated[
-        int, typer.Option(help="Prompts are of so many groups that begin alike; 0: none do.")
-    ] = 0,
-    prefix_tokens: Annotated[
-        int, typer.Option(help="Tokens of a group's beginning, before those of --input-tokens.")
-    ] = 0,
+    input_tokens: InputTokensOption = "512",
+    output_tokens: OutputTokensOption = "128",
+    prefix_groups: PrefixGroupsOption = 0,
+    prefix_tokens: PrefixTokensOption = 0,
     cancel_rate: Annotated[
         float, typer.Option(help="Share of requests that the client gives up on the way.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
-    warmup_s: Annotated[
-        float, typer.Option(help="What is scheduled before is not measured, seconds.")
-    ] = 0.0,
+    seed: SeedOption = 0,
+    warmup_s: WarmupOption = 0.0,
     duration_s: Annotated[
         float | None, typer.Option(help="Nothing is sent after, seconds; warm-up included.")
     ] = None,
     num_requests: Annotated[int | None, typer.Option(help="Send at most so many.")] = None,
-    vocab_size: Annotated[
-        int, typer.Option(help="Prompts are made of the token ids below this.")
-    ] = 1000,
-    timeout_s: Annotated[float, typer.Option(help="Of one request, seconds.")] = 600.0,
-    drain_timeout_s: Annotated[
-        float, typer.Option(help="What has no answer so long after the last is sent is given up.")
-    ] = 60.0,
-    slo: Annotated[
-        str, typer.Option(help="What a good request keeps, seconds: ttft=0.5,tpot=0.05,e2e=10.")
-    ] = "",
-    max_lag_ms: Annotated[
-        float,
-        typer.Option(help=f"Exit code {EXIT_LAGGED} if the generator's own lag (p99) is above."),
-    ] = 10.0,
+    vocab_size: VocabSizeOption = 1000,
+    timeout_s: TimeoutOption = 600.0,
+    drain_timeout_s: DrainTimeoutOption = 60.0,
+    slo: SloOption = "",
+    max_lag_ms: MaxLagOption = 10.0,
     model: Annotated[
         str, typer.Option(help="HTTP: name of the model; the first that is listed if empty.")
     ] = "",
@@ -190,18 +190,13 @@ def run(
     include_receipt: Annotated[
         bool, typer.Option("--include-receipt", help="HTTP: ask for Baton's receipts.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    json: JsonOption = None,
     save_requests: Annotated[
         Path | None, typer.Option(help="Write a line of JSON per request to this file.")
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Write the result to this file as one page with plots (extra: report)."),
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="Write the page's plots to this folder (extra: report).")
-    ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    html: HtmlOption = None,
+    png: PngOption = None,
+    log_level: LogLevelOption = "warning",
 ) -> None:
     """Play one load against one server and measure it.
 
@@ -265,6 +260,9 @@ def run(
 
     failed = run_program(main, log_level=log_level)
     raise typer.Exit(failed or codes[0])
+
+
+app.command()(compare)
 
 
 if __name__ == "__main__":

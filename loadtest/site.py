@@ -25,7 +25,11 @@ READY_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """What is to be started; see `baton up`."""
+    """What is to be started; see `baton up`.
+
+    Attributes:
+        cores: divided between the nodes, the router is on all of them; none: those of this process.
+    """
 
     model: str
     num_prefill: int = 1
@@ -34,6 +38,7 @@ class UpOptions:
     node_args: tuple[str, ...] = ()
     admin_token: str = field(default="", repr=False)
     can_inject: bool = False
+    cores: tuple[int, ...] = ()
 
 
 class Site:
@@ -155,12 +160,23 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
             admin_token=options.admin_token,
         )
         deployment = LocalDeployment(config)
-        await asyncio.to_thread(deployment.__enter__)
+        await asyncio.to_thread(_enter_on, deployment, options.cores)
         try:
             await asyncio.to_thread(deployment.wait_ready, READY_TIMEOUT_S, progress)
             yield Site({}, deployment, files), config.listen
         finally:
             await asyncio.to_thread(deployment.stop)
+
+
+def _enter_on(deployment: LocalDeployment, cores: Sequence[int]) -> None:
+    """On a thread of its own, whose cores the processes get."""
+    before = os.sched_getaffinity(0)
+    try:
+        if cores:
+            os.sched_setaffinity(0, cores)
+        deployment.__enter__()
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _fault_files(options: UpOptions, folder: Path) -> dict[str, Path]:

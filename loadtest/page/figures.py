@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from loadtest.page.compare_figures import compare_figures
 from loadtest.page.palette import BLUE, LINES, ORANGE, WIDTH_INCHES, Document, put_legend
 from loadtest.page.step_figures import step_figures
 from loadtest.series import AFTER_FIRST
@@ -17,6 +18,8 @@ _CDFS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL, per token", "e2e_s":
 
 def all_figures(document: Document) -> dict[str, Figure]:
     """Of a result, by name; only those that there are numbers for."""
+    if document["kind"] == "compare":
+        return compare_figures(document)
     if "steps" in document:
         return step_figures(document)
     series = document["series"]

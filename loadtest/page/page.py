@@ -30,6 +30,8 @@ ALTERNATIVES = {
     "throughput_latency": "TTFT and ITL, p50 and p99, over output tokens per second",
     "throughput": "Requests per second that ended well, over what was asked for",
     "search": "Share of requests within the SLO over the rate, for every try of the search",
+    "comparison": "Goodput, ITL p99, TTFT p50 and TTFT p99 of each deployment",
+    "comparison_cdfs": "Cumulative distributions of ITL and TTFT of each deployment",
     "receipt_waterfall": "Mean and median time of every stage of the receipts",
 }
 _FORMATS: dict[str, Callable[[Any], str]] = {
