@@ -18,8 +18,10 @@ from loadtest.faults import Fault, check_schedule
 from loadtest.lengths import parse_lengths
 from loadtest.options import (
     ArrivalsOption,
+    AttainmentOption,
     BurstinessOption,
     DrainTimeoutOption,
+    FindMaxGoodputOption,
     HtmlOption,
     InputTokensOption,
     JsonOption,
@@ -28,6 +30,7 @@ from loadtest.options import (
     NodeArgsOption,
     OutputTokensOption,
     PngOption,
+    PrecisionOption,
     PrefixGroupsOption,
     PrefixTokensOption,
     RouterArgsOption,
@@ -122,23 +125,12 @@ def run(
             "with its warm-up and duration."
         ),
     ] = "",
-    find_max_goodput: Annotated[
-        bool,
-        typer.Option(
-            "--find-max-goodput",
-            help="Search the highest rate that holds --slo for --attainment of the requests, "
-            "beginning with --rate; each try has its warm-up and duration.",
-        ),
-    ] = False,
-    attainment: Annotated[
-        float, typer.Option(help="Search: share of requests that must keep the SLO.")
-    ] = 0.9,
+    find_max_goodput: FindMaxGoodputOption = False,
+    attainment: AttainmentOption = 0.9,
     repeats: Annotated[
         int, typer.Option(help="Search: so many times, for a confidence interval.")
     ] = 3,
-    precision: Annotated[
-        float, typer.Option(help="Search: ends when what fails is so much above what holds.")
-    ] = 0.1,
+    precision: PrecisionOption = 0.1,
     fault: Annotated[
         list[str] | None,
         typer.Option(help=f"What goes wrong in the run, may be repeated: {FAULT_NOTATION}."),

@@ -5,21 +5,24 @@
     1:1+local     the same, but the router may leave a prompt to a decode node
 
 Each gets the same cores, divided between its nodes, and the same requests. Every repeat starts it
-anew, all deployments in turn: what slows the machine down for a while slows down all of them.
+anew, all deployments in turn: what slows the machine down for a while slows down all of them. Where
+the highest rate of each is searched, each is started once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from loadtest.confidence import MAX_REPEATS
 from loadtest.plan import LoadPlan
 from loadtest.run import RunResult
+from loadtest.search import Search, play_search
 from loadtest.session import Session
 from loadtest.site import UpOptions, started
 from loadtest.targets import open_target
@@ -65,6 +68,7 @@ class Comparison:
     Attributes:
         up: model, arguments and cores of all deployments.
         colocated_args: more arguments of nodes that do both.
+        search: compare each at the highest rate that it holds, not at the plan's; None: at that.
     """
 
     plan: LoadPlan
@@ -72,6 +76,7 @@ class Comparison:
     up: UpOptions
     repeats: int
     colocated_args: tuple[str, ...] = ()
+    search: Search | None = None
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.deployments]
@@ -108,7 +113,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of one deployment; those of one repeat have the same requests."""
+    """One run of one deployment; without a search, those of one repeat have the same requests."""
 
     deployment: Deployment
     repeat: int
@@ -123,20 +128,51 @@ async def play_comparison(
 ) -> list[Trial]:
     """All trials, or those until one was stopped from outside; raises BatonError."""
     trials: list[Trial] = []
+    if comparison.search is not None:
+        return await _search(comparison, comparison.search, options, stop, on_trial)
     for repeat in range(comparison.repeats):
         plan = dataclasses.replace(comparison.plan, round=repeat)
         for deployment in _in_turn(comparison.deployments, repeat):
-            async with started(comparison.up_options(deployment), stop) as (_, address):
-                target = await open_target(dataclasses.replace(options, url=f"grpc://{address}"))
-                try:
-                    result = await Session(target, stop).play(plan)
-                finally:
-                    await target.close()
+            async with _session(comparison, deployment, options, stop) as session:
+                result = await session.play(plan)
             trials.append(Trial(deployment=deployment, repeat=repeat, result=result))
             on_trial(trials[-1])
             if result.was_stopped:
                 return trials
     return trials
+
+
+async def _search(
+    comparison: Comparison,
+    search: Search,
+    options: TargetOptions,
+    stop: asyncio.Event,
+    on_trial: OnTrial,
+) -> list[Trial]:
+    """Of each deployment, the run at the highest rate that it held in each repeat."""
+    trials: list[Trial] = []
+    for deployment in comparison.deployments:
+        async with _session(comparison, deployment, options, stop) as session:
+            found = await play_search(session.play, comparison.plan, search, lambda step: None)
+        for step in found.highest:
+            trials.append(Trial(deployment=deployment, repeat=step.repeat, result=step.result))
+            on_trial(trials[-1])
+        if found.was_stopped:
+            break
+    return trials
+
+
+@contextlib.asynccontextmanager
+async def _session(
+    comparison: Comparison, deployment: Deployment, options: TargetOptions, stop: asyncio.Event
+) -> AsyncIterator[Session]:
+    """With a deployment that runs until the end of it."""
+    async with started(comparison.up_options(deployment), stop) as (_, address):
+        target = await open_target(dataclasses.replace(options, url=f"grpc://{address}"))
+        try:
+            yield Session(target, stop)
+        finally:
+            await target.close()
 
 
 def _in_turn(deployments: Sequence[Deployment], repeat: int) -> Sequence[Deployment]:

@@ -16,8 +16,10 @@ from loadtest.execute import judge, shown
 from loadtest.lengths import parse_lengths
 from loadtest.options import (
     ArrivalsOption,
+    AttainmentOption,
     BurstinessOption,
     DrainTimeoutOption,
+    FindMaxGoodputOption,
     HtmlOption,
     InputTokensOption,
     JsonOption,
@@ -26,6 +28,7 @@ from loadtest.options import (
     NodeArgsOption,
     OutputTokensOption,
     PngOption,
+    PrecisionOption,
     PrefixGroupsOption,
     PrefixTokensOption,
     RouterArgsOption,
@@ -39,6 +42,7 @@ from loadtest.outputs import Outputs
 from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.report import WIDTH, plain
 from loadtest.report_compare import comparison_to_json, print_comparison, trial_line
+from loadtest.search import Search
 from loadtest.site import UpOptions
 from loadtest.slo import Slo
 from loadtest.targets.base import TargetOptions
@@ -88,6 +92,9 @@ def compare(
         str, typer.Option(help=f"What is compared, separated by commas: {NOTATION}.")
     ] = "colocated:1,1:1",
     repeats: Annotated[int, typer.Option(help="Runs of each, for confidence intervals.")] = 3,
+    find_max_goodput: FindMaxGoodputOption = False,
+    attainment: AttainmentOption = 0.9,
+    precision: PrecisionOption = 0.1,
     cores: Annotated[
         str, typer.Option(help="That each deployment's nodes divide, like 0-3; all if empty.")
     ] = "",
@@ -115,7 +122,8 @@ def compare(
 ) -> None:
     """Whether to disaggregate, and how: the same requests on the same cores, in each shape.
 
-    Starts each deployment anew for each repeat. Goodput within --slo decides; what it does to ITL
+    Starts each deployment anew for each repeat; with --find-max-goodput once, and compares each
+    at the highest rate that it holds. Goodput within --slo decides; what it does to ITL
     and TTFT is told, too. Exit codes as of run.
     """
     codes: list[int] = []
@@ -136,6 +144,7 @@ def compare(
             max_lag_s=max_lag_ms / 1e3,
             slo=Slo.parse(slo),
         )
+        search = Search(attainment=attainment, repeats=repeats, precision=precision)
         comparison = Comparison(
             plan=plan,
             deployments=tuple(Deployment.parse(one) for one in deployments.split(",")),
@@ -147,6 +156,7 @@ def compare(
             ),
             repeats=repeats,
             colocated_args=tuple(colocated_args.split()),
+            search=search if find_max_goodput else None,
         )
         outputs = Outputs(json=json, html=html, png=png)
         codes.append(await execute_comparison(comparison, TargetOptions(url=""), outputs))

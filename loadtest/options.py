@@ -42,6 +42,20 @@ MaxLagOption = Annotated[
     float,
     typer.Option(help=f"Exit code {EXIT_LAGGED} if the generator's own lag (p99) is above."),
 ]
+FindMaxGoodputOption = Annotated[
+    bool,
+    typer.Option(
+        "--find-max-goodput",
+        help="Search the highest rate that holds --slo for --attainment of the requests, "
+        "beginning with --rate; each try has its warm-up and duration.",
+    ),
+]
+AttainmentOption = Annotated[
+    float, typer.Option(help="Search: share of requests that must keep the SLO.")
+]
+PrecisionOption = Annotated[
+    float, typer.Option(help="Search: ends when what fails is so much above what holds.")
+]
 JsonOption = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
 HtmlOption = Annotated[
     Path | None,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from loadtest.compare import Comparison, Trial
 from loadtest.confidence import Interval, mean_interval
+from loadtest.plan import OpenLoop
 from loadtest.report import WIDTH, result_to_json
 from loadtest.verdict import METRICS, Values, Verdict, judge_comparison, values_of
 
@@ -31,6 +32,9 @@ def trial_line(trial: Trial) -> str:
     """One run, when it has ended."""
     summary = trial.result.summary
     cells = [f"repeat {trial.repeat + 1}", f"{trial.deployment.name:<14}"]
+    load = trial.result.plan.load
+    if isinstance(load, OpenLoop):
+        cells.append(f"rate {load.rate_per_s:.3g}")
     for metric, (title, scale, form) in _COLUMNS.items():
         value = METRICS[metric](summary)
         cells.append(f"{title} {'-' if value is None else format(value * scale, form)}")
@@ -109,6 +113,7 @@ def comparison_to_json(
         "target": target_options | {"url": "baton up", "model": comparison.up.model},
         "up": up | {"colocated_args": list(comparison.colocated_args)},
         "repeats": comparison.repeats,
+        "search": comparison.search and dataclasses.asdict(comparison.search),
         "was_stopped": any(run["was_stopped"] for run in runs),
         "deployments": [
             {
@@ -121,7 +126,7 @@ def comparison_to_json(
                     for metric, found in values[one.name].items()
                 },
                 "runs": [
-                    {"repeat": trial.repeat}
+                    {"repeat": trial.repeat, "load": run["plan"]["load"]}
                     | {name: value for name, value in run.items() if name not in _SHARED}
                     for trial, run in zip(trials, runs, strict=True)
                     if trial.deployment is one

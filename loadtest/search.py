@@ -50,12 +50,14 @@ class SearchResult:
     max_rate_per_s: the highest that held, over the repeats that are whole; None: none is, or
         no rate holds.
     goodput_per_s: what was measured at those rates.
+    highest: those steps, one per repeat that is whole.
     """
 
     search: Search
     steps: list[Step]
     max_rate_per_s: Interval | None
     goodput_per_s: Interval | None
+    highest: list[Step]
     was_stopped: bool
 
 
@@ -125,5 +127,6 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
         steps=steps,
         max_rate_per_s=mean_interval([step.value for step in found]) if found else None,
         goodput_per_s=mean_interval(goodputs) if found else None,
+        highest=found,
         was_stopped=was_stopped,
     )

@@ -1,4 +1,4 @@
-"""The page's `baton loadtest compare`, with real processes: same requests, same cores, a verdict."""
+"""The page's `baton loadtest compare`, with real processes: same requests, same cores."""
 
 from __future__ import annotations
 
