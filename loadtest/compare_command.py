@@ -76,8 +76,9 @@ async def execute_comparison(
 
     stop = stop_event(asyncio.get_running_loop())
     trials = await play_comparison(comparison, options, stop, show)
-    print_comparison(comparison, values_of(comparison.deployments, trials), console)
-    outputs.write(plain(comparison_to_json(comparison, trials, shown(options))))
+    if trials:
+        print_comparison(comparison, values_of(comparison.deployments, trials), console)
+        outputs.write(plain(comparison_to_json(comparison, trials, shown(options))))
     return judge([trial.result for trial in trials])
 
 

@@ -27,7 +27,7 @@ from loadtest.report_steps import (
 )
 from loadtest.run import RunResult
 from loadtest.schedule import Schedule
-from loadtest.search import Search, play_search
+from loadtest.search import Search, check_search, play_search
 from loadtest.session import Session
 from loadtest.site import Site, UpOptions, started
 from loadtest.steps import Step, Sweep, play_sweep
@@ -63,6 +63,8 @@ class Job:
             raise ConfigError("fault: is of a single run, not of a sweep or a search")
         if self.sweep is not None and self.search is not None:
             raise ConfigError("sweep, find_max_goodput: at most one of them can be given")
+        if self.search is not None:
+            check_search(self.plan)
         has_steps = self.sweep is not None or self.search is not None
         if has_steps and self.outputs.save_requests is not None:
             raise ConfigError("save_requests: is of a single run, not of a sweep or a search")

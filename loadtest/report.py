@@ -130,6 +130,8 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
         },
         "elapsed_s": result.elapsed_s,
         "was_stopped": result.was_stopped,
+        "faults": [],
+        "audit": None,
         "summary": summary,
         "series": dataclasses.asdict(
             make_series(result.plan, result.records, result.summary.window_s)

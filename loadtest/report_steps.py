@@ -13,7 +13,7 @@ from loadtest.steps import Step
 
 Document = dict[str, Any]
 _HEADINGS = ("ended/s", "goodput/s", "attained", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
-_SHARED = ("format", "plan", "target", "environment")
+_SHARED = ("format", "plan", "target", "environment", "faults", "audit")
 
 
 def step_heading(variable: str) -> str:

@@ -90,13 +90,19 @@ async def find_highest(
     return low or None
 
 
-async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnStep) -> SearchResult:
-    """The search, so many times; raises ConfigError."""
+def check_search(plan: LoadPlan) -> OpenLoop:
+    """The load that a search can begin with; raises ConfigError when there is none."""
     if not plan.slo.limits or not isinstance(plan.load, OpenLoop):
         raise ConfigError("find_max_goodput: needs --slo, and --rate to begin with")
+    return plan.load
+
+
+async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnStep) -> SearchResult:
+    """The search, so many times; raises ConfigError."""
+    load = check_search(plan)
     steps: list[Step] = []
     found: list[Step] = []
-    start, factor = plan.load.rate_per_s, _MAX_FACTOR
+    start, factor = load.rate_per_s, _MAX_FACTOR
     was_stopped = False
 
     async def holds(rate_per_s: float) -> bool:

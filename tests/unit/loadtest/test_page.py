@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
+from loadtest.audit import BlockAudit
+from loadtest.fault_report import report_faults
+from loadtest.faults import Fault, FaultEvent
 from loadtest.generate import Lengths
 from loadtest.page import page
 from loadtest.page.page import look_up, render_figures, render_page, write_page, write_pictures
@@ -43,7 +47,15 @@ def document() -> dict[str, Any]:
         max_lag_s=0.1,
     )
     result = run_virtually(plan, ScriptedTarget(script))
-    return plain(result_to_json(result, {"url": "grpc://nowhere:1", "model": HOSTILE}))
+    document = result_to_json(result, {"url": "grpc://nowhere:1", "model": HOSTILE})
+    event = FaultEvent(fault=Fault.parse("stop d0 @5-6s"), began_s=5.0, ended_s=6.0, num_orphans=0)
+    faults = report_faults(plan, result.records, [event], 10.0)
+    audit = BlockAudit(num_orphans=0, num_held=3, problems=("p0: is not there",))
+    document |= {
+        "faults": list(map(dataclasses.asdict, faults)),
+        "audit": dataclasses.asdict(audit),
+    }
+    return plain(document)
 
 
 class Numbers(HTMLParser):
@@ -100,6 +112,7 @@ def test_a_browser_shows_the_numbers_of_the_json(document: dict[str, Any], tmp_p
     paths = {path for path, _, _ in shown.found}
     for name in ("ttft_s", "tpot_s", "itl_s", "frame_gap_s", "e2e_s"):
         assert {f"summary.latencies.{name}.{column}" for column in page.COLUMNS} <= paths
+    assert {"faults.0.lowest_share", "faults.0.num_lost", "audit.num_held"} <= paths
     assert {"summary.goodput_per_s", "summary.attainment", "summary.errors.UNAVAILABLE"} <= paths
 
 
@@ -116,6 +129,8 @@ def test_the_page_needs_nothing_but_itself(document: dict[str, Any]) -> None:
     assert not re.search(r"(?:src|href)=(?!\"data:)", text)
     assert "default-src 'none'" in text
     assert HOSTILE not in text
+    assert "stop d0 @5-6s" in text
+    assert "p0: is not there" in text
     assert [one["id"] for one in shown.pictures] == ["latency_cdfs", "timeline"]
     assert all(one["alt"] for one in shown.pictures)
 
