@@ -22,14 +22,16 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from environment import record_environment, write_results
 from gpu_timing import Row, copy_gb_per_s, gb_per_s, interpret_without_gpu, median_us, table_of
 
 interpret_without_gpu()
+
+# torch imports Triton with these.
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 from baton_kernels.attention import ATTENTION_BACKENDS  # noqa: E402
 from baton_kernels.attention.base import AttentionMetadata  # noqa: E402
