@@ -49,7 +49,8 @@ def on_device(logits: torch.Tensor, rows: Parameters, keys: npt.NDArray[np.uint3
 
 def on_cpu(logits: torch.Tensor, rows: Parameters, keys: npt.NDArray[np.uint32]) -> list[int]:
     """The tokens of the definition."""
-    return engine.sampler._choose(logits, rows, keys).tolist()
+    as_list: list[int] = engine.sampler._choose(logits, rows, keys).tolist()
+    return as_list
 
 
 def assert_same_tokens(logits: torch.Tensor, rows: Parameters, first_seed: int = 0) -> None:
@@ -65,7 +66,12 @@ def assert_same_tokens(logits: torch.Tensor, rows: Parameters, first_seed: int =
     vocab_size=st.integers(1, 2 * GROUP + 1),
     spread=st.sampled_from([0.01, 1.0, 6.0]),
     ways=st.lists(
-        st.tuples(*map(st.sampled_from, (TEMPERATURES, TOP_KS, TOP_PS, MIN_PS))),
+        st.tuples(
+            st.sampled_from(TEMPERATURES),
+            st.sampled_from(TOP_KS),
+            st.sampled_from(TOP_PS),
+            st.sampled_from(MIN_PS),
+        ),
         min_size=1,
         max_size=4,
     ),
