@@ -234,6 +234,7 @@ def test_every_key_of_every_tile_is_in_one_part(
         [query_len + earlier for query_len, earlier in lens],
         tokens_per_tile=tokens_per_tile,
         keys_per_step=64,
+        block_size=24,
         num_programs=num_programs,
         sliding_window=window,
     )
@@ -248,11 +249,12 @@ def test_every_key_of_every_tile_is_in_one_part(
         for first_new in range(0, query_len if query_len > 1 else 0, tokens_per_tile):
             parts = sorted(found.pop((request, first_new)))
             newest = earlier + min(first_new + tokens_per_tile, query_len)
-            assert parts[0][0] == max(0, earlier + first_new + 1 - (window or 10**6))
+            oldest = max(0, earlier + first_new + 1 - (window or 10**6))
+            assert parts[0][0] == oldest // 24 * 24
             assert parts[-1][1] == newest
             assert all(first < end for first, end, _ in parts)
             assert all(one[1] == other[0] for one, other in pairwise(parts))
-            assert all((end - first) % 64 == 0 for first, end, _ in parts[:-1])
+            assert all((end - first) % (64 * 3) == 0 for first, end, _ in parts[:-1])
             first_slot, num_parts = merges.pop((request, first_new), (-1, 1))
             slots = list(range(first_slot, first_slot + num_parts))
             assert [slot for _, _, slot in parts] == slots

@@ -13,6 +13,7 @@ Refuses to know: devices, layers, dtypes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ def plan_tiles(
     *,
     tokens_per_tile: int,
     keys_per_step: int,
+    block_size: int,
     num_programs: int,
     sliding_window: int | None,
 ) -> TilePlan:
@@ -50,6 +52,7 @@ def plan_tiles(
         seq_lens: all tokens of each request, the new ones included.
         tokens_per_tile: new tokens that a program takes at once.
         keys_per_step: keys that a program takes at once; parts but the last are multiples of it.
+        block_size: tokens per block of the KV cache; parts begin with one.
         num_programs: what fills the GPU, per KV head.
         sliding_window: see ``AttentionBackend.run``.
     """
@@ -62,12 +65,14 @@ def plan_tiles(
     starts = np.zeros_like(ends)
     if sliding_window is not None:
         starts = np.maximum(earlier + first_new - sliding_window + 1, 0)
+        starts -= starts % block_size
     num_keys = ends - starts
 
+    multiple = math.lcm(keys_per_step, block_size)
     largest = max(-(-int(num_keys.sum()) // num_programs), MIN_PART_KEYS)
-    parts_of = -(-num_keys // (-(-largest // keys_per_step) * keys_per_step))
+    parts_of = -(-num_keys // (-(-largest // multiple) * multiple))
     # No part of a tile is empty, as these are not longer than those.
-    even = -(-num_keys // (parts_of * keys_per_step)) * keys_per_step
+    even = -(-num_keys // (parts_of * multiple)) * multiple
     is_split = parts_of > 1
 
     tile, index = _counted(parts_of)  # [num_parts] each
