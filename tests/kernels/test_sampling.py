@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.sampler
-from baton_kernels.triton.sampling import GROUP, MOST, PART, SEARCH_BLOCK
+from baton_kernels.triton.sampling import GROUP, GUESS, MOST, PART, SEARCH_BLOCK
 from engine.gumbel import noise_hashes
 from engine.philox import counter_words
 from engine.sampling_input import PARAMETERS
@@ -114,9 +114,12 @@ def test_several_parts_of_a_larger_vocabulary(spread: float, filters: dict[str, 
     assert_same_tokens(logits, parameters(num_rows, **filters))
 
 
-def test_search_goes_over_several_of_its_blocks() -> None:
-    logits = torch.randn(2, SEARCH_BLOCK + 300)
-    assert_same_tokens(logits, parameters(2, top_k=[0, 2 * MOST], top_p=[0.7, 0.5]))
+def test_the_best_groups_do_not_hold_all_that_is_kept() -> None:
+    vocab_size = (GUESS + 40) * GROUP
+    assert vocab_size > 2 * SEARCH_BLOCK
+    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(3))
+    filters = {"top_k": [0, 2 * MOST, 0, 0], "top_p": [0.7, 0.5, 1, 0.02], "min_p": [0, 0, 0.01, 0]}
+    assert_same_tokens(logits, parameters(4, **filters), 7)
 
 
 def test_rows_that_are_apart_and_do_not_depend_on_each_other() -> None:
