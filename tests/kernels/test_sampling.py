@@ -117,9 +117,10 @@ def test_several_parts_of_a_larger_vocabulary(spread: float, filters: dict[str, 
 def test_the_best_groups_do_not_hold_all_that_is_kept() -> None:
     vocab_size = (GUESS + 40) * GROUP
     assert vocab_size > 2 * SEARCH_BLOCK
-    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(3))
-    filters = {"top_k": [0, 2 * MOST, 0, 0], "top_p": [0.7, 0.5, 1, 0.02], "min_p": [0, 0, 0.01, 0]}
-    assert_same_tokens(logits, parameters(4, **filters), 7)
+    logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(3))
+    rows = parameters(6, top_k=[0, 0, 0] + 3 * [2 * MOST], min_p=[0, 0, 0.01, 0, 0, 0])
+    rows["top_p"] = [0.7, 0.02, 1, 0.5, 1, 1]
+    assert_same_tokens(logits, rows, 7)
 
 
 def test_rows_that_are_apart_and_do_not_depend_on_each_other() -> None:

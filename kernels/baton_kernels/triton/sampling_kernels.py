@@ -53,8 +53,7 @@ def gumbel(hashes):
 
 @triton.jit
 def gumbel_bound(hashes):
-    """No less than `gumbel` but for rounding, and at most 0.09 more where that is above 3 and
-    the hash is not 0.
+    """No less than `gumbel` but for rounding, and at most 0.09 more for hashes of 100 to 2**27.
 
     It is at most ``-log(share)``, and a float's bits, read as an integer, are its binary logarithm
     or up to 0.09 below (Mitchell, "Computer Multiplication and Division Using Binary Logarithms").
