@@ -3,6 +3,8 @@
     engine    the engine on the device gives the tokens that it gives on the CPU, in float32
     steps     milliseconds per prefill and decode step on the device, by dtype and batch
     split     prefill and decode processes on the device, KV in its memory, NIXL: same tokens
+    kernels   the small Triton kernels against copies and torch's ops (kernels_gpu.py)
+    attention paged attention in Triton against the best of libraries (attention_gpu.py)
 
 Parts that cannot run (no NIXL here) say so and count as not run, never as passed. `--device cpu`
 tries the suite itself on a machine without a GPU; nothing is written then.
@@ -112,10 +114,40 @@ def check_split(device: str) -> Result:
     }
 
 
+def measure_kernels(device: str) -> Result:
+    """Every row of `kernels_gpu.py`; a kernel that differs from its definition ends it."""
+    # Triton asks when it is imported whether to interpret, so not before it is needed.
+    from kernels_gpu import measure
+
+    return _figures(measure(device))
+
+
+def measure_attention(device: str) -> Result:
+    """Every row of `attention_gpu.py`; attention that differs from a library's ends it."""
+    from attention_gpu import geometric_mean, measure
+
+    rows = measure(device)
+    return {**_figures(rows), "decode, library / ours": geometric_mean(rows)}
+
+
+def _figures(rows: list[dict[str, float | str]]) -> Result:
+    return {
+        "ok": True,
+        **{
+            str(row["what"]): ", ".join(
+                f"{key} {value}" for key, value in row.items() if key not in ("part", "what")
+            )
+            for row in rows
+        },
+    }
+
+
 PARTS: dict[str, Callable[[str], Result]] = {
     "engine": check_engine,
     "steps": measure_steps,
     "split": check_split,
+    "kernels": measure_kernels,
+    "attention": measure_attention,
 }
 
 

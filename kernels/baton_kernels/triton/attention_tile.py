@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -78,6 +79,13 @@ def choose_tile(sizes: Mapping[int, TileSize], padded_head_dim: int, element_siz
     return TileSize(max(16, size.tokens // 4), size.num_warps, 2)
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; in the interpreter some small number."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     """``(score_scale, cap)`` for :func:`scaled_scores`."""
     if soft_cap is None:
@@ -116,7 +124,7 @@ def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED
     Zeros and not just any number: what lies behind the last token may be NaN.
     """
     dims = tl.arange(0, D)
-    pointers = tl.multiple_of(rows, 8)[:, None] + dims[None, :]
+    pointers = rows[:, None] + dims[None, :]
     if MASKED:
         wanted = (tokens < end)[:, None]
         if D != HEAD_DIM:

@@ -32,6 +32,7 @@ from baton_kernels.triton.attention_tile import (
     fold,
     key_offsets,
     load_rows,
+    num_multiprocessors,
     padded_side,
     scaled_scores,
     score_factors,
@@ -237,10 +238,7 @@ class DecodeBuffers:
 
 def spare_slots(shape: PagedShape, device: torch.device) -> int:
     """Slots that fill the GPU, whatever the number of requests."""
-    if device.type != "cuda":  # interpreted: enough to see requests split
-        return 4
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return -(-num_sms * _PROGRAMS_PER_SM // shape.num_kv_heads)
+    return -(-num_multiprocessors(device) * _PROGRAMS_PER_SM // shape.num_kv_heads)
 
 
 def launch_plan(
