@@ -19,6 +19,7 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
     {
         "reference": "baton_kernels.attention.reference:ReferenceAttention",
         "cpu": "baton_kernels.attention.cpu:CpuAttention",
+        "native": "baton_kernels.attention.native:NativeAttention",
     },
 )
 
@@ -43,7 +44,11 @@ def choose_attention_backend(
         return override, "asked for by the user"
     kind = str(device).partition(":")[0]
     if kind == "cpu":
-        return "cpu", "the KV cache is on the CPU"
+        from baton_kernels.dispatch import native_ops  # here, because it imports torch
+
+        if native_ops() is not None:
+            return "native", "the KV cache is on the CPU"
+        return "cpu", "the KV cache is on the CPU, and there are no native kernels"
     return "reference", f"no faster backend for {kind!r} is registered"
 
 

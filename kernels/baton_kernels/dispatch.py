@@ -1,0 +1,67 @@
+"""Which module computes the ops on a tensor: C on CPUs, Triton on GPUs, else the reference.
+
+The only place that knows. What is chosen is a property of the process, like torch's number of
+threads. Refuses to know: what the ops do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from baton_kernels import reference
+from baton_kernels.native.ops import NativeOps, load_native_ops
+
+_OFF = ("0", "off", "false", "no")
+
+
+class _Switch:
+    """Whether this process may use native kernels."""
+
+    def __init__(self) -> None:
+        self.enabled = os.environ.get("BATON_NATIVE_KERNELS", "1").lower() not in _OFF
+
+
+_switch = _Switch()
+
+
+def enable_native_kernels(enabled: bool) -> None:
+    """Allow or forbid native kernels in this process; ``BATON_NATIVE_KERNELS=0`` forbids at start.
+
+    Layers that are packed already stay packed.
+    """
+    _switch.enabled = enabled
+
+
+def native_ops() -> NativeOps | None:
+    """The native ops for CPU tensors; None where they are switched off or cannot be built."""
+    return _loaded_native_ops() if _switch.enabled else None
+
+
+def ops_for(tensor: Tensor) -> Any:
+    """What has the ops as functions, for tensors on the device of this one."""
+    if tensor.is_cpu:
+        return native_ops() or reference
+    if tensor.is_cuda:
+        return _triton_ops()
+    return reference
+
+
+@functools.cache
+def _loaded_native_ops() -> NativeOps | None:
+    return load_native_ops()
+
+
+@functools.cache
+def _triton_ops() -> ModuleType:
+    """``baton_kernels.triton`` where Triton is installed and has the ops."""
+    try:
+        module = importlib.import_module("baton_kernels.triton")
+    except ImportError:
+        return reference
+    return module if hasattr(module, "norm_rotary_store") else reference
