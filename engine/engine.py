@@ -22,6 +22,8 @@ from baton.link import KVCacheEvent
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from baton_kernels.attention import choose_attention_backend
+from baton_kernels.dispatch import enable_native_kernels
+from engine.cores import use_cores
 from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
 from engine.input_batch import PreparedStep
@@ -41,6 +43,7 @@ from engine.request import Request
 from engine.scheduler import Scheduler
 from models import load_model
 from models.config import ModelConfig
+from models.packing import pack_for_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +67,11 @@ class Engine:
             ConfigError: an option does not fit the model or the machine.
         """
         device = _choose_device(config.device)
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
+        use_cores(config)
+        if device.type == "cpu":
+            enable_native_kernels(config.native_kernels)
+        elif config.weights != "auto":
+            raise ConfigError(f"weights: {config.weights} is for CPUs, got device {device}")
         self.dtype = _choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
         model = load_model(
             model_folder,
@@ -73,6 +79,8 @@ class Engine:
             device=str(device),
             max_model_len=config.max_model_len,
         )
+        if device.type == "cpu":
+            pack_for_cpu(model, config.weights)
         self.model_config = model.config
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
             self.model_config, model.sliding_windows, config.block_size, self.dtype

@@ -23,24 +23,20 @@ _OFF = ("0", "off", "false", "no")
 class _Switch:
     """Whether this process may use native kernels."""
 
-    def __init__(self) -> None:
-        self.enabled = os.environ.get("BATON_NATIVE_KERNELS", "1").lower() not in _OFF
-
-
-_switch = _Switch()
+    enabled = True
 
 
 def enable_native_kernels(enabled: bool) -> None:
-    """Allow or forbid native kernels in this process; ``BATON_NATIVE_KERNELS=0`` forbids at start.
+    """Allow or forbid native kernels in this process; ``BATON_NATIVE_KERNELS=0`` always forbids.
 
     Layers that are packed already stay packed.
     """
-    _switch.enabled = enabled
+    _Switch.enabled = enabled
 
 
 def native_ops() -> NativeOps | None:
-    """The native ops for CPU tensors; None where they are switched off or cannot be built."""
-    return _loaded_native_ops() if _switch.enabled else None
+    """The native ops for CPU tensors; None where they are forbidden or cannot be built."""
+    return _loaded_native_ops() if _Switch.enabled else None
 
 
 def ops_for(tensor: Tensor) -> Any:
@@ -54,6 +50,8 @@ def ops_for(tensor: Tensor) -> Any:
 
 @functools.cache
 def _loaded_native_ops() -> NativeOps | None:
+    if os.environ.get("BATON_NATIVE_KERNELS", "1").lower() in _OFF:
+        return None
     return load_native_ops()
 
 

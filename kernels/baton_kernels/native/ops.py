@@ -108,9 +108,11 @@ class NativeOps:
 
     def packed_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """See the reference."""
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            return self.packed_linear(x.float(), weight).to(x.dtype)
         rows = x if x.dim() == 2 else x.flatten(0, -2)  # [num_rows, in_features]
-        if rows.stride(1) != 1 or rows.dtype not in (torch.float32, torch.bfloat16):
-            return reference.packed_linear(x, weight)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
         num_rows, in_features = rows.shape
         assert in_features == weight.panels.shape[1]
         out = rows.new_empty(num_rows, weight.out_features)
