@@ -112,7 +112,7 @@ static void attend_block(const attention_call *c, const piece *p, const tiles *t
     int64_t num_panels = ceil_div(num, PANEL), stride = rows * PANEL;
     for (int64_t q = 0; q < num_panels; q++)
         micro(rows, FLOAT32, t->keys + q * PANEL * dim, t->query + start * dim, dim,
-              t->scores + q * stride, 0);
+              t->scores + q * stride, 0, (fetch){(const char *)t->keys, 0});
     int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
     for (int64_t r = 0; r < rows; r++) {
         int64_t position = first + (start + r) / group, low = 0;
@@ -131,7 +131,7 @@ static void attend_block(const attention_call *c, const piece *p, const tiles *t
         for (int64_t r = 0; r < rows; r++)
             if (t->factors[start + r] != 1)
                 for (int64_t i = 0; i < PANEL; i++) sums[r * PANEL + i] *= t->factors[start + r];
-        micro(rows, FLOAT32, t->values + j * TILE, t->weights, num, sums, 1);
+        micro(rows, FLOAT32, t->values + j * TILE, t->weights, num, sums, 1, (fetch){(const char *)t->values, 0});
     }
 }
 

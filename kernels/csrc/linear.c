@@ -7,8 +7,12 @@
  */
 #include "micro.h"
 
+/* Measured on a Xeon with 48 KiB of L1 and 2 MiB of L2 cache, and alike on its neighbours. */
 #define CHUNK_ROWS (44 * MAX_ROWS) /* of x that are packed at a time: half a megabyte to a few */
-#define MAX_DEPTH 384 /* of a panel that is used for all rows before the next: stays in L1 */
+#define MAX_DEPTH 256    /* of a panel that all rows use before the next slice: stays in L1 */
+#define FETCH_AHEAD 2048 /* bytes of a stream that is read once */
+#define COPY_FROM 8      /* blocks of rows that pay for a copy of a slice in L1 */
+#define WIDEN_FROM 3     /* the same where the copy saves converting bf16 or int8 each time */
 
 typedef struct {
     int x_type, w_type, out_type;
@@ -61,25 +65,25 @@ INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chun
     float tiles[CHUNK_ROWS * PANEL] __attribute__((aligned(64)));
     float wide[MAX_DEPTH * PANEL] __attribute__((aligned(64)));
     int64_t num_slices = ceil_div(c->depth, MAX_DEPTH);
-    int widens = end - begin > 2;
+    int widens = end - begin >= (type == FLOAT32 ? COPY_FROM : WIDEN_FROM);
+    int shared = end - begin > 1;
     int64_t origin = block_start(b, begin);
     for (int64_t s = 0; s < num_slices; s++) {
         int64_t k = c->depth * s / num_slices, size = c->depth * (s + 1) / num_slices - k;
         const void *w = at(type, c->w, (panel * c->depth + k) * PANEL);
-        const char *next = at(type, w, size * PANEL);
-        int64_t ahead = ceil_div(size * PANEL * size_of(type), end - begin);
+        /* Alone, a slice is its own stream; else the next slice comes while this one is used. */
+        fetch f = {(const char *)w + FETCH_AHEAD, PANEL * size_of(type)};
         if (widens) widen(type, w, size * PANEL, wide);
+        if (shared) f.step = ceil_div(f.step, end - begin);
         for (int64_t i = begin; i < end; i++) {
-            if (widens)
-                for (const char *p = next + (i - begin) * ahead, *stop = p + ahead; p < stop; p += 64)
-                    __builtin_prefetch(p, 0, 2);
+            if (shared) f.from = (const char *)at(type, w, size * PANEL) + (i - begin) * size * f.step;
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
             const float *x = packed + start * c->depth + k * rows;
             float *tile = tiles + (start - origin) * PANEL;
             if (widens)
-                micro(rows, FLOAT32, wide, x, size, tile, s > 0);
+                micro(rows, FLOAT32, wide, x, size, tile, s > 0, f);
             else
-                micro(rows, type, w, x, size, tile, s > 0);
+                micro(rows, type, w, x, size, tile, s > 0, f);
             if (s == num_slices - 1) finish(c, chunk + start, rows, panel * PANEL, tile);
         }
     }

@@ -9,11 +9,15 @@
 
 #include "vectors.h"
 
-#define PREFETCH_BYTES 2048 /* measured: 1 to 4 KiB ahead are alike */
+/* What to fetch meanwhile: `step` bytes with each step of the sum. */
+typedef struct {
+    const char *from;
+    int64_t step;
+} fetch;
 
 /* w: of `type`, PANEL per step, contiguous. x: `rows` per step, contiguous. c: row stride PANEL. */
 INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_t size, float *c,
-                       int accumulate) {
+                       int accumulate, fetch f) {
     vec sum[MAX_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
@@ -22,8 +26,8 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
     }
     for (int64_t k = 0; k < size; k++) {
         const char *here = at(type, w, k * PANEL);
-        __builtin_prefetch(here + PREFETCH_BYTES);
-        if (PANEL * size_of(type) > 64) __builtin_prefetch(here + PREFETCH_BYTES + 64);
+        __builtin_prefetch(f.from + k * f.step);
+        if (f.step > 64) __builtin_prefetch(f.from + k * f.step + 64);
         vec first = load(type, here, 0), second = load(type, here, LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
@@ -41,11 +45,11 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
 
 #define MICRO_CASE(n) \
     case n: \
-        if (n <= MAX_ROWS) micro_rows(n, type, w, x, size, c, accumulate); \
+        if (n <= MAX_ROWS) micro_rows(n, type, w, x, size, c, accumulate, f); \
         break;
 
 INLINE void micro(int rows, int type, const void *w, const float *x, int64_t size, float *c,
-                  int accumulate) {
+                  int accumulate, fetch f) {
     switch (rows) {
         MICRO_CASE(1)
         MICRO_CASE(2)
