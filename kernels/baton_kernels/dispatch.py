@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -55,11 +55,23 @@ def _loaded_native_ops() -> NativeOps | None:
     return load_native_ops()
 
 
+# Op: the module of Triton kernels that has it, under the same name.
+_TRITON = {
+    "rms_norm": "norm",
+    "add_rms_norm": "norm",
+    "silu_mul": "silu_mul",
+    "norm_rotary_store": "norm_rotary_store",
+}
+
+
 @functools.cache
-def _triton_ops() -> ModuleType:
-    """``baton_kernels.triton`` where Triton is installed and has the ops."""
-    try:
-        module = importlib.import_module("baton_kernels.triton")
-    except ImportError:
-        return reference
-    return module if hasattr(module, "norm_rotary_store") else reference
+def _triton_ops() -> SimpleNamespace:
+    """The ops in Triton, each from the reference where its module cannot be imported."""
+    ops = SimpleNamespace(packed_linear=reference.packed_linear)
+    for name, module in _TRITON.items():
+        try:
+            owner: ModuleType = importlib.import_module(f"baton_kernels.triton.{module}")
+        except ImportError:
+            owner = reference
+        setattr(ops, name, getattr(owner, name))
+    return ops

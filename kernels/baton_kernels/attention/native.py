@@ -49,5 +49,10 @@ class NativeAttention:
             self._fallback.plan(metadata)
             self._planned = metadata
         return self._fallback.run(
-            query, kv_cache, metadata, scale=scale, sliding_window=sliding_window
+            query,
+            kv_cache,
+            metadata,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )
