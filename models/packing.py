@@ -37,7 +37,7 @@ def pack_for_cpu(model: CausalLM, weights: str) -> None:
     embedding = model.model.embed_tokens.weight
     native = native_ops()
     storage = embedding.dtype if weights == "auto" else STORAGE[weights]
-    if native is None and storage == embedding.dtype or storage not in STORAGE.values():
+    if (native is None and storage == embedding.dtype) or storage not in STORAGE.values():
         return
     width = 16 if native is None else native.panel_width
 

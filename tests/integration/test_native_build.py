@@ -46,22 +46,30 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-@pytest.mark.parametrize(
-    ("environment", "reason"),
-    [
-        ({"CC": "/nonexistent"}, "no C compiler (CC=/nonexistent)"),
-        ({"CC": "/bin/false"}, "/bin/false: exit status 1"),
-    ],
-)
 def test_without_a_compiler_torch_computes_and_one_line_says_so(
-    tmp_path: Path, environment: Mapping[str, str], reason: str, weights: str
+    tmp_path: Path, weights: str
 ) -> None:
     """int8 weights mean the same with and without C, so the tokens are the same."""
     model = str(ROOT / "examples" / "demo_model")
-    without = start(GENERATE, model, weights, BATON_CACHE=str(tmp_path), **environment)
+    without = start(GENERATE, model, weights, BATON_CACHE=str(tmp_path), CC="/nonexistent")
     tokens, log = finish(without)
+    reason = "no C compiler (CC=/nonexistent)"
     assert log == f"no native kernels, torch computes instead (slower): {reason}"
     assert tokens == finish(start(GENERATE, model, weights))[0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"CC": "/bin/false"}, "/bin/false: exit status 1"),
+        ({"PATH": ""}, "no C compiler (cc, gcc, clang)"),
+    ],
+)
+def test_the_log_says_why_there_is_no_library(
+    tmp_path: Path, environment: Mapping[str, str], reason: str
+) -> None:
+    out, log = finish(start(LOAD, BATON_CACHE=str(tmp_path), **environment))
+    assert (out, log.endswith(reason), len(log.splitlines())) == ("False", True, 1)
 
 
 def test_a_cache_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
