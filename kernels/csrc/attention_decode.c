@@ -8,7 +8,7 @@
 
 #define GROUP 4      /* heads that read a key together */
 #define WIDTH 4      /* vectors of a value that are summed in registers */
-#define KEYS 64      /* scores that are kept at a time */
+#define KEYS 32      /* scores that are kept at a time */
 
 typedef struct {
     const float *query; /* [group, padded], scaled */
@@ -25,40 +25,54 @@ INLINE void score_keys(int type, const decode_state *d, int heads, const float *
     for (int64_t i = 0; i < num; i++) {
         vec sum[GROUP] = {{0}};
         for (int64_t j = 0; j < d->padded; j += LANES) {
-            if (j % line == 0) __builtin_prefetch(at(type, next[i], j));
+            if (query == d->query && j % line == 0) __builtin_prefetch(at(type, next[i], j));
             vec key = load(type, rows[i], j);
 #pragma GCC unroll 4
             for (int h = 0; h < heads; h++) sum[h] += key * load(FLOAT32, query, h * d->padded + j);
         }
+        float sums[GROUP];
+        sum_lanes_of_four(sum, sums);
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) scores[h][i] = sum_lanes(sum[h]);
+        for (int h = 0; h < heads; h++) scores[h][i] = sums[h];
     }
 }
 
-/* sums[h] += sum over keys of weights[h][key] * value. */
-INLINE void add_values(int type, const decode_state *d, int64_t h, const float *weights,
-                       const void *const *rows, const void *const *next, int64_t num) {
-    int64_t line = 64 / size_of(type), j = 0;
-    float *sums = d->sums + h * d->padded;
+/* sums[h] += sum over keys of weights[h][key] * value, for one head or a pair of heads.
+ *
+ * This is the `turn`-th of `num_turns` passes over the same values; each fetches a share of the
+ * next ones, so that memory is never idle. */
+INLINE void add_values(int type, const decode_state *d, int heads, float *sums,
+                       float (*weights)[KEYS], const void *const *rows, const void *const *next,
+                       int64_t num, int64_t turn, int64_t num_turns) {
+    int64_t j = 0;
     for (; j + WIDTH * LANES <= d->padded; j += WIDTH * LANES) {
-        vec sum[WIDTH];
-        for (int w = 0; w < WIDTH; w++) sum[w] = load(FLOAT32, sums, j + w * LANES);
+        vec sum[2][WIDTH];
+#pragma GCC unroll 2
+        for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+            for (int w = 0; w < WIDTH; w++)
+                sum[h][w] = load(FLOAT32, sums, h * d->padded + j + w * LANES);
         for (int64_t i = 0; i < num; i++) {
-            vec weight = splat(weights[i]);
+            for (int64_t w = turn; w < WIDTH; w += num_turns)
+                __builtin_prefetch(at(type, next[i], j + w * LANES));
 #pragma GCC unroll 4
             for (int w = 0; w < WIDTH; w++) {
-                if (h == 0 && (w * LANES) % line == 0)
-                    __builtin_prefetch(at(type, next[i], j + w * LANES));
-                sum[w] += weight * load(type, rows[i], j + w * LANES);
+                vec value = load(type, rows[i], j + w * LANES);
+#pragma GCC unroll 2
+                for (int h = 0; h < heads; h++) sum[h][w] += splat(weights[h][i]) * value;
             }
         }
-        for (int w = 0; w < WIDTH; w++) store(sums + j + w * LANES, sum[w]);
+#pragma GCC unroll 2
+        for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+            for (int w = 0; w < WIDTH; w++) store(sums + h * d->padded + j + w * LANES, sum[h][w]);
     }
-    for (; j < d->padded; j += LANES) {
-        vec sum = load(FLOAT32, sums, j);
-        for (int64_t i = 0; i < num; i++) sum += splat(weights[i]) * load(type, rows[i], j);
-        store(sums + j, sum);
-    }
+    for (; j < d->padded; j += LANES)
+        for (int h = 0; h < heads; h++) {
+            vec sum = load(FLOAT32, sums, h * d->padded + j);
+            for (int64_t i = 0; i < num; i++) sum += splat(weights[h][i]) * load(type, rows[i], j);
+            store(sums + h * d->padded + j, sum);
+        }
 }
 
 /* Scores become weights; what was summed before is scaled to the new largest score. */
@@ -67,6 +81,7 @@ static void soften_and_weigh(const attention_call *c, const decode_state *d, int
     if (c->soft_cap > 0)
         for (int64_t i = 0; i < num; i++) scores[i] = soften(scores[i], c->soft_cap);
     float top = d->tops[h];
+#pragma omp simd reduction(max : top)
     for (int64_t i = 0; i < num; i++) top = scores[i] > top ? scores[i] : top;
     float factor = exp_fast(d->tops[h] - top), total = 0;
     if (d->tops[h] == -INFINITY) factor = 0;
@@ -95,19 +110,32 @@ INLINE void attend_keys(int type, const attention_call *c, const decode_state *d
             score_keys(type, d, 2, query, rows, next, num, scores);
         else
             score_keys(type, d, 1, query, rows, next, num, scores);
-        for (int64_t i = 0; i < heads; i++) {
-            soften_and_weigh(c, d, h + i, scores[i], num);
-            add_values(type, d, h + i, scores[i], rows + KEYS, next + KEYS, num);
+        for (int64_t i = 0; i < heads; i++) soften_and_weigh(c, d, h + i, scores[i], num);
+        for (int64_t i = 0; i < heads; i += 2) {
+            float *sums = d->sums + (h + i) * d->padded;
+            int64_t turn = (h + i) / 2, num_turns = min64(WIDTH, (d->group + 1) / 2);
+            if (i + 1 < heads)
+                add_values(type, d, 2, sums, scores + i, rows + KEYS, next + KEYS, num, turn,
+                           num_turns);
+            else
+                add_values(type, d, 1, sums, scores + i, rows + KEYS, next + KEYS, num, turn,
+                           num_turns);
         }
     }
 }
 
-/* Pointers to keys (first KEYS) and values (last KEYS); copies where vectors would read beyond. */
+/* Pointers to keys (first KEYS) and values (last KEYS). */
 static void find_rows(const attention_call *c, const piece *p, int64_t begin, int64_t num,
                       const void **rows) {
-    for (int64_t i = 0; i < num; i++) {
-        rows[i] = cache_row(c, p, begin + i, 0);
-        rows[KEYS + i] = (const char *)rows[i] + c->kv_stride * size_of(c->type);
+    int64_t kv_bytes = c->kv_stride * size_of(c->type);
+    int64_t token_bytes = c->token_stride * size_of(c->type);
+    for (int64_t i = 0; i < num;) {
+        int64_t stop = min64(num, i + c->block_size - (begin + i) % c->block_size);
+        const char *key = cache_row(c, p, begin + i, 0);
+        for (; i < stop; i++, key += token_bytes) {
+            rows[i] = key;
+            rows[KEYS + i] = key + kv_bytes;
+        }
     }
 }
 

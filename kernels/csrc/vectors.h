@@ -95,6 +95,23 @@ INLINE float sum_lanes(vec x) {
     return total;
 }
 
+/* The sums of four vectors: together they cost little more than one alone. */
+INLINE void sum_lanes_of_four(const vec *x, float *sums) {
+#if defined(__AVX512F__)
+    __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xee);
+    __m512 quads = _mm512_add_ps(low, high); /* a, b, c, d in every 128 bits */
+    __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quads),
+                                  (__m256)_mm512_extractf64x4_pd((__m512d)quads, 1));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(halves),
+                                   _mm256_extractf128_ps(halves, 1)));
+#else
+    for (int i = 0; i < 4; i++) sums[i] = sum_lanes(x[i]);
+#endif
+}
+
 INLINE int64_t size_of(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
 
 INLINE const void *at(int type, const void *p, int64_t index) {
