@@ -22,6 +22,8 @@ from baton.link import KVCacheEvent
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from baton_kernels.attention import choose_attention_backend
+from baton_kernels.dispatch import enable_native_kernels
+from engine.cores import use_cores
 from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
 from engine.input_batch import PreparedStep
@@ -40,7 +42,9 @@ from engine.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler
 from models import load_model
+from models.base import CausalLM
 from models.config import ModelConfig
+from models.packing import pack_for_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +68,9 @@ class Engine:
             ConfigError: an option does not fit the model or the machine.
         """
         device = _choose_device(config.device)
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
+        use_cores(config)
         self.dtype = _choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
-        model = load_model(
-            model_folder,
-            dtype=self.dtype,
-            device=str(device),
-            max_model_len=config.max_model_len,
-        )
+        model = _load(model_folder, config, device, self.dtype)
         self.model_config = model.config
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
             self.model_config, model.sliding_windows, config.block_size, self.dtype
@@ -360,6 +358,18 @@ def _choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device: {name!r} was asked for, but there is no CUDA device here")
     return device
+
+
+def _load(folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """The model, in the form that its device computes with."""
+    on_cpu = device.type == "cpu"
+    if not on_cpu and config.weights != "auto":
+        raise ConfigError(f"weights: {config.weights} is for CPUs, got device {device}")
+    model = load_model(folder, dtype=dtype, device=device, max_model_len=config.max_model_len)
+    if on_cpu:
+        enable_native_kernels(config.native_kernels)
+        pack_for_cpu(model, config.weights)
+    return model
 
 
 def _choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
