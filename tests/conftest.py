@@ -13,6 +13,11 @@ from hypothesis import HealthCheck, settings
 # Tests are many small computations: more threads only make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it when it is imported
+
 from engine.kv_retention import NULL_BLOCK
 from engine.scheduler import Scheduler
 from tests.fakes.dead_engines import died_on_purpose

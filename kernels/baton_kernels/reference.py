@@ -182,6 +182,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Causal attention of each request's newest tokens over all of its cached tokens.
 
@@ -202,6 +203,8 @@ def paged_attention(
         seq_lens: tokens of each request in the cache, this step's included.
         scale: factor on the dot products, usually ``head_dim ** -0.5``.
         sliding_window: each query sees at most this many newest keys, its own included.
+        soft_cap: scaled products ``s`` become ``soft_cap * tanh(s / soft_cap)`` before the
+            softmax (Gemma 2, arXiv:2408.00118); None: they stay as they are.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]`` in the dtype of ``query``; computed in float32.
@@ -212,13 +215,18 @@ def paged_attention(
         end = start + query_len
         if query_len:
             key, value = gather_kv(kv_cache, blocks, seq_len)
-            out[start:end] = _attend(query[start:end], key, value, scale, sliding_window)
+            out[start:end] = _attend(query[start:end], key, value, scale, sliding_window, soft_cap)
         start = end
     return out
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
 ) -> Tensor:
     query_len, num_heads, _ = query.shape
     num_kv_heads, seq_len, _ = key.shape
@@ -226,6 +234,8 @@ def _attend(
     key = key.float().repeat_interleave(group, dim=0)  # [num_heads, seq_len, head_dim]
     value = value.float().repeat_interleave(group, dim=0)  # [num_heads, seq_len, head_dim]
     scores = query.float().transpose(0, 1) @ key.mT * scale  # [num_heads, query_len, seq_len]
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     key_at = torch.arange(seq_len, device=query.device)  # [seq_len]
     query_at = key_at[seq_len - query_len :].unsqueeze(1)  # [query_len, 1]
     hidden = key_at > query_at  # [query_len, seq_len]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +34,7 @@ class Step:
     kv_cache: Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_dim], a strided view
     metadata: AttentionMetadata
     window: int | None
+    soft_cap: float | None = None
 
     def run(self, backend: AttentionBackend) -> Tensor:
         backend.plan(self.metadata)
@@ -36,7 +42,12 @@ class Step:
 
     def run_layer(self, backend: AttentionBackend) -> Tensor:
         return backend.run(
-            self.query, self.kv_cache, self.metadata, scale=0.25, sliding_window=self.window
+            self.query,
+            self.kv_cache,
+            self.metadata,
+            scale=0.25,
+            sliding_window=self.window,
+            soft_cap=self.soft_cap,
         )
 
     def expected(self) -> Tensor:
@@ -48,6 +59,7 @@ class Step:
             self.metadata.seq_lens_host,
             scale=0.25,
             sliding_window=self.window,
+            soft_cap=self.soft_cap,
         )
 
 
@@ -76,9 +88,12 @@ def make_step(
     return Step(query, cache, metadata, window)
 
 
-@pytest.fixture(params=ATTENTION_BACKENDS.names())
-def backend(request: pytest.FixtureRequest) -> AttentionBackend:
-    return ATTENTION_BACKENDS.load(request.param)()
+# flash_attn has no float32, and runs on a GPU only: the GPU suite compares it.
+@pytest.fixture(params=[name for name in ATTENTION_BACKENDS.names() if name != "flash_attn"])
+def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
+    device = "cuda" if request.param == "triton" and torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        yield ATTENTION_BACKENDS.load(request.param)()
 
 
 @pytest.mark.parametrize("window", [None, 4, 1000])
@@ -111,6 +126,8 @@ def test_padding_tokens_come_back_as_zeros(backend: AttentionBackend) -> None:
 
 def test_bfloat16_stays_close_to_float32(backend: AttentionBackend) -> None:
     step = make_step(MIXED)
+    if os.environ.get("TRITON_INTERPRET") and type(backend).__name__ == "TritonAttention":
+        pytest.skip("Triton's interpreter computes bfloat16 wrongly")
     rounded = Step(step.query.bfloat16(), step.kv_cache.bfloat16(), step.metadata, step.window)
     out = rounded.run(backend)
     assert out.dtype == torch.bfloat16
@@ -155,9 +172,60 @@ def test_works_inside_and_outside_inference_mode(backend: AttentionBackend) -> N
     assert torch.equal(inside.clone(), step.run(backend))
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("lens", [PROMPT, CHUNK, DECODES, MIXED])
+def test_soft_cap(
+    backend: AttentionBackend, lens: tuple[list[int], list[int]], window: int | None
+) -> None:
+    step = make_step(lens, window=window)
+    capped = Step(step.query, step.kv_cache, step.metadata, window, soft_cap=0.7)
+    torch.testing.assert_close(capped.run(backend), capped.expected())
+    assert not torch.allclose(capped.expected(), step.expected())
+
+
 def test_choice_and_override() -> None:
     assert choose_attention_backend("cpu", None)[0] == "cpu"
-    assert choose_attention_backend(torch.device("cuda", 0), None)[0] == "reference"
+    assert choose_attention_backend(torch.device("cuda", 0), None)[0] == "triton"
+    assert choose_attention_backend("xpu") == (
+        "reference",
+        "no faster backend for 'xpu' is registered",
+    )
     assert choose_attention_backend("cpu", "reference") == ("reference", "asked for by the user")
     with pytest.raises(ConfigError, match="unknown attention backend 'nope'"):
         choose_attention_backend("cpu", "nope")
+
+
+def test_without_triton_the_reference_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "triton")
+    assert choose_attention_backend("cuda:0") == ("reference", "triton is not installed")
+    with pytest.raises(ConfigError, match="triton is not installed"):
+        choose_attention_backend("cuda:0", "triton")
+
+
+def test_flash_attn_is_chosen_where_its_block_sizes_allow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hide(monkeypatch, "flash_attn", "flash_attn_interface")
+    with pytest.raises(ConfigError, match="flash_attn is not installed"):
+        choose_attention_backend("cuda:0", "flash_attn", block_size=256)
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "flash_attn.py").touch()
+    with pytest.raises(ConfigError, match="a multiple of 256 for flash_attn 2, got 16"):
+        choose_attention_backend("cuda:0", "flash_attn", block_size=16)
+    assert choose_attention_backend("cuda:0", "flash_attn", block_size=512)[0] == "flash_attn"
+    (tmp_path / "flash_attn_interface.py").touch()
+    importlib.invalidate_caches()
+    assert choose_attention_backend("cuda:0", "flash_attn", block_size=16)[0] == "flash_attn"
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Let these seem not to be installed, whether they are or not."""
+    find_spec = importlib.util.find_spec
+    hidden = frozenset(modules)
+
+    def find(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name in hidden else find_spec(name, package)
+
+    monkeypatch.setattr("baton_kernels.attention.find_spec", find)
+    monkeypatch.setattr("baton_kernels.attention.flash.find_spec", find)

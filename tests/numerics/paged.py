@@ -16,7 +16,8 @@ from models.base import ForwardContext
 
 def make_tables(seq_lens: Sequence[int], block_size: int, num_blocks: int, seed: int = 0) -> Tensor:
     """``[num_requests, max_blocks]`` int32, blocks in random order, -1 behind the last one."""
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(num_blocks, generator=generator, device="cpu").tolist()
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
     table = torch.full((len(seq_lens), max(counts, default=0) + 1), -1, dtype=torch.int32)
     for row, count in zip(table, counts, strict=True):

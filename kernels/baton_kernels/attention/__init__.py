@@ -5,8 +5,10 @@ Refuses to know: how any backend works, what a model is. Importing this imports 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from baton.errors import ConfigError
 from baton.registry import Registry
 
 if TYPE_CHECKING:
@@ -19,32 +21,56 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
     {
         "reference": "baton_kernels.attention.reference:ReferenceAttention",
         "cpu": "baton_kernels.attention.cpu:CpuAttention",
+        "triton": "baton_kernels.attention.triton:TritonAttention",
+        "flash_attn": "baton_kernels.attention.flash:FlashAttention",
     },
 )
 
 
 def choose_attention_backend(
-    device: torch.device | str, override: str | None = None
+    device: torch.device | str, override: str | None = None, *, block_size: int = 16
 ) -> tuple[str, str]:
     """Pick the attention backend for a device.
 
     Args:
         device: where the KV cache lives, for example ``"cpu"`` or ``"cuda:0"``.
         override: a name from ``ATTENTION_BACKENDS`` that the user insists on.
+        block_size: tokens per block of the KV cache.
 
     Returns:
         ``(name, reason)``; the reason is one phrase for the log.
 
     Raises:
-        ConfigError: ``override`` is not a registered name.
+        ConfigError: ``override`` is not a registered name, or cannot be used here.
     """
     if override is not None:
-        ATTENTION_BACKENDS.load(override)
+        _check(override, block_size)
         return override, "asked for by the user"
     kind = str(device).partition(":")[0]
     if kind == "cpu":
         return "cpu", "the KV cache is on the CPU"
-    return "reference", f"no faster backend for {kind!r} is registered"
+    if kind != "cuda":
+        return "reference", f"no faster backend for {kind!r} is registered"
+    if find_spec("triton") is None:
+        return "reference", "triton is not installed"
+    return "triton", "the KV cache is on an NVIDIA GPU"
+
+
+def _check(name: str, block_size: int) -> None:
+    if name == "triton" and find_spec("triton") is None:
+        raise ConfigError("attention_backend: triton is not installed")
+    ATTENTION_BACKENDS.load(name)
+    if name == "flash_attn":
+        from baton_kernels.attention.flash import block_size_multiple, installed_version
+
+        version = installed_version()
+        if version is None:
+            raise ConfigError("attention_backend: flash_attn is not installed")
+        multiple = block_size_multiple(version)
+        if block_size % multiple:
+            raise ConfigError(
+                f"block_size: a multiple of {multiple} for flash_attn {version}, got {block_size}"
+            )
 
 
 __all__ = ["ATTENTION_BACKENDS", "choose_attention_backend"]

@@ -51,6 +51,7 @@ class AttentionBackend(Protocol):
         *,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """Attend for one layer, whose keys and values of this step are already in the cache.
 
@@ -61,6 +62,7 @@ class AttentionBackend(Protocol):
             metadata: the object ``plan`` was given.
             scale: factor on the dot products.
             sliding_window: each query sees at most this many newest keys, its own included.
+            soft_cap: bends scores, see ``baton_kernels.reference.paged_attention``.
 
         Returns:
             ``[num_tokens, num_heads, head_dim]``; padding tokens get zeros.

@@ -48,6 +48,7 @@ class CpuAttention:
         *,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """See ``AttentionBackend.run``."""
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
@@ -65,10 +66,10 @@ class CpuAttention:
             out[self._plan.num_rows :].zero_()
         for index, chunk in enumerate(self._plan.prompts):
             mask = self._prompt_mask(index, chunk, sliding_window, query)
-            self._run_prompt(out, query, cache, chunk, mask, scale)
+            self._run_prompt(out, query, cache, chunk, mask, scale, soft_cap)
         for index, group in enumerate(self._plan.decodes):
             mask = self._decode_mask(~index, group, sliding_window, query)
-            self._run_decodes(out, query, cache, group, mask, scale)
+            self._run_decodes(out, query, cache, group, mask, scale, soft_cap)
         return out
 
     def _run_prompt(
@@ -79,17 +80,18 @@ class CpuAttention:
         chunk: PromptChunk,
         mask: Tensor | None,
         scale: float,
+        soft_cap: float | None,
     ) -> None:
         tokens = self._gather(cache, chunk.block_ids)[:, None, :, : chunk.seq_len]
         key, value = tokens.unbind(0)  # [1, num_kv_heads, seq_len, head_dim]
-        attended = functional.scaled_dot_product_attention(
+        attended = _attend(
             query[chunk.rows].transpose(0, 1).unsqueeze(0),  # [1, num_heads, query_len, head_dim]
             key,
             value,
-            attn_mask=mask,
+            mask,
             is_causal=mask is None,
             scale=scale,
-            enable_gqa=key.shape[1] != query.shape[1],
+            soft_cap=soft_cap,
         )  # [1, num_heads, query_len, head_dim]
         out[chunk.rows] = attended.squeeze(0).transpose(0, 1)
 
@@ -101,6 +103,7 @@ class CpuAttention:
         group: DecodeGroup,
         mask: Tensor | None,
         scale: float,
+        soft_cap: float | None,
     ) -> None:
         tokens = self._gather(cache, group.block_ids)
         if group.pad_slots is not None:
@@ -111,8 +114,14 @@ class CpuAttention:
         # [num_requests, num_kv_heads, max_len, head_dim]
         key, value = by_request[:, :, :, : group.max_len].transpose(1, 2).unbind(0)
         folded = (group.num_requests, num_kv_heads, -1, head_dim)
-        attended = functional.scaled_dot_product_attention(
-            query[group.rows].reshape(folded), key, value, attn_mask=mask, scale=scale
+        attended = _attend(
+            query[group.rows].reshape(folded),
+            key,
+            value,
+            mask,
+            is_causal=False,
+            scale=scale,
+            soft_cap=soft_cap,
         )  # [num_requests, num_kv_heads, num_heads / num_kv_heads, head_dim]
         out[group.rows] = attended.flatten(1, 2)
 
@@ -157,6 +166,44 @@ class CpuAttention:
             mask = _additive(hidden, query.dtype)[:, None, None]
             self._masks[index, window, query.dtype] = mask
         return mask
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+    soft_cap: float | None,
+) -> Tensor:
+    """SDPA, or with a soft cap, which SDPA does not know, its definition in float32.
+
+    Args:
+        query: ``[n, num_heads, query_len, head_dim]``.
+        key: ``[n, num_kv_heads, seq_len, head_dim]``.
+        value: like ``key``.
+        mask: broadcasts to ``[n, num_heads, query_len, seq_len]``, added to the scores.
+        is_causal: mask for ``query_len == seq_len`` instead of one given.
+        scale: factor on the dot products.
+        soft_cap: see ``AttentionBackend.run``.
+    """
+    group = query.shape[1] // key.shape[1]
+    if soft_cap is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
+        )
+    key, value = key.float(), value.float()
+    if group > 1:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = soft_cap * torch.tanh(query.float() @ key.mT * (scale / soft_cap))
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return (scores.softmax(-1) @ value).to(query.dtype)
 
 
 def _outside(key_at: Tensor, query_at: Tensor, window: int | None) -> Tensor:

@@ -25,6 +25,7 @@ class ReferenceAttention:
         *,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """See ``AttentionBackend.run``."""
         return reference.paged_attention(
@@ -35,4 +36,5 @@ class ReferenceAttention:
             metadata.seq_lens_host,
             scale=scale,
             sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )

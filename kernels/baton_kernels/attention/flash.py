@@ -1,0 +1,99 @@
+"""Paged attention by the flash_attn packages, for comparison with our own kernels.
+
+FlashAttention-3 (module ``flash_attn_interface``, Hopper) takes blocks of any size,
+FlashAttention-2 (package ``flash_attn``) of multiples of 256 tokens only. Both want
+``[num_blocks, block_size, num_kv_heads, head_dim]`` and ask of its strides no more than a
+contiguous last dimension (their ``flash_api.cpp``), so a transposed view of our cache will do.
+
+Refuses to know: models, schedulers, CUDA graphs (padding is zeroed by what the host knows).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionMetadata
+
+
+def installed_version() -> int | None:
+    """Which FlashAttention can be imported: 3 before 2, None without any."""
+    if find_spec("flash_attn_interface") is not None:
+        return 3
+    return 2 if find_spec("flash_attn") is not None else None
+
+
+def block_size_multiple(version: int) -> int:
+    """What the block size of a KV cache must be a multiple of."""
+    return 1 if version == 3 else 256
+
+
+class FlashAttention:
+    """``AttentionBackend`` over ``flash_attn_with_kvcache`` (3) or ``flash_attn_varlen_func`` (2).
+
+    Only float16 and bfloat16, as the packages have nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._version = installed_version()
+        name = "flash_attn_interface" if self._version == 3 else "flash_attn"
+        self._functions = import_module(name)
+        self._key_starts = torch.empty(0, dtype=torch.int32)  # [num_requests + 1], for 2
+        self._num_rows = 0  # where padding begins
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """See ``AttentionBackend.plan``."""
+        self._num_rows = sum(metadata.query_lens)
+        ends = metadata.seq_lens.cumsum(0, dtype=torch.int32)
+        self._key_starts = torch.cat((ends.new_zeros(1), ends))
+
+    def run(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """See ``AttentionBackend.run``."""
+        # [num_blocks, block_size, num_kv_heads, head_dim] each
+        key, value = kv_cache.transpose(2, 3).unbind(1)
+        window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        out: Tensor
+        if self._version == 3:
+            out = self._functions.flash_attn_with_kvcache(
+                query,
+                key,
+                value,
+                cache_seqlens=metadata.seq_lens,
+                page_table=metadata.block_table,
+                cu_seqlens_q=metadata.query_start_loc,
+                max_seqlen_q=metadata.max_query_len,
+                softmax_scale=scale,
+                causal=True,
+                window_size=window,
+                softcap=soft_cap or 0.0,
+            )
+        else:
+            out = self._functions.flash_attn_varlen_func(
+                query,
+                key,
+                value,
+                cu_seqlens_q=metadata.query_start_loc,
+                cu_seqlens_k=self._key_starts,
+                max_seqlen_q=metadata.max_query_len,
+                max_seqlen_k=metadata.max_seq_len,
+                softmax_scale=scale,
+                causal=True,
+                window_size=window,
+                softcap=soft_cap or 0.0,
+                block_table=metadata.block_table,
+            )
+        if self._num_rows < len(out):
+            out[self._num_rows :].zero_()
+        return out

@@ -1,0 +1,22 @@
+"""How a kernel module names the variants it is compiled in ahead of time, without a GPU.
+
+Refuses to know: compilers, and which tool reads the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class AotCase:
+    """One specialization of one kernel; modules list theirs as ``AOT_CASES``."""
+
+    name: str  # unique, for example "decode_attention d128 g4 bf16"
+    kernel: Any  # the @triton.jit function
+    signature: Mapping[str, str]  # argument -> triton type: "*bf16", "i32", "fp32", "constexpr"
+    constants: Mapping[str, int | float | bool | str | None]  # of the "constexpr" arguments
+    num_warps: int = 4
+    num_stages: int = 2

@@ -1,0 +1,173 @@
+"""What both attention kernels do with one tile of keys: find it, score it, fold it in.
+
+Refuses to know: requests, grids, who owns which row of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.triton.aot import AotCase
+
+_LOG2_E = math.log2(math.e)
+
+
+def padded_side(size: int) -> int:
+    """A tile's sides are powers of two, and a dot product takes at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class PagedShape:
+    """What a kernel is specialized on: shapes of the model and of its KV cache."""
+
+    num_kv_heads: int
+    group: int  # query heads that share a KV head
+    head_dim: int
+    block_size: int
+
+    @classmethod
+    def of(cls, query: Tensor, kv_cache: Tensor) -> PagedShape:
+        """Read the shapes off one layer's tensors, and check that the kernels can address them.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_dim]``; tokens may lie apart, heads may not.
+            kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; blocks may lie
+                apart, what is inside a block may not.
+        """
+        num_heads, head_dim = query.shape[1:]
+        num_kv_heads, block_size = kv_cache.shape[2:4]
+        inside = (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+        assert kv_cache.stride()[1:] == inside, f"a block is not contiguous: {kv_cache.stride()}"
+        assert query.stride()[1:] == (head_dim, 1), f"a token is not: {query.stride()}"
+        # Rows of 16 bytes are what a thread loads at once.
+        assert kv_cache.stride(0) % 8 == 0, f"stride of blocks is odd: {kv_cache.stride(0)}"
+        assert num_heads % num_kv_heads == 0
+        return cls(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size)
+
+    @property
+    def padded_head_dim(self) -> int:
+        """``D`` of the kernels."""
+        return padded_side(self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class TileSize:
+    """How one kernel is cut for one head size."""
+
+    tokens: int  # keys per tile
+    num_warps: int
+    num_stages: int  # steps of the pipeline: the block table takes up to two, the rest is tiles
+
+
+def choose_tile(sizes: Mapping[int, TileSize], padded_head_dim: int, element_size: int) -> TileSize:
+    """The entry of a head size; ``sizes`` is for two bytes per element, as models have.
+
+    float32 has no tensor cores (TensorFloat-32 is something else), so all it gets is to be right.
+    """
+    size = sizes[padded_head_dim]
+    if element_size <= 2:
+        return size
+    return TileSize(max(16, size.tokens // 4), size.num_warps, 2)
+
+
+def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """``(score_scale, cap)`` for :func:`scaled_scores`."""
+    if soft_cap is None:
+        return scale * _LOG2_E, 0.0
+    return scale / soft_cap * 2 * _LOG2_E, soft_cap * _LOG2_E
+
+
+def dot_precision(element_size: int) -> str:
+    """float32 means float32, not TensorFloat-32; smaller dtypes have one precision only."""
+    return "ieee" if element_size == 4 else "tf32"
+
+
+@triton.jit
+def scaled_scores(products, score_scale, cap, HAS_SOFT_CAP: tl.constexpr):
+    """Products of queries and keys -> scores whose ``exp2`` is the softmax weight."""
+    scores = products * score_scale
+    if HAS_SOFT_CAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), with the factor 2 log2(e) in score_scale.
+        scores = cap - 2 * cap / (tl.exp2(scores) + 1)
+    return scores
+
+
+@triton.jit
+def key_offsets(
+    block_table_row,
+    tokens,
+    end,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Where in the cache the keys of these tokens begin, for head 0; 0 for those from ``end``."""
+    block_ids = tl.load(block_table_row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
+    return block_ids.to(tl.int64) * block_stride + tokens % BLOCK_SIZE * HEAD_DIM
+
+
+@triton.jit
+def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
+    """``[len(rows), D]``; zeros for tokens from ``end`` and dimensions from ``HEAD_DIM``.
+
+    Zeros and not just any number: what lies behind the last token may be NaN.
+    """
+    dims = tl.arange(0, D)
+    pointers = tl.multiple_of(rows, 8)[:, None] + dims[None, :]
+    if MASKED:
+        wanted = (tokens < end)[:, None]
+        if D != HEAD_DIM:
+            wanted = wanted & (dims < HEAD_DIM)[None, :]
+        loaded = tl.load(pointers, mask=wanted, other=0.0)
+    elif D != HEAD_DIM:
+        loaded = tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    else:
+        loaded = tl.load(pointers)
+    return loaded
+
+
+@triton.jit
+def fold(scores, values, highest, total, acc, PRECISION: tl.constexpr):
+    """Online softmax (Milakov and Gimelshein, arXiv:1805.02867): take one more tile in.
+
+    Args:
+        scores: ``[M, TILE]``, -inf where hidden.
+        values: ``[TILE, D]``.
+        highest: ``[M]``, the highest score so far; -inf as long as a row has seen no key.
+        total: ``[M]``, the sum of weights relative to ``highest``.
+        acc: ``[M, D]``, the sum of weighted values relative to ``highest``.
+
+    Returns:
+        The new ``(highest, total, acc)``.
+    """
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    # A row that has seen no key yet would compute -inf - -inf.
+    anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+    weights = tl.exp2(scores - anchor[:, None])
+    shrink = tl.exp2(highest - anchor)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    return new_highest, total, acc
+
+
+def aot_case(
+    name: str,
+    kernel: Any,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, int | float | bool | str | None],
+    tile: TileSize,
+) -> AotCase:
+    """A case of one of the attention kernels: other arguments are int32, but for two floats."""
+    types = {"score_scale": "fp32", "cap": "fp32"}
+    types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    return AotCase(name, kernel, signature, constants, tile.num_warps, tile.num_stages)

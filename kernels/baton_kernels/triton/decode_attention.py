@@ -1,0 +1,380 @@
+"""Paged attention for requests that compute one token: KV split over programs, then merged.
+
+Flash-Decoding (Dao et al., 2023, pytorch.org/blog/flash-decoding): all query heads of a KV head
+are one tile, the tokens of a request are shared out to as many programs as fill the GPU. How
+they are shared out is decided on the device, by ``plan_decodes``, from the lengths of all
+requests: one long request among short ones is split finely, and no launch depends on a length,
+so that a CUDA graph may hold all of it::
+
+    slot        0       1       2       3       4       5..
+    work      r0 part 0  r0 part 1  r0 part 2  r1  r3   -        r2 has no decode
+    first_slot  r0: 0   r1: 3   r2: 4   r3: 4   end: 5
+
+Refuses to know: prompts, sliding windows beyond how far back a request looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.triton.aot import AotCase
+from baton_kernels.triton.attention_tile import (
+    PagedShape,
+    TileSize,
+    aot_case,
+    choose_tile,
+    dot_precision,
+    fold,
+    key_offsets,
+    load_rows,
+    padded_side,
+    scaled_scores,
+    score_factors,
+)
+
+# By padded head size. With 5 stages two tiles are in flight, 64 KiB, which three programs per SM
+# are enough to saturate the memory of an H200 with (latency times bandwidth: 30 KiB per SM).
+_TILE_SIZES = {
+    16: TileSize(128, 4, 5),
+    32: TileSize(128, 4, 5),
+    64: TileSize(128, 4, 5),
+    128: TileSize(64, 4, 5),
+    256: TileSize(32, 4, 5),
+}
+_PROGRAMS_PER_SM = 3
+_MIN_PART_TOKENS = 128  # splitting finer costs more in merging than it gains
+_PARTS_AT_ONCE = 16  # that merge_parts loads
+_NO_WINDOW = 2**31 - 1
+
+
+@triton.jit(do_not_specialize=["num_requests", "window", "spare_slots", "num_slots"])
+def plan_decodes(
+    work,  # [num_slots, 4] int32: request, first token, end token, parts of the request
+    first_slot,  # [num_requests + 1] int32
+    query_start_loc,  # [num_requests + 1] int32
+    seq_lens,  # [num_requests] int32
+    num_requests,
+    window,  # most tokens that a query sees
+    spare_slots,  # programs per KV head that fill the GPU
+    num_slots,  # at least num_requests + spare_slots
+    TILE: tl.constexpr,  # parts are whole tiles, but for a request's last
+    MIN_PART_TOKENS: tl.constexpr,
+    REQUESTS: tl.constexpr,  # num_requests rounded up
+    SLOTS: tl.constexpr,  # num_slots rounded up
+):
+    """Share the tokens of all decodes out to slots; one program."""
+    requests = tl.arange(0, REQUESTS)
+    present = requests < num_requests
+    row = tl.load(query_start_loc + requests, mask=present, other=0)
+    next_row = tl.load(query_start_loc + requests + 1, mask=present, other=0)
+    ends = tl.load(seq_lens + requests, mask=present, other=0)
+    ends = tl.where(next_row - row == 1, ends, 0)
+    starts = tl.maximum(ends - window, 0)
+    lens = ends - starts
+    # With parts of this size there are at most spare_slots full ones and num_requests others.
+    part_tokens = tl.maximum(tl.cdiv(tl.sum(lens), spare_slots), MIN_PART_TOKENS)
+    part_tokens = tl.cdiv(part_tokens, TILE) * TILE
+    parts = tl.cdiv(lens, part_tokens)
+    firsts = tl.cumsum(parts) - parts
+    used = tl.sum(parts)
+    tl.store(first_slot + requests, firsts, mask=present)
+    tl.store(first_slot + num_requests, used)
+    even = tl.cdiv(tl.cdiv(lens, tl.maximum(parts, 1)), TILE) * TILE
+    for part in range(0, tl.max(parts)):
+        mine = part < parts
+        pointers = work + (firsts + part) * 4
+        tl.store(pointers, requests, mask=mine)
+        tl.store(pointers + 1, starts + part * even, mask=mine)
+        tl.store(pointers + 2, tl.minimum(starts + (part + 1) * even, ends), mask=mine)
+        tl.store(pointers + 3, parts, mask=mine)
+    slots = tl.arange(0, SLOTS)
+    idle = (slots >= used) & (slots < num_slots)
+    tl.store(work + slots * 4 + 1, 0, mask=idle)
+    tl.store(work + slots * 4 + 2, 0, mask=idle)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "table_stride", "query_stride"])
+def decode_attention(
+    out,  # [num_tokens, num_heads, HEAD_DIM]
+    part_out,  # [num_slots, num_heads, HEAD_DIM] float32, normalized
+    part_lse,  # [num_slots, num_heads] float32, log2 of the sum of weights
+    query,  # [num_tokens, num_heads, HEAD_DIM], strided tokens
+    kv_cache,  # [num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], strided blocks
+    block_table,  # [num_requests, max_blocks] int32
+    query_start_loc,  # [num_requests + 1] int32
+    work,  # [num_slots, 4] int32, of plan_decodes
+    score_scale,
+    cap,
+    num_requests,
+    num_tokens,
+    query_stride,
+    table_stride,
+    block_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr,  # GROUP rounded up
+    D: tl.constexpr,  # HEAD_DIM rounded up
+    TILE: tl.constexpr,  # keys at once
+    HAS_SOFT_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (NUM_KV_HEADS, num_slots): one KV head of one part of one request."""
+    kv_head = tl.program_id(0)
+    slot = tl.program_id(1)
+    rows = tl.arange(0, M)
+    dims = tl.arange(0, D)
+    heads = kv_head * GROUP + rows
+    in_tile = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    places = heads[:, None] * HEAD_DIM + dims[None, :]  # [M, D], inside a token
+    token_size = NUM_KV_HEADS * GROUP * HEAD_DIM
+
+    num_rows = tl.load(query_start_loc + num_requests)
+    for padding in range(num_rows + slot, num_tokens, tl.num_programs(1)):
+        tl.store(out + padding * token_size + places, 0.0, mask=in_tile)
+
+    request = tl.load(work + slot * 4)
+    start = tl.load(work + slot * 4 + 1)
+    end = tl.load(work + slot * 4 + 2)
+    parts = tl.load(work + slot * 4 + 3)
+    if start >= end:
+        return
+    token = tl.load(query_start_loc + request).to(tl.int64)
+    q = tl.load(query + token * query_stride + places, mask=in_tile, other=0.0)
+    highest = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    table_row = block_table + request.to(tl.int64) * table_stride
+    keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    stride = tl.multiple_of(block_stride, 8)
+    for first in range(start, end, TILE):
+        tokens = first + tl.arange(0, TILE)
+        offsets = key_offsets(table_row, tokens, end, stride, BLOCK_SIZE, HEAD_DIM)
+        k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, True)
+        v = load_rows(values + offsets, tokens, end, HEAD_DIM, D, True)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = scaled_scores(products, score_scale, cap, HAS_SOFT_CAP)
+        scores = tl.where((tokens < end)[None, :], scores, -float("inf"))
+        highest, total, acc = fold(scores, v, highest, total, acc, PRECISION)
+    result = acc / total[:, None]
+    if parts == 1:
+        tl.store(out + token * token_size + places, result.to(out.dtype.element_ty), mask=in_tile)
+    else:
+        tl.store(part_out + slot * token_size + places, result, mask=in_tile)
+        lse = part_lse + slot * (NUM_KV_HEADS * GROUP) + heads
+        tl.store(lse, highest + tl.log2(total), mask=rows < GROUP)
+
+
+@triton.jit
+def merge_parts(
+    out,  # [num_tokens, num_heads, HEAD_DIM]
+    part_out,  # [num_slots, num_heads, HEAD_DIM] float32
+    part_lse,  # [num_slots, num_heads] float32
+    query_start_loc,  # [num_requests + 1] int32
+    first_slot,  # [num_requests + 1] int32
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Grid (num_heads, num_requests): weigh the parts of one head; none if it was not split."""
+    head = tl.program_id(0)
+    num_heads = tl.num_programs(0)
+    request = tl.program_id(1)
+    first = tl.load(first_slot + request)
+    end = tl.load(first_slot + request + 1)
+    if end - first <= 1:
+        return
+    dims = tl.arange(0, D)
+    highest = -float("inf")
+    total = 0.0
+    acc = tl.zeros([D], tl.float32)
+    for slot in range(first, end, PARTS):
+        places = (slot + tl.arange(0, PARTS)) * num_heads + head
+        present = slot + tl.arange(0, PARTS) < end
+        lse = tl.load(part_lse + places, mask=present, other=-float("inf"))
+        in_tile = present[:, None] & (dims < HEAD_DIM)[None, :]
+        pointers = part_out + places[:, None] * HEAD_DIM + dims[None, :]
+        parts = tl.load(pointers, mask=in_tile, other=0.0)
+        new_highest = tl.maximum(highest, tl.max(lse))
+        weights = tl.exp2(lse - new_highest)
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights)
+        acc = acc * shrink + tl.sum(weights[:, None] * parts, 0)
+        highest = new_highest
+    token = tl.load(query_start_loc + request).to(tl.int64)
+    pointers = out + (token * num_heads + head) * HEAD_DIM + dims
+    tl.store(pointers, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBuffers:
+    """What the programs of one step hand to each other; kept from step to step."""
+
+    work: Tensor  # [num_slots, 4] int32
+    first_slot: Tensor  # [num_requests + 1] int32
+    part_out: Tensor  # [num_slots, num_heads, head_dim] float32
+    part_lse: Tensor  # [num_slots, num_heads] float32
+
+    @classmethod
+    def allocate(cls, num_requests: int, shape: PagedShape, device: torch.device) -> DecodeBuffers:
+        """For steps of up to this many requests."""
+        num_slots = num_requests + spare_slots(shape, device)
+        num_heads = shape.num_kv_heads * shape.group
+        return cls(
+            torch.empty(num_slots, 4, dtype=torch.int32, device=device),
+            torch.empty(num_requests + 1, dtype=torch.int32, device=device),
+            torch.empty(num_slots, num_heads, shape.head_dim, device=device),
+            torch.empty(num_slots, num_heads, device=device),
+        )
+
+
+def spare_slots(shape: PagedShape, device: torch.device) -> int:
+    """Slots that fill the GPU, whatever the number of requests."""
+    if device.type != "cuda":  # interpreted: enough to see requests split
+        return 4
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return -(-num_sms * _PROGRAMS_PER_SM // shape.num_kv_heads)
+
+
+def launch_plan(
+    buffers: DecodeBuffers,
+    metadata: AttentionMetadata,
+    shape: PagedShape,
+    element_size: int,
+    sliding_window: int | None,
+) -> None:
+    """Fill ``work`` and ``first_slot`` for :func:`launch_decodes`; no tensor is read here."""
+    spare = spare_slots(shape, metadata.seq_lens.device)
+    num_slots = metadata.num_requests + spare
+    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size)
+    plan_decodes[1,](
+        buffers.work,
+        buffers.first_slot,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        metadata.num_requests,
+        _NO_WINDOW if sliding_window is None else sliding_window,
+        spare,
+        num_slots,
+        TILE=tile.tokens,
+        MIN_PART_TOKENS=_MIN_PART_TOKENS,
+        REQUESTS=padded_side(metadata.num_requests),
+        SLOTS=padded_side(num_slots),
+    )
+
+
+def launch_decodes(
+    out: Tensor,
+    query: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    buffers: DecodeBuffers,
+    scale: float,
+    soft_cap: float | None,
+) -> None:
+    """Attend for the requests that compute one token, and zero the padding behind all requests.
+
+    Args:
+        out: ``[num_tokens, num_heads, head_dim]``, contiguous; rows of prompts are left alone.
+        query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
+        kv_cache: one layer's, see ``PagedShape.of``.
+        metadata: the step.
+        buffers: filled by :func:`launch_plan` for this step.
+        scale: see ``AttentionBackend.run``.
+        soft_cap: see ``AttentionBackend.run``.
+    """
+    shape = PagedShape.of(query, kv_cache)
+    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, query.element_size())
+    num_slots = metadata.num_requests + spare_slots(shape, query.device)
+    score_scale, cap = score_factors(scale, soft_cap)
+    decode_attention[shape.num_kv_heads, num_slots](
+        out,
+        buffers.part_out,
+        buffers.part_lse,
+        query,
+        kv_cache,
+        metadata.block_table,
+        metadata.query_start_loc,
+        buffers.work,
+        score_scale,
+        cap,
+        metadata.num_requests,
+        len(query),
+        query.stride(0),
+        metadata.block_table.stride(0),
+        kv_cache.stride(0),
+        **_constants(shape, query.element_size(), soft_cap is not None),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    merge_parts[shape.num_kv_heads * shape.group, metadata.num_requests](
+        out,
+        buffers.part_out,
+        buffers.part_lse,
+        metadata.query_start_loc,
+        buffers.first_slot,
+        HEAD_DIM=shape.head_dim,
+        D=shape.padded_head_dim,
+        PARTS=_PARTS_AT_ONCE,
+    )
+
+
+def _constants(
+    shape: PagedShape, element_size: int, has_soft_cap: bool
+) -> dict[str, int | float | bool | str | None]:
+    return {
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size,
+        "M": padded_side(shape.group),
+        "D": shape.padded_head_dim,
+        "TILE": choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size).tokens,
+        "HAS_SOFT_CAP": has_soft_cap,
+        "PRECISION": dot_precision(element_size),
+    }
+
+
+def _aot_case(head_dim: int, num_heads: int, num_kv_heads: int, dtype: str) -> AotCase:
+    shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size=16)
+    element_size = 4 if dtype == "fp32" else 2
+    parts = dict.fromkeys(("part_out", "part_lse"), "fp32")
+    tables = dict.fromkeys(("block_table", "query_start_loc", "work"), "i32")
+    return aot_case(
+        f"decode_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}",
+        decode_attention,
+        dict.fromkeys(("out", "query", "kv_cache"), dtype) | parts | tables,
+        _constants(shape, element_size, has_soft_cap=False),
+        choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size),
+    )
+
+
+AOT_CASES = (
+    *(_aot_case(head_dim, 32, 8, "bf16") for head_dim in (64, 80, 96, 128, 256)),
+    *(_aot_case(128, *heads, "bf16") for heads in ((16, 8), (40, 8), (64, 8), (32, 4), (32, 32))),
+    _aot_case(128, 32, 8, "fp16"),
+    _aot_case(128, 32, 8, "fp32"),
+    aot_case(
+        "plan_decodes r256",
+        plan_decodes,
+        dict.fromkeys(("work", "first_slot", "query_start_loc", "seq_lens"), "i32"),
+        {"TILE": 64, "MIN_PART_TOKENS": _MIN_PART_TOKENS, "REQUESTS": 256, "SLOTS": 512},
+        TileSize(64, 4, 2),
+    ),
+    aot_case(
+        "merge_parts d128 bf16",
+        merge_parts,
+        {"out": "bf16", "part_out": "fp32", "part_lse": "fp32"}
+        | {"query_start_loc": "i32", "first_slot": "i32"},
+        {"HEAD_DIM": 128, "D": 128, "PARTS": _PARTS_AT_ONCE},
+        TileSize(64, 4, 2),
+    ),
+)
