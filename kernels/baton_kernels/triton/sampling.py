@@ -1,0 +1,137 @@
+"""Sampling of one token per row without a sort: top-k, top-p, min-p and seeded Gumbel-max noise.
+
+Three launches, whatever the parameters, and nothing is read back: a CUDA graph can hold them.
+
+    partials   every token once: best score, total weight, best logit of each group of tokens
+    choose     rows without filters are done; of the others the few groups that matter are read
+    search     rows whose kept tokens are many (a flat distribution): passes over the row
+
+After the rejection of candidates of FlashInfer's sampling kernels (https://flashinfer.ai,
+"Sorting-Free GPU Kernels for LLM Sampling"), with noise that is fixed per token in place of new
+random numbers per round. Refuses to know: penalties, grammars, requests.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from baton_kernels.triton.aot import AotCase
+from baton_kernels.triton.sampling_kernels import choose_kernel, partials_kernel, search_kernel
+
+# Tokens of a part (one program) and of a group (the unit in which logits are passed over).
+PART, GROUP = 2048, 64
+# Candidates that `choose` can hold, and how many groups it looks at for top-p without top-k.
+MOST, GUESS = 1024, 256
+TILE = 16  # groups read at once
+SEARCH_BLOCK = 8192
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    keys: Tensor,
+) -> Tensor:
+    """One token per row: the best of ``logit + temperature * G(key, token id)`` among the kept.
+
+    Kept are the tokens that top-k, then top-p of what it leaves, and min-p keep; equally probable
+    tokens stay or go together. Means what `engine.sampler` means, in float32.
+
+    Args:
+        logits: ``[num_rows, vocab_size]`` float32, rows contiguous in themselves.
+        temperatures: ``[num_rows]`` float32; 0 is greedy: of the best logits the first.
+        top_k: ``[num_rows]`` int32; 0: off.
+        top_p: ``[num_rows]`` float32; 1: off.
+        min_p: ``[num_rows]`` float32; 0: off.
+        keys: ``[num_rows, 2]`` int32, the bits of the random words of seed and position.
+
+    Returns:
+        ``[num_rows]`` int64; 0 where every logit is minus infinity or one is no number.
+    """
+    num_rows, vocab_size = logits.shape
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1, "float32 rows"
+    num_parts, num_groups = triton.cdiv(vocab_size, PART), triton.cdiv(vocab_size, GROUP)
+    parameters = (temperatures, top_k, top_p, min_p)
+    assert all(parameter.is_contiguous() for parameter in (*parameters, keys))
+
+    def workspace(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    maxima = workspace(num_rows, num_groups)
+    bests, totals, scores = (workspace(num_rows, num_parts) for _ in range(3))
+    best_tokens = workspace(num_rows, num_parts, dtype=torch.int32)
+    groups = workspace(num_rows, num_groups, dtype=torch.int32)
+    candidates = workspace(num_rows, MOST, dtype=torch.int32)
+    rows, undecided = workspace(num_rows, 2), workspace(num_rows, dtype=torch.int32)
+    token_ids = workspace(num_rows, dtype=torch.int64)
+    if not num_rows:
+        return token_ids
+    partials = (maxima, bests, totals, scores, best_tokens)
+    partials_kernel[num_parts, num_rows](
+        logits, temperatures, keys, *partials, logits.stride(0), vocab_size, num_parts, num_groups,
+        BLOCK=PART, GROUP=GROUP, num_warps=4,
+    )  # fmt: skip
+    choose_kernel[(num_rows,)](
+        logits, *parameters, keys, *partials, groups, candidates, rows, undecided, token_ids,
+        logits.stride(0), vocab_size, num_parts, num_groups,
+        PARTS=triton.next_power_of_2(num_parts), GROUPS=triton.next_power_of_2(num_groups),
+        GROUP=GROUP, TILE=TILE, MOST=MOST, GUESS=GUESS, num_warps=8,
+    )  # fmt: skip
+    search_kernel[(num_rows,)](
+        logits, *parameters, keys, rows, undecided, token_ids, logits.stride(0), vocab_size,
+        BLOCK=SEARCH_BLOCK, num_warps=16,
+    )  # fmt: skip
+    return token_ids
+
+
+_FLOATS, _INTS = "*fp32", "*i32"
+_ROW = {
+    "logits_ptr": _FLOATS, "temperatures_ptr": _FLOATS, "top_k_ptr": _INTS, "top_p_ptr": _FLOATS,
+    "min_p_ptr": _FLOATS, "keys_ptr": _INTS,
+}  # fmt: skip
+_PARTIALS = {
+    "maxima_ptr": _FLOATS, "bests_ptr": _FLOATS, "totals_ptr": _FLOATS, "scores_ptr": _FLOATS,
+    "tokens_ptr": _INTS,
+}  # fmt: skip
+_SIZES = {"logits_stride": "i32:16", "vocab_size": "i32:16"}
+_COUNTS = {"num_parts": "i32", "num_groups": "i32"}
+# Of 151,936 tokens, Qwen3's vocabulary.
+AOT_CASES = (
+    AotCase(
+        "sampling partials",
+        partials_kernel,
+        {
+            **{name: _ROW[name] for name in ("logits_ptr", "temperatures_ptr", "keys_ptr")},
+            **_PARTIALS, **_SIZES, **_COUNTS, "BLOCK": "constexpr", "GROUP": "constexpr",
+        },
+        {"BLOCK": PART, "GROUP": GROUP},
+    ),
+    AotCase(
+        "sampling choose",
+        choose_kernel,
+        {
+            **_ROW, **_PARTIALS, "groups_ptr": _INTS, "candidates_ptr": _INTS,
+            "rows_ptr": _FLOATS, "undecided_ptr": _INTS, "out_ptr": "*i64", **_SIZES, **_COUNTS,
+            **dict.fromkeys(("PARTS", "GROUPS", "GROUP", "TILE", "MOST", "GUESS"), "constexpr"),
+        },
+        {
+            "PARTS": 128, "GROUPS": 4096, "GROUP": GROUP, "TILE": TILE, "MOST": MOST,
+            "GUESS": GUESS,
+        },
+        num_warps=8,
+    ),
+    AotCase(
+        "sampling search",
+        search_kernel,
+        {
+            **_ROW, "rows_ptr": _FLOATS, "undecided_ptr": _INTS, "out_ptr": "*i64", **_SIZES,
+            "BLOCK": "constexpr",
+        },
+        {"BLOCK": SEARCH_BLOCK},
+        num_warps=16,
+    ),
+)  # fmt: skip

@@ -1,0 +1,320 @@
+"""The three kernels of `sampling`: what they share is one row of logits and its noise.
+
+Floats are compared as `ordered` keys, unsigned integers of the same order, so that a limit is
+found bit by bit and exactly. Sums run in an order that depends on the vocabulary alone: a row's
+token does not depend on the other rows. The noise is that of Baton's Gumbel-max sampler, hash of
+key and token id bit for bit. Refuses to know: how many rows there are, where logits come from.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# `lowbias32` of https://github.com/skeeto/hash-prospector, the key mixed in before and between.
+SPREAD = tl.constexpr(0x9E3779B9)
+FIRST_MULTIPLIER = tl.constexpr(0x7FEB352D)
+SECOND_MULTIPLIER = tl.constexpr(0x846CA68B)
+ALL_BITS = tl.constexpr(0xFFFFFFFF)
+SHARE = tl.constexpr(2.0**-32)
+# Enough of the bits of a key for a lower bound that is at most 2**-11 too low.
+BITS_OF_BOUND = tl.constexpr(20)
+NO_TOKEN = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def ordered(x):
+    """uint32 keys of float32 that order as the floats do; both zeros have the same."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -(2**31))).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def gumbel(key0, key1, token_ids):
+    """Noise of token ids: ``-log(-log(1 - share))`` with a share of (0, 1) from their hash."""
+    hashes = token_ids.to(tl.uint32) * SPREAD + key0
+    hashes = (hashes ^ (hashes >> 16)) * FIRST_MULTIPLIER ^ key1
+    hashes = (hashes ^ (hashes >> 15)) * SECOND_MULTIPLIER
+    hashes = hashes ^ (hashes >> 16)
+    share = (hashes.to(tl.float32) + 0.5) * SHARE
+    # 1 - share is exact from the other end; near 1 its logarithm is not, but the series is.
+    rest = ((hashes ^ ALL_BITS).to(tl.float32) + 0.5) * SHARE
+    series = 1 / 3 + share * (1 / 4 + share * (1 / 5 + share * (1 / 6)))
+    series = share * (1 + share * (1 / 2 + share * series))
+    return -tl.log(tl.where(share < 1 / 16, series, -tl.log(rest)))
+
+
+@triton.jit
+def weigh(x, best, temperature):
+    """How probable logits are against the best one, which may be infinite."""
+    return tl.where(x == best, 1.0, tl.exp((x - best) / temperature))
+
+
+@triton.jit
+def key_of_min_p(min_p, best, temperature):
+    """Key of the least logit that min-p keeps; 0 where it is off."""
+    least = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
+    return tl.where(min_p > 0, ordered(least), 0)
+
+
+@triton.jit
+def first_best(scores, token_ids):
+    """The best score and, of equal ones, its first token."""
+    best = tl.max(scores, axis=0)
+    return best, tl.min(tl.where(scores == best, token_ids, NO_TOKEN), axis=0)
+
+
+@triton.jit
+def largest_key(keys, weights, target, NUM_BITS: tl.constexpr):
+    """The largest key at and above which the weights reach ``target``; 0 where they never do."""
+    found = tl.full((), 0, tl.uint32)
+    bit = tl.full((), 2**31, tl.uint32)
+    for _ in range(NUM_BITS):
+        reached = tl.sum(tl.where(keys >= (found | bit), weights, 0.0), axis=0)
+        found = tl.where(reached >= target, found | bit, found)
+        bit = bit >> 1
+    return found
+
+
+# ------------------------------------------------------------------ every token once
+
+
+@triton.jit
+def partials_kernel(
+    logits_ptr, temperatures_ptr, keys_ptr, maxima_ptr, bests_ptr, totals_ptr, scores_ptr,
+    tokens_ptr, logits_stride, vocab_size, num_parts, num_groups,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Of one part of one row: best logit, total weight, best score; best logit of each group.
+
+    | group | group | ... | group |   one part: BLOCK tokens; a group: GROUP tokens
+    """
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token_ids = part * BLOCK + tl.arange(0, BLOCK)
+    exists = token_ids < vocab_size
+    x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=exists, other=-float("inf"))
+    temperature = tl.load(temperatures_ptr + row)
+    scores = x
+    if temperature > 0:
+        key0 = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
+        key1 = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
+        scores = x + temperature * gumbel(key0, key1, token_ids)
+    best = tl.max(x, axis=0)
+    weights = weigh(x, best, tl.where(temperature > 0, temperature, 1.0))
+    score, token = first_best(scores, token_ids)
+    out = row * num_parts + part
+    tl.store(bests_ptr + out, best)
+    tl.store(totals_ptr + out, tl.sum(tl.where(exists, weights, 0.0), axis=0))
+    tl.store(scores_ptr + out, score)
+    tl.store(tokens_ptr + out, token)
+    group_maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
+    groups = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    tl.store(maxima_ptr + row * num_groups + groups, group_maxima, mask=groups < num_groups)
+
+
+# ------------------------------------------------------------------ the few best tokens
+
+
+@triton.jit
+def choose_kernel(
+    logits_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, maxima_ptr, bests_ptr,
+    totals_ptr, scores_ptr, tokens_ptr, groups_ptr, candidates_ptr, rows_ptr, undecided_ptr,
+    out_ptr, logits_stride, vocab_size, num_parts, num_groups,
+    PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    MOST: tl.constexpr, GUESS: tl.constexpr,
+):  # fmt: skip
+    """The token of a row that no filter touches, or whose kept tokens are among its MOST best.
+
+    The k-th largest best logit of a group is a lower bound of the k-th largest logit: only groups
+    that reach it are read. Without top-k, k is GUESS, and what is found has to be enough.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + row)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    part = tl.arange(0, PARTS)
+    exists = part < num_parts
+    at = row * num_parts + part
+    bests = tl.load(bests_ptr + at, mask=exists, other=-float("inf"))
+    totals = tl.load(totals_ptr + at, mask=exists, other=0.0)
+    scores = tl.load(scores_ptr + at, mask=exists, other=-float("inf"))
+    tokens = tl.load(tokens_ptr + at, mask=exists, other=NO_TOKEN)
+    best = tl.max(bests, axis=0)
+    total = tl.sum(totals * weigh(bests, best, tl.where(temperature > 0, temperature, 1.0)), axis=0)
+    _, token = first_best(scores, tokens)
+    is_number = total == total
+    token = tl.where(is_number & (token < vocab_size), token, 0)
+    has_top_k = (top_k > 0) & (top_k < vocab_size)
+    filtered = is_number & (temperature > 0) & (has_top_k | (top_p < 1) | (min_p > 0))
+    decided = 1
+    if filtered:
+        logits_ptr += row * logits_stride
+        candidates_ptr += row * MOST
+        bound, count = gather_candidates(
+            logits_ptr, maxima_ptr + row * num_groups, groups_ptr + row * num_groups,
+            candidates_ptr, tl.where(has_top_k, top_k, GUESS), vocab_size, num_groups,
+            GROUPS, GROUP, TILE, MOST,
+        )  # fmt: skip
+        decided = 0
+        if count <= MOST:
+            drawn, enough = draw_candidate(
+                logits_ptr, candidates_ptr, count, keys_ptr + row * 2, best, total, temperature,
+                tl.where(has_top_k, top_k, 0), top_p, key_of_min_p(min_p, best, temperature), bound, MOST,
+            )  # fmt: skip
+            decided = enough.to(tl.int32)
+            token = tl.where(enough, drawn, token)
+    tl.store(rows_ptr + row * 2, best)
+    tl.store(rows_ptr + row * 2 + 1, total)
+    tl.store(undecided_ptr + row, 1 - decided)
+    tl.store(out_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def gather_candidates(
+    logits_ptr, maxima_ptr, groups_ptr, candidates_ptr, wanted, vocab_size, num_groups,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """All tokens of a row that reach a bound which ``wanted`` of them reach, by rising id.
+
+    Returns the bound's key and the number of tokens: more than MOST means that they are too many.
+    """
+    group = tl.arange(0, GROUPS)
+    exists = group < num_groups
+    maxima = tl.load(maxima_ptr + group, mask=exists, other=-float("inf"))
+    keys = ordered(maxima)
+    bound = largest_key(keys, tl.where(exists, 1.0, 0.0), wanted, BITS_OF_BOUND)
+    reached = exists & (keys >= bound)
+    num_reached = tl.sum(reached.to(tl.int32), axis=0)
+    tl.store(groups_ptr + tl.cumsum(reached.to(tl.int32), axis=0) - 1, group, mask=reached)
+    tl.debug_barrier()  # other threads of this program read them
+    count = tl.where(num_reached > MOST, MOST + 1, 0)
+    for start in range(0, tl.where(num_reached > MOST, 0, num_reached), TILE):
+        place = start + tl.arange(0, TILE)
+        taken = tl.load(groups_ptr + place, mask=place < num_reached, other=num_groups)
+        token_ids = tl.reshape(
+            taken[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (TILE * GROUP,)
+        )
+        inside = token_ids < vocab_size
+        x = tl.load(logits_ptr + token_ids, mask=inside, other=-float("inf"))
+        kept = (inside & (ordered(x) >= bound)).to(tl.int32)
+        slots = count + tl.cumsum(kept, axis=0) - 1
+        tl.store(candidates_ptr + slots, token_ids, mask=(kept > 0) & (slots < MOST))
+        count += tl.sum(kept, axis=0)
+    tl.debug_barrier()
+    return bound, count
+
+
+@triton.jit
+def draw_candidate(
+    logits_ptr, candidates_ptr, count, keys_ptr, best, total, temperature, top_k, top_p,
+    least_by_min_p, bound, MOST: tl.constexpr,
+):  # fmt: skip
+    """The token drawn of the candidates, and whether all tokens that are kept are among them.
+
+    A token is kept where those above it weigh less than top-p of what top-k keeps: equally
+    probable ones stay or go together, but weigh as much as top-k counts of them.
+    """
+    slot = tl.arange(0, MOST)
+    exists = slot < count
+    token_ids = tl.load(candidates_ptr + slot, mask=exists, other=0)
+    x = tl.load(logits_ptr + token_ids, mask=exists, other=-float("inf"))
+    keys = ordered(x)
+    weights = tl.where(exists, weigh(x, best, temperature), 0.0)
+    least = least_by_min_p
+    if top_k > 0:
+        by_top_k = largest_key(keys, tl.where(exists, 1.0, 0.0), top_k.to(tl.float32), 32)
+        above = exists & (keys > by_top_k)
+        equal = top_k - tl.sum(above.to(tl.int32), axis=0)
+        weight = tl.max(tl.where(exists & (keys == by_top_k), weights, 0.0), axis=0)
+        total = tl.sum(tl.where(above, weights, 0.0), axis=0) + equal * weight
+        least = tl.maximum(least, by_top_k)
+    if top_p < 1:
+        least = tl.maximum(least, largest_key(keys, weights, top_p * total, 32))
+    key0 = tl.load(keys_ptr).to(tl.uint32, bitcast=True)
+    key1 = tl.load(keys_ptr + 1).to(tl.uint32, bitcast=True)
+    scores = x + temperature * gumbel(key0, key1, token_ids)
+    _, token = first_best(tl.where(exists & (keys >= least), scores, -float("inf")), token_ids)
+    return token, least >= bound
+
+
+# ------------------------------------------------------------------ any number of tokens
+
+
+@triton.jit
+def search_kernel(
+    logits_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, rows_ptr,
+    undecided_ptr, out_ptr, logits_stride, vocab_size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token of a row that `choose_kernel` left open: some passes over all its logits.
+
+    What top-p keeps is never searched for: the best score wins if the tokens above it weigh
+    little enough; if not, neither it nor what is less probable is kept. It is right at once with
+    a probability of top-p.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(undecided_ptr + row) != 0:
+        logits_ptr += row * logits_stride
+        temperature = tl.load(temperatures_ptr + row)
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        best, total = tl.load(rows_ptr + row * 2), tl.load(rows_ptr + row * 2 + 1)
+        least = key_of_min_p(tl.load(min_p_ptr + row), best, temperature)
+        if (top_k > 0) & (top_k < vocab_size):
+            by_top_k = tl.full((), 0, tl.uint32)
+            bit = tl.full((), 2**31, tl.uint32)
+            for _ in range(32):
+                trial = by_top_k | bit
+                reach, _ = measure(logits_ptr, vocab_size, trial, best, temperature, BLOCK)
+                by_top_k = tl.where(reach >= top_k, trial, by_top_k)
+                bit = bit >> 1
+            above, total = measure(logits_ptr, vocab_size, by_top_k + 1, best, temperature, BLOCK)
+            reach, mass = measure(logits_ptr, vocab_size, by_top_k, best, temperature, BLOCK)
+            total += (mass - total) * ((top_k - above) / (reach - above).to(tl.float32))
+            least = tl.maximum(least, by_top_k)
+        key0 = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
+        key1 = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
+        token = tl.load(out_ptr + row).to(tl.int32)  # the best score of all
+        key = ordered(tl.load(logits_ptr + token))
+        if key < least:
+            token = draw_above(logits_ptr, vocab_size, least, temperature, key0, key1, BLOCK)
+            key = ordered(tl.load(logits_ptr + token))
+        target = tl.where(top_p < 1, top_p * total, float("inf"))
+        _, mass = measure(logits_ptr, vocab_size, key + 1, best, temperature, BLOCK)
+        while mass >= target:
+            token = draw_above(logits_ptr, vocab_size, key + 1, temperature, key0, key1, BLOCK)
+            key = ordered(tl.load(logits_ptr + token))
+            _, mass = measure(logits_ptr, vocab_size, key + 1, best, temperature, BLOCK)
+        tl.store(out_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexpr):
+    """Number and weight of the tokens whose key is at least ``least``."""
+    counts = tl.zeros((BLOCK,), tl.int32)
+    weights = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        token_ids = start + tl.arange(0, BLOCK)
+        exists = token_ids < vocab_size
+        x = tl.load(logits_ptr + token_ids, mask=exists, other=-float("inf"))
+        kept = exists & (ordered(x) >= least)
+        counts += kept.to(tl.int32)
+        weights += tl.where(kept, weigh(x, best, temperature), 0.0)
+    return tl.sum(counts, axis=0), tl.sum(weights, axis=0)
+
+
+@triton.jit
+def draw_above(
+    logits_ptr, vocab_size, least, temperature, key0, key1, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The token of the best score of those whose key is at least ``least``; there is one."""
+    best_scores = tl.full((BLOCK,), -float("inf"), tl.float32)
+    best_tokens = tl.full((BLOCK,), NO_TOKEN, tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        token_ids = start + tl.arange(0, BLOCK)
+        exists = token_ids < vocab_size
+        x = tl.load(logits_ptr + token_ids, mask=exists, other=-float("inf"))
+        scores = x + temperature * gumbel(key0, key1, token_ids)
+        better = exists & (ordered(x) >= least) & (scores > best_scores)
+        best_scores = tl.where(better, scores, best_scores)
+        best_tokens = tl.where(better, token_ids, best_tokens)
+    _, token = first_best(best_scores, best_tokens)
+    return token

@@ -1,0 +1,193 @@
+"""Compile every Triton kernel ahead of time, without a GPU, and say what it takes of one.
+
+    tools/compile_kernels.py            compile, print the table, write what was found
+    tools/compile_kernels.py --check    compile, and fail where a kernel takes more than is written
+
+Cases are the ``AOT_CASES`` of the modules of `baton_kernels.triton`. Types are Triton's, ``i32:16``
+means divisible by 16; pointers are, as torch allocates them. Numbers of registers and spilled bytes
+are those of the ptxas inside Triton's wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import pkgutil
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from baton_kernels.triton.aot import AotCase
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "kernels_aot.json"
+PACKAGE = "baton_kernels.triton"
+ARCHITECTURES = {"sm_80": 80, "sm_90": 90}
+NUM_PROCESSES = 2
+# Another release of Triton allocates registers a little differently.
+REGISTERS_SLACK = 8
+_USED = re.compile(r"Used (\d+) registers")
+_SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_STACK = re.compile(r"(\d+) bytes stack frame")
+
+Figures = dict[str, int]
+Found = dict[str, dict[str, Figures]]  # case -> architecture -> figures
+
+
+def main() -> int:
+    """Compile all cases; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare with what is written")
+    parser.add_argument("--only", default="", help="cases whose name has this in it; not written")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("error: TRITON_INTERPRET: is 1, but the interpreter compiles nothing")
+        return 2
+    found = compile_all(arguments.only)
+    Console(width=110).print(table_of(found))
+    if arguments.check:
+        recorded = json.loads(RECORD.read_text(encoding="utf-8"))["kernels"]
+        findings = list(differences(found, recorded, complete=not arguments.only))
+        for finding in findings:
+            print(finding)
+        return 1 if findings else 0
+    if not arguments.only:
+        write(found)
+    return 0
+
+
+def compile_all(only: str) -> Found:
+    """Figures of every case on every architecture."""
+    jobs = [
+        (module, case.name, architecture)
+        for module in modules()
+        for case in cases_of(module)
+        if only in case.name
+        for architecture in ARCHITECTURES
+    ]
+    found: Found = {}
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        ProcessPoolExecutor(NUM_PROCESSES, initializer=_set_up, initargs=(cache,)) as processes,
+    ):
+        for (_, name, architecture), figures in zip(
+            jobs, processes.map(_compile, *zip(*jobs, strict=True)), strict=True
+        ):
+            assert architecture not in found.setdefault(name, {}), f"{name}: two cases"
+            found[name][architecture] = figures
+    return found
+
+
+def modules() -> list[str]:
+    """Every module of the package."""
+    package = import_module(PACKAGE)
+    return sorted(f"{PACKAGE}.{module.name}" for module in pkgutil.iter_modules(package.__path__))
+
+
+def cases_of(module: str) -> tuple[AotCase, ...]:
+    """The cases that a module names; none where it has no kernel to launch."""
+    cases: tuple[AotCase, ...] = getattr(import_module(module), "AOT_CASES", ())
+    return cases
+
+
+def _set_up(cache: str) -> None:
+    """A fresh cache: what is taken from one was not compiled, and tells no registers."""
+    os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1")
+
+
+def _compile(module: str, name: str, architecture: str) -> Figures:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    (case,) = (case for case in cases_of(module) if case.name == name)
+    types = dict(case.signature)
+    aligned = [
+        index
+        for index, argument in enumerate(case.kernel.arg_names)
+        if types[argument].startswith("*") or types[argument].endswith(":16")
+    ]
+    source = ASTSource(
+        case.kernel,
+        {argument: types[argument].removesuffix(":16") for argument in case.kernel.arg_names},
+        dict(case.constants),
+        {(index,): [["tt.divisibility", 16]] for index in aligned},
+    )
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", ARCHITECTURES[architecture], 32),
+            options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        )
+    log = said.getvalue()
+    used, spilled, stack = _USED.search(log), _SPILLED.search(log), _STACK.search(log)
+    assert used and spilled and stack, f"{name}: ptxas said nothing: {log!r}"
+    return {
+        "registers": int(used[1]),
+        "spill_bytes": int(spilled[1]) + int(spilled[2]),
+        "stack_bytes": int(stack[1]),
+        "shared_bytes": compiled.metadata.shared,
+        "num_warps": case.num_warps,
+        "num_stages": case.num_stages,
+    }
+
+
+def differences(
+    found: Found, recorded: Mapping[str, Mapping[str, Figures]], complete: bool
+) -> Iterator[str]:
+    """One line per figure that is worse than the recorded one, or has none."""
+    for name, architecture, figures in _rows(found):
+        known = recorded.get(name, {}).get(architecture)
+        if known is None:
+            yield f"{name} on {architecture}: is not in {RECORD.name}; run tools/compile_kernels.py"
+            continue
+        for figure, slack in (("spill_bytes", 0), ("registers", REGISTERS_SLACK), ("shared_bytes", 0)):
+            if figures[figure] > known[figure] + slack:
+                yield (
+                    f"{name} on {architecture}: {figure}: {known[figure]} are written, "
+                    f"got {figures[figure]}"
+                )
+    for name in sorted(set(recorded) - set(found) if complete else ()):
+        yield f"{name}: is in {RECORD.name}, but no module has this case"
+
+
+def table_of(found: Found) -> Table:
+    """One row per case and architecture."""
+    columns = ("registers", "spill_bytes", "stack_bytes", "shared_bytes", "num_warps", "num_stages")
+    table = Table("kernel", "for", *(column.replace("_", " ") for column in columns))
+    for name, architecture, figures in _rows(found):
+        table.add_row(name, architecture, *(str(figures[column]) for column in columns))
+    return table
+
+
+def _rows(found: Found) -> Iterator[tuple[str, str, Figures]]:
+    for name, by_architecture in sorted(found.items()):
+        for architecture, figures in by_architecture.items():
+            yield name, architecture, figures
+
+
+def write(found: Found) -> None:
+    """Keep what was found, with the release it holds for."""
+    import triton
+
+    document = {"triton": triton.__version__, "kernels": dict(sorted(found.items()))}
+    RECORD.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    print(f"written to {RECORD.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    sys.exit(main())
