@@ -72,7 +72,7 @@ def make_captured_runner(
     backend_name: str,
     max_model_len: int,
 ) -> ModelRunner:
-    """A runner whose decode steps are captured where they can be; a log line says why or why not."""
+    """A runner whose decode steps are captured where they can be; a log line tells of it."""
     reason_against = reason_against_graphs(config, kv_cache.device, backend_name)
     runner = make_model_runner(
         model, kv_cache, spec, config, backend_name, max_model_len,
