@@ -36,7 +36,7 @@ class Site:
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
         counts = ["--prefill", str(num_prefill), "--decode", str(num_decode)]
         self._commands = [
-            ["router", "--model", str(MODEL), "--listen", self.address],
+            ["router", "--model", str(MODEL), "--listen", self.address, "--http-listen", ""],
             ["sim-node", "--model", str(MODEL), "--router", self.address, *counts, *nodes],
         ]
         self._num_pairs = num_prefill * num_decode

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Beyond these float32 overflows; 0 is greedy, and what is nearly 0 is as good as that.
-_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e30
+# Beyond these float32 overflows; below, sampling is greedy, above, all tokens are as probable.
+LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
 
 # The kernel's parameters by name, each `[num_requests]` but for the keys, `[num_requests, 2]`.
 PARAMETER_TYPES: Mapping[str, torch.dtype] = {
@@ -36,7 +36,7 @@ def kernel_arrays(
         keys: `[num_requests, 2]`, contiguous.
     """
     temperatures = parameters["temperature"]
-    clipped = temperatures.clip(_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE)
+    clipped = temperatures.clip(LEAST_TEMPERATURE, LARGEST_TEMPERATURE)
     return {
         "temperatures": np.where(temperatures == 0, 0, clipped).astype(np.float32),
         "top_k": parameters["top_k"].clip(0, 2**31 - 1).astype(np.int32),

@@ -80,9 +80,7 @@ class Engine:
             self.model_config, model.sliding_windows, config.block_size, self.dtype
         )
         override = None if config.attention_backend == "auto" else config.attention_backend
-        backend_name, reason = choose_attention_backend(
-            device, override, block_size=config.block_size
-        )
+        backend_name, reason = choose_attention_backend(device, override, config.block_size)
         logger.info("attention backend %s: %s", backend_name, reason)
         self.num_blocks = choose_num_blocks(
             self.kv_cache_spec,

@@ -2,16 +2,25 @@
 
 So the same request gives the same tokens whatever shares its batch, whichever node samples, and
 after any preemption or retry. Here is what the filters keep; which of that is drawn: gumbel.py.
-What the size of the vocabulary multiplies is float32; on a CPU, what decides is float64.
+What the size of the vocabulary multiplies is float32; on a CPU, what decides is float64. On a GPU
+with Triton `baton_kernels.triton.sampling` does the same in a few launches.
 """
 
 from __future__ import annotations
+
+import importlib.util
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.device_sampling import (
+    LARGEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    sample_on_device,
+    upload_parameters,
+)
 from engine.gumbel import Floats, TokenIds, Words, best_scores, draw
 from engine.logits import adjust_logits
 from engine.sampling_input import SamplingInput
@@ -21,8 +30,7 @@ from engine.sampling_input import SamplingInput
 TOP_VALUES = (128, 2048)
 # Share of all logits beyond which picking the kept ones out takes longer than a draw of them all.
 MANY_KEPT = 1 / 32
-# Beyond these float32 overflows; below, sampling is greedy, above, all tokens are as probable.
-_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e30
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def sample(logits: Tensor, sampling: SamplingInput) -> list[int]:
@@ -51,6 +59,8 @@ def _as_list(token_ids: TokenIds) -> list[int]:
 
 def _choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """The most probable token of greedy requests, a drawn one of the others."""
+    if logits.is_cuda and _HAS_TRITON:
+        return _choose_by_kernel(logits, parameters, keys)
     filtered = (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
     ways = np.where(parameters["temperature"] == 0, 0, 1 + filtered)
     choose = (_most_probable, _draw, _draw_filtered)
@@ -60,6 +70,13 @@ def _choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> To
     for way in np.unique(ways):
         rows = (ways == way).nonzero()[0]
         token_ids[rows] = choose[way](_rows(logits, rows), parameters[rows], keys[rows])
+    return token_ids
+
+
+def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
+    """`_choose` where the logits are: all parameters go there in one copy, and token ids return."""
+    tensors = upload_parameters(parameters, keys, logits.device)
+    token_ids: TokenIds = sample_on_device(logits.float(), tensors).cpu().numpy()
     return token_ids
 
 
@@ -81,7 +98,7 @@ def _draw(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Toke
 
 
 def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
-    return parameters["temperature"].clip(_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE)
+    return parameters["temperature"].clip(LEAST_TEMPERATURE, LARGEST_TEMPERATURE)
 
 
 # ------------------------------------------------------------------ with filters

@@ -51,6 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with what is written")
     parser.add_argument("--only", default="", help="cases whose name has this in it; not written")
+    parser.add_argument("--record", type=Path, default=RECORD, help="the file to compare with")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("error: TRITON_INTERPRET: is 1, but the interpreter compiles nothing")
@@ -58,7 +59,7 @@ def main() -> int:
     found = compile_all(arguments.only)
     Console(width=110).print(table_of(found))
     if arguments.check:
-        recorded = json.loads(RECORD.read_text(encoding="utf-8"))["kernels"]
+        recorded = json.loads(arguments.record.read_text(encoding="utf-8"))["kernels"]
         findings = list(differences(found, recorded, complete=not arguments.only))
         for finding in findings:
             print(finding)
@@ -134,7 +135,8 @@ def _compile(module: str, name: str, architecture: str) -> Figures:
         )
     log = said.getvalue()
     used, spilled, stack = _USED.search(log), _SPILLED.search(log), _STACK.search(log)
-    assert used and spilled and stack, f"{name}: ptxas said nothing: {log!r}"
+    if not (used and spilled and stack):
+        raise RuntimeError(f"{name}: ptxas said nothing of what it used: {log!r}")
     return {
         "registers": int(used[1]),
         "spill_bytes": int(spilled[1]) + int(spilled[2]),
@@ -154,7 +156,11 @@ def differences(
         if known is None:
             yield f"{name} on {architecture}: is not in {RECORD.name}; run tools/compile_kernels.py"
             continue
-        for figure, slack in (("spill_bytes", 0), ("registers", REGISTERS_SLACK), ("shared_bytes", 0)):
+        for figure, slack in (
+            ("spill_bytes", 0),
+            ("registers", REGISTERS_SLACK),
+            ("shared_bytes", 0),
+        ):
             if figures[figure] > known[figure] + slack:
                 yield (
                     f"{name} on {architecture}: {figure}: {known[figure]} are written, "

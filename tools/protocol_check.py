@@ -69,6 +69,8 @@ CONFIGURATIONS = [
     Configuration("2 requests: crash of their D", {**SHARED_D, "PART_KILLED": 2, "CRASHES": 1}),
     Configuration("2 requests: crash of one P", {**SHARED_D, "PART_KILLED": 0, "CRASHES": 1}),
     Configuration("2 requests: crash of their P", {**SHARED_P, "PART_KILLED": 0, "CRASHES": 1}),
+    # Everything at once takes 5 GiB and, alone on a core, some minutes.
+    Configuration("2 requests: crash of any node", {**TWO, "CRASHES": 1}),
     Configuration("2 requests: router's crash, loss", {**TWO, "ROUTER_CRASHES": 1, "LOSSES": 1}),
     Configuration("no quarantine", {"SUSPECTS": 1}, "NO_QUARANTINE", quick=True),
     Configuration("an expired lease frees", {"SUSPECTS": 1}, "LEASE_FREES", quick=True),

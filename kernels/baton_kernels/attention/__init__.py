@@ -28,7 +28,7 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
 
 
 def choose_attention_backend(
-    device: torch.device | str, override: str | None = None, *, block_size: int = 16
+    device: torch.device | str, override: str | None = None, block_size: int = 16
 ) -> tuple[str, str]:
     """Pick the attention backend for a device.
 

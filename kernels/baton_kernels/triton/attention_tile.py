@@ -85,11 +85,6 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     return scale / soft_cap * 2 * _LOG2_E, soft_cap * _LOG2_E
 
 
-def dot_precision(element_size: int) -> str:
-    """float32 means float32, not TensorFloat-32; smaller dtypes have one precision only."""
-    return "ieee" if element_size == 4 else "tf32"
-
-
 @triton.jit
 def scaled_scores(products, score_scale, cap, HAS_SOFT_CAP: tl.constexpr):
     """Products of queries and keys -> scores whose ``exp2`` is the softmax weight."""
@@ -135,7 +130,7 @@ def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED
 
 
 @triton.jit
-def fold(scores, values, highest, total, acc, PRECISION: tl.constexpr):
+def fold(scores, values, highest, total, acc, IEEE: tl.constexpr):
     """Online softmax (Milakov and Gimelshein, arXiv:1805.02867): take one more tile in.
 
     Args:
@@ -154,7 +149,12 @@ def fold(scores, values, highest, total, acc, PRECISION: tl.constexpr):
     weights = tl.exp2(scores - anchor[:, None])
     shrink = tl.exp2(highest - anchor)
     total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(
+        weights.to(values.dtype),
+        values,
+        acc * shrink[:, None],
+        input_precision="ieee" if IEEE else "tf32",
+    )
     return new_highest, total, acc
 
 
@@ -162,11 +162,12 @@ def aot_case(
     name: str,
     kernel: Any,
     pointers: Mapping[str, str],
-    constants: Mapping[str, int | float | bool | str | None],
+    constants: Mapping[str, int | float | bool | None],
     tile: TileSize,
 ) -> AotCase:
-    """A case of one of the attention kernels: other arguments are int32, but for two floats."""
+    """A case of one of the attention kernels, whose other arguments have the same types in all."""
     types = {"score_scale": "fp32", "cap": "fp32"}
+    types |= dict.fromkeys(("query_stride", "block_stride"), "i32:16")
     types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}

@@ -29,7 +29,6 @@ from baton_kernels.triton.attention_tile import (
     TileSize,
     aot_case,
     choose_tile,
-    dot_precision,
     fold,
     key_offsets,
     load_rows,
@@ -99,7 +98,7 @@ def plan_decodes(
     tl.store(work + slots * 4 + 2, 0, mask=idle)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens", "table_stride", "query_stride"])
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "table_stride"])
 def decode_attention(
     out,  # [num_tokens, num_heads, HEAD_DIM]
     part_out,  # [num_slots, num_heads, HEAD_DIM] float32, normalized
@@ -124,7 +123,7 @@ def decode_attention(
     D: tl.constexpr,  # HEAD_DIM rounded up
     TILE: tl.constexpr,  # keys at once
     HAS_SOFT_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
     """Grid (NUM_KV_HEADS, num_slots): one KV head of one part of one request."""
     kv_head = tl.program_id(0)
@@ -160,10 +159,10 @@ def decode_attention(
         offsets = key_offsets(table_row, tokens, end, stride, BLOCK_SIZE, HEAD_DIM)
         k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, True)
         v = load_rows(values + offsets, tokens, end, HEAD_DIM, D, True)
-        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32")
         scores = scaled_scores(products, score_scale, cap, HAS_SOFT_CAP)
         scores = tl.where((tokens < end)[None, :], scores, -float("inf"))
-        highest, total, acc = fold(scores, v, highest, total, acc, PRECISION)
+        highest, total, acc = fold(scores, v, highest, total, acc, IEEE)
     result = acc / total[:, None]
     if parts == 1:
         tl.store(out + token * token_size + places, result.to(out.dtype.element_ty), mask=in_tile)
@@ -329,7 +328,7 @@ def launch_decodes(
 
 def _constants(
     shape: PagedShape, element_size: int, has_soft_cap: bool
-) -> dict[str, int | float | bool | str | None]:
+) -> dict[str, int | float | bool | None]:
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
@@ -339,7 +338,7 @@ def _constants(
         "D": shape.padded_head_dim,
         "TILE": choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size).tokens,
         "HAS_SOFT_CAP": has_soft_cap,
-        "PRECISION": dot_precision(element_size),
+        "IEEE": element_size == 4,
     }
 
 

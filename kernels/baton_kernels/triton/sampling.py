@@ -53,7 +53,8 @@ def sample_tokens(
         ``[num_rows]`` int64; 0 where every logit is minus infinity or one is no number.
     """
     num_rows, vocab_size = logits.shape
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1, "float32 rows"
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1 or vocab_size == 1
     num_parts, num_groups = triton.cdiv(vocab_size, PART), triton.cdiv(vocab_size, GROUP)
     parameters = (temperatures, top_k, top_p, min_p)
     assert all(parameter.is_contiguous() for parameter in (*parameters, keys))
@@ -73,7 +74,7 @@ def sample_tokens(
     partials = (maxima, bests, totals, scores, best_tokens)
     partials_kernel[num_parts, num_rows](
         logits, temperatures, keys, *partials, logits.stride(0), vocab_size, num_parts, num_groups,
-        BLOCK=PART, GROUP=GROUP, num_warps=4,
+        BLOCK=PART, GROUP=GROUP, num_warps=8,
     )  # fmt: skip
     choose_kernel[(num_rows,)](
         logits, *parameters, keys, *partials, groups, candidates, rows, undecided, token_ids,
@@ -109,6 +110,7 @@ AOT_CASES = (
             **_PARTIALS, **_SIZES, **_COUNTS, "BLOCK": "constexpr", "GROUP": "constexpr",
         },
         {"BLOCK": PART, "GROUP": GROUP},
+        num_warps=8,
     ),
     AotCase(
         "sampling choose",

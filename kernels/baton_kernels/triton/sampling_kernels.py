@@ -17,6 +17,8 @@ FIRST_MULTIPLIER = tl.constexpr(0x7FEB352D)
 SECOND_MULTIPLIER = tl.constexpr(0x846CA68B)
 ALL_BITS = tl.constexpr(0xFFFFFFFF)
 SHARE = tl.constexpr(2.0**-32)
+EXPONENT_BIAS = tl.constexpr(127)
+LOG_2 = tl.constexpr(0.6931471805599453)
 # Enough of the bits of a key for a lower bound that is at most 2**-11 too low.
 BITS_OF_BOUND = tl.constexpr(20)
 NO_TOKEN = tl.constexpr(2**31 - 1)
@@ -30,12 +32,17 @@ def ordered(x):
 
 
 @triton.jit
-def gumbel(key0, key1, token_ids):
-    """Noise of token ids: ``-log(-log(1 - share))`` with a share of (0, 1) from their hash."""
+def mixed(key0, key1, token_ids):
+    """The hash of token ids under a key."""
     hashes = token_ids.to(tl.uint32) * SPREAD + key0
     hashes = (hashes ^ (hashes >> 16)) * FIRST_MULTIPLIER ^ key1
     hashes = (hashes ^ (hashes >> 15)) * SECOND_MULTIPLIER
-    hashes = hashes ^ (hashes >> 16)
+    return hashes ^ (hashes >> 16)
+
+
+@triton.jit
+def gumbel(hashes):
+    """Noise: ``-log(-log(1 - share))`` with a share of (0, 1) from a token's hash."""
     share = (hashes.to(tl.float32) + 0.5) * SHARE
     # 1 - share is exact from the other end; near 1 its logarithm is not, but the series is.
     rest = ((hashes ^ ALL_BITS).to(tl.float32) + 0.5) * SHARE
@@ -45,9 +52,21 @@ def gumbel(key0, key1, token_ids):
 
 
 @triton.jit
+def gumbel_bound(hashes):
+    """No less than `gumbel` but for rounding, and at most 0.07 more where that is large.
+
+    It is at most ``-log(share)``, and a float's bits, read as an integer, are its binary logarithm
+    or up to 0.09 below (Mitchell, "Computer Multiplication and Division Using Binary Logarithms").
+    """
+    bits = hashes.to(tl.float32).to(tl.int32, bitcast=True)
+    return (EXPONENT_BIAS + 32 - bits.to(tl.float32) * 2.0**-23) * LOG_2
+
+
+@triton.jit
 def weigh(x, best, temperature):
     """How probable logits are against the best one, which may be infinite."""
-    return tl.where(x == best, 1.0, tl.exp((x - best) / temperature))
+    inverse = 1 / temperature
+    return tl.where(x == best, 1.0, tl.exp((x - best) * inverse))
 
 
 @triton.jit
@@ -94,14 +113,13 @@ def partials_kernel(
     exists = token_ids < vocab_size
     x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=exists, other=-float("inf"))
     temperature = tl.load(temperatures_ptr + row)
-    scores = x
+    best = tl.max(x, axis=0)
+    weights = weigh(x, best, tl.where(temperature > 0, temperature, 1.0))
+    score, token = first_best(x, token_ids)
     if temperature > 0:
         key0 = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
         key1 = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
-        scores = x + temperature * gumbel(key0, key1, token_ids)
-    best = tl.max(x, axis=0)
-    weights = weigh(x, best, tl.where(temperature > 0, temperature, 1.0))
-    score, token = first_best(scores, token_ids)
+        score, token = best_score(x, token_ids, temperature, key0, key1)
     out = row * num_parts + part
     tl.store(bests_ptr + out, best)
     tl.store(totals_ptr + out, tl.sum(tl.where(exists, weights, 0.0), axis=0))
@@ -110,6 +128,21 @@ def partials_kernel(
     group_maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
     groups = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     tl.store(maxima_ptr + row * num_groups + groups, group_maxima, mask=groups < num_groups)
+
+
+@triton.jit
+def best_score(x, token_ids, temperature, key0, key1):
+    """The best score and its token: logarithms only where a bound does not tell."""
+    hashes = mixed(key0, key1, token_ids)
+    bounds = x + temperature * gumbel_bound(hashes)
+    _, token = first_best(bounds, token_ids)
+    likely = token_ids == token
+    score = tl.max(tl.where(likely, x, -float("inf")), axis=0)
+    score += temperature * gumbel(mixed(key0, key1, token))
+    others = tl.max(tl.where(likely, -float("inf"), bounds), axis=0)
+    if others + 1e-4 * temperature + 1e-6 * tl.abs(others) >= score:
+        score, token = first_best(x + temperature * gumbel(hashes), token_ids)
+    return score, token
 
 
 # ------------------------------------------------------------------ the few best tokens
@@ -157,9 +190,10 @@ def choose_kernel(
         )  # fmt: skip
         decided = 0
         if count <= MOST:
+            least = key_of_min_p(min_p, best, temperature)
             drawn, enough = draw_candidate(
                 logits_ptr, candidates_ptr, count, keys_ptr + row * 2, best, total, temperature,
-                tl.where(has_top_k, top_k, 0), top_p, key_of_min_p(min_p, best, temperature), bound, MOST,
+                tl.where(has_top_k, top_k, 0), top_p, least, bound, MOST,
             )  # fmt: skip
             decided = enough.to(tl.int32)
             token = tl.where(enough, drawn, token)
@@ -232,7 +266,7 @@ def draw_candidate(
         least = tl.maximum(least, largest_key(keys, weights, top_p * total, 32))
     key0 = tl.load(keys_ptr).to(tl.uint32, bitcast=True)
     key1 = tl.load(keys_ptr + 1).to(tl.uint32, bitcast=True)
-    scores = x + temperature * gumbel(key0, key1, token_ids)
+    scores = x + temperature * gumbel(mixed(key0, key1, token_ids))
     _, token = first_best(tl.where(exists & (keys >= least), scores, -float("inf")), token_ids)
     return token, least >= bound
 
@@ -312,7 +346,7 @@ def draw_above(
         token_ids = start + tl.arange(0, BLOCK)
         exists = token_ids < vocab_size
         x = tl.load(logits_ptr + token_ids, mask=exists, other=-float("inf"))
-        scores = x + temperature * gumbel(key0, key1, token_ids)
+        scores = x + temperature * gumbel(mixed(key0, key1, token_ids))
         better = exists & (ordered(x) >= least) & (scores > best_scores)
         best_scores = tl.where(better, scores, best_scores)
         best_tokens = tl.where(better, token_ids, best_tokens)

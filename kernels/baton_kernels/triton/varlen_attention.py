@@ -24,7 +24,6 @@ from baton_kernels.triton.attention_tile import (
     TileSize,
     aot_case,
     choose_tile,
-    dot_precision,
     fold,
     key_offsets,
     load_rows,
@@ -68,24 +67,24 @@ def attend_tile(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
     """Fold in the keys ``[first, first + TILE)``; unless MASKED, every row sees all of them."""
     tokens = first + tl.arange(0, TILE)
     offsets = key_offsets(table_row, tokens, end, block_stride, BLOCK_SIZE, HEAD_DIM)
     k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, MASKED)
     v = load_rows(values + offsets, tokens, end, HEAD_DIM, D, MASKED)
-    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    products = tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32")
     scores = scaled_scores(products, score_scale, cap, HAS_SOFT_CAP)
     if MASKED:
         seen = tokens[None, :] <= positions[:, None]
         if HAS_WINDOW:
             seen = seen & (tokens[None, :] > positions[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
-    return fold(scores, v, highest, total, acc, PRECISION)
+    return fold(scores, v, highest, total, acc, IEEE)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "query_stride"])
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def varlen_attention(
     out,  # [num_tokens, num_heads, HEAD_DIM]
     query,  # [num_tokens, num_heads, HEAD_DIM], strided tokens
@@ -109,7 +108,7 @@ def varlen_attention(
     TILE: tl.constexpr,  # keys at once
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
     """Grid (NUM_KV_HEADS, num_tiles)."""
     kv_head = tl.program_id(0)
@@ -150,13 +149,13 @@ def varlen_attention(
         highest, total, acc = attend_tile(
             q, positions, first, end, window, table_row, keys, values, stride, score_scale, cap,
             highest, total, acc,
-            HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, False, PRECISION,
+            HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, False, IEEE,
         )  # fmt: skip
     for first in range(diagonal, end, TILE):
         highest, total, acc = attend_tile(
             q, positions, first, end, window, table_row, keys, values, stride, score_scale, cap,
             highest, total, acc,
-            HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, True, PRECISION,
+            HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, True, IEEE,
         )  # fmt: skip
     total = tl.where(total == 0, 1.0, total)  # rows of no token may have seen no key
     result = (acc / total[:, None]).to(out.dtype.element_ty)
@@ -235,7 +234,7 @@ def launch_tiles(
 
 def _constants(
     shape: PagedShape, element_size: int, has_window: bool, has_soft_cap: bool
-) -> dict[str, int | float | bool | str | None]:
+) -> dict[str, int | float | bool | None]:
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
@@ -246,7 +245,7 @@ def _constants(
         "TILE": choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size).tokens,
         "HAS_WINDOW": has_window,
         "HAS_SOFT_CAP": has_soft_cap,
-        "PRECISION": dot_precision(element_size),
+        "IEEE": element_size == 4,
     }
 
 

@@ -1,0 +1,277 @@
+"""Paged attention of the "triton" backend on a GPU against the best attention of libraries.
+
+    decode     one query per request: library time / ours, and bytes of KV per second / copy's
+    prefill    2k to 16k new tokens, alone and behind a cached prefix: TFLOP/s of both
+
+A library gets the keys and values of each request side by side, which costs it no paging: torch's
+`scaled_dot_product_attention` (flash and cuDNN; decodes with the query heads of a KV head as its
+queries) and, where it can be imported, `flash_attn`. Keys and values of calls that follow each
+other are of different layers, so that they come from memory and not from the cache.
+`--dry-run` runs all of it on tiny shapes on a CPU through Triton's interpreter; nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from environment import record_environment, write_results
+from gpu_timing import Row, copy_gb_per_s, gb_per_s, interpret_without_gpu, median_us, table_of
+
+interpret_without_gpu()
+
+from baton_kernels.attention import ATTENTION_BACKENDS  # noqa: E402
+from baton_kernels.attention.base import AttentionMetadata  # noqa: E402
+
+Call = Callable[[], Tensor]
+HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
+BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
+PREFILLS = ((2048, 0), (4096, 0), (8192, 0), (16384, 0), (2048, 6144), (2048, 14336))
+HEAD_DIM, BLOCK_SIZE = 128, 16
+# Beyond the 60 MB of an H200's cache, and what the keys and values of one cell may take.
+COLD_BYTES, MOST_BYTES = 2**28, 40 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One shape: ``batch`` requests with ``query_len`` new tokens behind ``prefix`` cached ones."""
+
+    num_heads: int
+    num_kv_heads: int
+    batch: int
+    query_len: int
+    prefix: int
+    head_dim: int = HEAD_DIM
+    block_size: int = BLOCK_SIZE
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def seq_len(self) -> int:
+        return self.prefix + self.query_len
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one layer."""
+        elements = 2 * self.batch * self.seq_len * self.num_kv_heads * self.head_dim
+        return elements * self.dtype.itemsize
+
+    @property
+    def num_layers(self) -> int:
+        """So many that their keys and values are in no cache when it is their turn again."""
+        return min(max(math.ceil(COLD_BYTES / self.kv_bytes), 1), 64)
+
+    @property
+    def flops(self) -> float:
+        """Two products over the keys that each query sees."""
+        seen = self.query_len * self.prefix + self.query_len * (self.query_len + 1) / 2
+        return 4.0 * self.batch * self.num_heads * self.head_dim * seen
+
+
+def metadata_of(cell: Cell, device: str) -> tuple[AttentionMetadata, Tensor]:
+    """A step of the cell, its blocks at random places; and the block table ``[batch, blocks]``."""
+    blocks = -(-cell.seq_len // cell.block_size)
+    table = torch.randperm(cell.batch * blocks, device=device).view(cell.batch, blocks)
+    positions = torch.arange(cell.prefix, cell.seq_len, device=device)  # [query_len]
+    slots = table[:, positions // cell.block_size] * cell.block_size + positions % cell.block_size
+    starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.query_len
+    metadata = AttentionMetadata(
+        num_requests=cell.batch,
+        num_tokens=cell.batch * cell.query_len,
+        query_start_loc=starts,
+        seq_lens=torch.full((cell.batch,), cell.seq_len, dtype=torch.int32, device=device),
+        block_table=table.to(torch.int32),
+        slot_mapping=slots.flatten(),
+        max_query_len=cell.query_len,
+        max_seq_len=cell.seq_len,
+        query_lens=(cell.query_len,) * cell.batch,
+        seq_lens_host=(cell.seq_len,) * cell.batch,
+    )
+    return metadata, table
+
+
+def measure_cell(cell: Cell, device: str) -> tuple[float, dict[str, float]]:
+    """Microseconds of one layer: ours, and those of every library that can."""
+    metadata, table = metadata_of(cell, device)
+    shape = (2, cell.num_kv_heads, cell.block_size, cell.head_dim)
+    like = {"device": device, "dtype": cell.dtype}
+    # Block-major, all layers inside a block.
+    cache = torch.randn(table.numel(), cell.num_layers, *shape, **like)
+    query = torch.randn(metadata.num_tokens, cell.num_heads, cell.head_dim, **like)
+    backend = ATTENTION_BACKENDS.load("triton")()
+    scale = cell.head_dim**-0.5
+
+    def layer(kv_cache: Tensor) -> Call:
+        return lambda: backend.run(query, kv_cache, metadata, scale=scale)
+
+    backend.plan(metadata)
+    found = layer(cache[:, 0])()
+    ours = median_us([layer(kv_cache) for kv_cache in cache.unbind(1)], device)
+    side_by_side = [_gathered(kv_cache, table, cell) for kv_cache in cache.unbind(1)]
+    del cache
+    theirs = {}
+    for name, library in libraries(cell):
+        try:
+            expected = library(query, *side_by_side[0])
+            theirs[name] = median_us(
+                [lambda kv=kv, library=library: library(query, *kv) for kv in side_by_side], device
+            )
+        except RuntimeError:  # this library has no kernel for the shape
+            continue
+        error = (found.float() - expected.float()).abs().max().item()
+        if not error < 0.02:
+            raise RuntimeError(f"{cell}: differs from {name} by {error}")
+    return ours, theirs
+
+
+def _gathered(kv_cache: Tensor, table: Tensor, cell: Cell) -> tuple[Tensor, Tensor]:
+    """Keys and values of every request, each ``[batch, num_kv_heads, seq_len, head_dim]``."""
+    taken = kv_cache[table]  # [batch, blocks, 2, num_kv_heads, block_size, head_dim]
+    key, value = taken.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : cell.seq_len]
+    return key.contiguous(), value.contiguous()
+
+
+# ------------------------------------------------------------------ the libraries
+
+
+def libraries(cell: Cell) -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
+    """Functions of query ``[num_tokens, num_heads, head_dim]``, key and value."""
+    if torch.cuda.is_available():
+        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            yield f"sdpa {kernel.name.partition('_')[0].lower()}", _sdpa(cell, kernel)
+        if importlib.util.find_spec("flash_attn") is not None:
+            yield "flash_attn", _flash_attn(cell)
+    else:
+        yield "sdpa", _sdpa(cell, SDPBackend.MATH)
+
+
+def _sdpa(cell: Cell, kernel: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    group = cell.num_heads // cell.num_kv_heads
+
+    def decode(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Heads that share keys become queries of one head: each key is read once.
+        folded = query.view(cell.batch, cell.num_kv_heads, group, cell.head_dim)
+        with sdpa_kernel(kernel):
+            return scaled_dot_product_attention(folded, key, value).reshape(query.shape)
+
+    def prefill(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        shape = (cell.batch, cell.query_len, cell.num_heads, cell.head_dim)
+        by_head = query.view(shape).transpose(1, 2)
+        mask = causal_lower_right(cell.query_len, cell.seq_len) if cell.prefix else None
+        with sdpa_kernel(kernel):
+            out = scaled_dot_product_attention(
+                by_head, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
+        return out.transpose(1, 2).reshape(query.shape)
+
+    return decode if cell.query_len == 1 else prefill
+
+
+def _flash_attn(cell: Cell) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    from flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+    call = flash_attn_with_kvcache if cell.query_len == 1 else flash_attn_func
+    # Its layout is [batch, seq_len, num_kv_heads, head_dim].
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if key.data_ptr() not in made:
+            made[key.data_ptr()] = tuple(x.transpose(1, 2).contiguous() for x in (key, value))
+        shape = (cell.batch, cell.query_len, cell.num_heads, cell.head_dim)
+        return call(query.view(shape), *made[key.data_ptr()], causal=True).view(query.shape)
+
+    return run
+
+
+# ------------------------------------------------------------------ the two parts
+
+
+def decode_cells(device: str) -> Iterator[Cell]:
+    """All that fit; on a CPU two tiny ones."""
+    if torch.device(device).type == "cpu":
+        yield Cell(4, 2, 1, 1, 6, 16, 4, torch.float32)
+        yield Cell(2, 1, 3, 1, 9, 16, 4, torch.float32)
+        return
+    for num_heads, num_kv_heads in HEADS:
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                cell = Cell(num_heads, num_kv_heads, batch, 1, context - 1)
+                if cell.kv_bytes * 3 <= MOST_BYTES:  # paged, side by side, and on the way there
+                    yield cell
+
+
+def prefill_cells(device: str) -> Iterator[Cell]:
+    """New tokens behind a prefix; on a CPU two tiny ones."""
+    if torch.device(device).type == "cpu":
+        yield Cell(2, 1, 1, 5, 0, 16, 4, torch.float32)
+        yield Cell(2, 1, 1, 3, 6, 16, 4, torch.float32)
+        return
+    for query_len, prefix in PREFILLS:
+        yield Cell(32, 8, 1, query_len, prefix)
+
+
+@torch.inference_mode()
+def measure(device: str) -> list[Row]:
+    """All rows; on a CPU tiny ones, whose times mean nothing."""
+    copied = copy_gb_per_s(device, 2**20 if torch.device(device).type == "cpu" else 2**29)
+    rows: list[Row] = []
+    for cell in decode_cells(device):
+        ours, theirs = measure_cell(cell, device)
+        bandwidth = gb_per_s(cell.kv_bytes, ours)
+        heads = f"{cell.num_heads}/{cell.num_kv_heads}"
+        what = f"decode {heads}, batch {cell.batch}, context {cell.seq_len}"
+        rows.append({**_row(what, ours, theirs), "of copy": round(bandwidth / copied, 2)})
+    for cell in prefill_cells(device):
+        ours, theirs = measure_cell(cell, device)
+        what = f"prefill {cell.query_len} behind {cell.prefix}"
+        rows.append({**_row(what, ours, theirs), "TFLOP/s": round(cell.flops / ours / 1e6, 1)})
+    return rows
+
+
+def _row(what: str, ours: float, theirs: dict[str, float]) -> Row:
+    name = min(theirs, key=theirs.__getitem__, default="none")
+    best = theirs.get(name, math.nan)
+    return {
+        "what": what, "us": round(ours, 2), "best library": name, "its us": round(best, 2),
+        "library / ours": round(best / ours, 2),
+    }  # fmt: skip
+
+
+def geometric_mean(rows: list[Row]) -> float:
+    """Of library / ours over the decode rows."""
+    ratios = [row["library / ours"] for row in rows if str(row["what"]).startswith("decode")]
+    known = [ratio for ratio in ratios if isinstance(ratio, float) and ratio > 0]
+    return round(math.exp(sum(map(math.log, known)) / len(known)), 3) if known else math.nan
+
+
+def main() -> int:
+    """Measure, print one table, write the JSON; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
+    arguments = parser.parse_args()
+    if not arguments.dry_run and not torch.cuda.is_available():
+        print("error: device: there is no CUDA device here; --dry-run tries the benchmark itself")
+        return 2
+    device = "cpu" if arguments.dry_run else "cuda"
+    environment = record_environment()
+    rows = measure(device)
+    Console(width=110).print(table_of(rows))
+    print(f"decode, library / ours, geometric mean: {geometric_mean(rows)}")
+    if not arguments.dry_run:
+        environment["gpu"] = torch.cuda.get_device_name(device)
+        write_results("attention_gpu", environment, {"rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

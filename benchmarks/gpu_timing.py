@@ -1,0 +1,80 @@
+"""Times of calls on a device: inside a CUDA graph on a GPU, once by the clock on a CPU.
+
+A graph, because that is how a decode step runs and because launches from Python would hide what
+small kernels cost. On a CPU a time means nothing: there the benchmarks only prove that they run.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+Call = Callable[[], object]
+Row = dict[str, float | str]
+
+
+def interpret_without_gpu() -> None:
+    """Let Triton's interpreter run kernels where no GPU is; call before Triton is imported."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def median_us(calls: Sequence[Call], device: str, repeat: int = 20) -> float:
+    """Median microseconds of one call, when all of them run one after another.
+
+    Args:
+        calls: give different memory to each where it should not be found in the cache.
+    """
+    for call in calls:
+        call()  # compiles
+    if torch.device(device).type == "cpu":
+        started = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - started) / len(calls) * 1e6
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    samples = []
+    for _ in range(repeat + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / len(calls))
+    del kept, graph
+    return statistics.median(samples[3:])
+
+
+def copy_gb_per_s(device: str, num_bytes: int) -> float:
+    """What the device copies within its memory, bytes read and bytes written, in this run."""
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return gb_per_s(2 * num_bytes, median_us([lambda: target.copy_(source)], device))
+
+
+def gb_per_s(num_bytes: int, microseconds: float) -> float:
+    """Gigabytes (10**9) per second."""
+    return num_bytes / microseconds / 1e3
+
+
+def num_bytes(*tensors: Tensor) -> int:
+    """Of all of them."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def table_of(rows: list[Row]) -> Table:
+    """One row each; columns are all keys that occur."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(str(row.get(column, "")) for column in columns))
+    return table

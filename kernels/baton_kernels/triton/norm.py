@@ -1,0 +1,102 @@
+"""Root-mean-square norms, alone and with the sum of the residual stream before.
+
+One program holds whole rows in registers, so that every element is read once and written once.
+Refuses to know: models, where in a layer a norm stands.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.triton.aot import AotCase
+
+# Elements of a program's tile; wider rows get more threads.
+TILE_ELEMENTS = 2048
+LARGEST_SIZE = 32768
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `baton_kernels.reference.rms_norm`; the weight is ``[size]``, of the dtype of ``x``."""
+    out, _ = _norm(x, None, weight, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `baton_kernels.reference.add_rms_norm`; the sum is a new tensor."""
+    return _norm(x, residual, weight, eps)
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of the sum and the sum; of ``x`` and ``x`` where there is no residual."""
+    size = x.shape[-1]
+    assert weight.shape == (size,), f"weight: [{size}], got {tuple(weight.shape)}"
+    assert weight.dtype == x.dtype, f"weight: {x.dtype}, got {weight.dtype}"
+    assert size <= LARGEST_SIZE, f"size: at most {LARGEST_SIZE}, got {size}"
+    rows = x.reshape(-1, size)  # [num_rows, size]
+    added = rows if residual is None else residual.reshape(-1, size)
+    rows, added = (t if t.stride(1) == 1 else t.contiguous() for t in (rows, added))
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(out)
+    if not len(rows):
+        return out, total
+    block = triton.next_power_of_2(size)
+    num_tile_rows = max(1, TILE_ELEMENTS // block)
+    rms_norm_kernel[(triton.cdiv(len(rows), num_tile_rows),)](
+        rows, added, weight, out, total, rows.stride(0), added.stride(0), len(rows), size, eps,
+        ROWS=num_tile_rows, BLOCK=block, ADDS=residual is not None, num_warps=_num_warps(block),
+    )  # fmt: skip
+    return out, total
+
+
+def _num_warps(block: int) -> int:
+    return min(max(block // 512, 4), 16)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, num_rows, size,
+    eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows per program; like the reference, each intermediate result is rounded."""
+    dtype = x_ptr.dtype.element_ty
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    exists = (row < num_rows) & (column < size)
+    x = tl.load(x_ptr + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
+    if ADDS:
+        added = tl.load(residual_ptr + row * residual_stride + column, mask=exists, other=0.0)
+        total = (x + added.to(tl.float32)).to(dtype)
+        tl.store(sum_ptr + row * size + column, total, mask=exists)
+        x = total.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
+    weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
+    normed = (x * inverse_rms).to(dtype).to(tl.float32) * weight
+    tl.store(out_ptr + row * size + column, normed.to(dtype), mask=exists)
+
+
+def _case(name: str, size: int, adds: bool) -> AotCase:
+    block = triton.next_power_of_2(size)
+    pointers = ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr")
+    return AotCase(
+        f"{name} {size} bf16",
+        rms_norm_kernel,
+        {
+            **dict.fromkeys(pointers, "*bf16"),
+            **dict.fromkeys(("x_stride", "residual_stride", "size"), "i32:16"),
+            "num_rows": "i32",
+            "eps": "fp32",
+            **dict.fromkeys(("ROWS", "BLOCK", "ADDS"), "constexpr"),
+        },
+        {"ROWS": max(1, TILE_ELEMENTS // block), "BLOCK": block, "ADDS": adds},
+        num_warps=_num_warps(block),
+    )
+
+
+AOT_CASES = (
+    _case("rms_norm", 128, False),
+    _case("add_rms_norm", 4096, True),
+    _case("add_rms_norm", 8192, True),
+)

@@ -1,0 +1,265 @@
+"""Between the joined projection and attention: norms of heads, rotation, and the paged store.
+
+A program takes some heads of one token, whatever they are: query and key heads are normalized and
+turned, key and value heads go to the cache. Refuses to know: models, how tokens get their slots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.triton.aot import AotCase
+
+HEADS = 8  # of one program
+
+
+def norm_rotary_store(
+    qkv: Tensor,
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """See `baton_kernels.reference.norm_rotary_store`; in one launch."""
+    num_tokens = len(qkv)
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    out = qkv.new_empty((num_tokens, num_heads, head_dim))
+    if not num_tokens:
+        return out
+    rotary_dim = cos.shape[-1]
+    assert qkv.stride(1) == kv_cache.stride(4) == 1
+    assert qkv.dtype == kv_cache.dtype, f"kv_cache: {qkv.dtype}, got {kv_cache.dtype}"
+    norm_rotary_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS))](
+        qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, slot_mapping, out,
+        kv_cache, qkv.stride(0), *kv_cache.stride()[:4], eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        HALF=rotary_dim // 2, HEADS=HEADS, num_warps=2, **_blocks(head_dim, rotary_dim),
+    )  # fmt: skip
+    return out
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """See `baton_kernels.reference.rotary`."""
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    num_tokens, num_heads, head_dim = x.shape
+    rotary_dim = cos.shape[-1]
+    assert x.stride(2) == 1
+    out = x.new_empty(x.shape)
+    if num_tokens:
+        rotary_kernel[(num_tokens, triton.cdiv(num_heads, HEADS))](
+            x, cos.contiguous(), sin.contiguous(), out, x.stride(0), x.stride(1),
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HALF=rotary_dim // 2, HEADS=HEADS,
+            num_warps=2, **_blocks(head_dim, rotary_dim),
+        )  # fmt: skip
+    return out
+
+
+def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See `baton_kernels.reference.store_kv`."""
+    num_tokens, num_kv_heads, head_dim = key.shape
+    assert key.stride(2) == value.stride(2) == kv_cache.stride(4) == 1
+    if num_tokens:
+        store_kv_kernel[(num_tokens, 2)](
+            key, value, slot_mapping, kv_cache, key.stride(0), key.stride(1), value.stride(0),
+            value.stride(1), *kv_cache.stride()[:4],
+            NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[3],
+            HEADS=triton.next_power_of_2(num_kv_heads), DIMS=triton.next_power_of_2(head_dim),
+            num_warps=2,
+        )  # fmt: skip
+
+
+def _blocks(head_dim: int, rotary_dim: int) -> dict[str, int]:
+    """Widths of the tiles of half the turned dims, and of those behind them; 0: there are none."""
+    tail = head_dim - rotary_dim
+    return {
+        "HALF_BLOCK": triton.next_power_of_2(rotary_dim // 2),
+        "TAIL_BLOCK": triton.next_power_of_2(tail) if tail else 0,
+    }
+
+
+# ------------------------------------------------------------------ kernels
+
+
+@triton.jit
+def turn(x1, x2, cos_ptr, sin_ptr, pair, HALF: tl.constexpr):
+    """The two halves of a token's heads ``[HEADS, HALF_BLOCK]``, turned; in float32."""
+    exists = pair < HALF
+    cos1 = tl.load(cos_ptr + pair, mask=exists, other=0.0).to(tl.float32)[None, :]
+    cos2 = tl.load(cos_ptr + HALF + pair, mask=exists, other=0.0).to(tl.float32)[None, :]
+    sin1 = tl.load(sin_ptr + pair, mask=exists, other=0.0).to(tl.float32)[None, :]
+    sin2 = tl.load(sin_ptr + HALF + pair, mask=exists, other=0.0).to(tl.float32)[None, :]
+    return x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
+
+
+@triton.jit
+def normalize(
+    x, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, dim, exists,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Some dims ``[HEADS, n]`` of heads times their norm's weight, rounded as the reference is."""
+    normed = (x * inverse_rms[:, None]).to(dtype).to(tl.float32)
+    if query_weight_ptr is not None:
+        weight = tl.load(query_weight_ptr + dim, mask=exists, other=0.0).to(tl.float32)[None, :]
+        x = tl.where(is_query[:, None], (normed * weight).to(dtype).to(tl.float32), x)
+    if key_weight_ptr is not None:
+        weight = tl.load(key_weight_ptr + dim, mask=exists, other=0.0).to(tl.float32)[None, :]
+        x = tl.where(is_key[:, None], (normed * weight).to(dtype).to(tl.float32), x)
+    return x
+
+
+@triton.jit
+def norm_rotary_store_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, slots_ptr, out_ptr, cache_ptr,
+    qkv_stride, block_stride, plane_stride, head_stride, token_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token, of which every dim is in a register.
+
+    | x1 (HALF) | x2 (HALF) | tail (HEAD_DIM - 2 * HALF) |
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    head_exists = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
+    pair, tail = tl.arange(0, HALF_BLOCK), 2 * HALF
+    exists = head_exists & (pair < HALF)[None, :]
+    x_ptrs = qkv_ptr + token * qkv_stride + head[:, None] * HEAD_DIM
+    x1 = tl.load(x_ptrs + pair[None, :], mask=exists, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptrs + HALF + pair[None, :], mask=exists, other=0.0).to(tl.float32)
+    squares = tl.sum(x1 * x1 + x2 * x2, axis=1)
+    if TAIL_BLOCK > 0:
+        tail += tl.arange(0, TAIL_BLOCK)
+        tail_exists = head_exists & (tail < HEAD_DIM)[None, :]
+        rest = tl.load(x_ptrs + tail[None, :], mask=tail_exists, other=0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, axis=1)
+    inverse_rms = squares
+    if query_weight_ptr is not None or key_weight_ptr is not None:
+        inverse_rms = tl.rsqrt(squares / HEAD_DIM + eps)
+    x1 = normalize(
+        x1, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, pair, pair < HALF,
+        dtype,
+    )  # fmt: skip
+    x2 = normalize(
+        x2, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, HALF + pair,
+        pair < HALF, dtype,
+    )  # fmt: skip
+    turned1, turned2 = turn(
+        x1, x2, cos_ptr + token * 2 * HALF, sin_ptr + token * 2 * HALF, pair, HALF
+    )
+    x1 = tl.where(is_value[:, None], x1, turned1).to(dtype)
+    x2 = tl.where(is_value[:, None], x2, turned2).to(dtype)
+
+    slot = tl.load(slots_ptr + token)
+    kv_head = tl.where(is_value, head - NUM_KV_HEADS, head) - NUM_HEADS
+    place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
+    cache_ptrs = cache_ptr + place + (is_value * plane_stride + kv_head * head_stride)[:, None]
+    out_ptrs = out_ptr + (token * NUM_HEADS + head)[:, None] * HEAD_DIM
+    queries, stored = is_query[:, None], ~is_query[:, None] & (slot >= 0)
+    tl.store(out_ptrs + pair[None, :], x1, mask=exists & queries)
+    tl.store(out_ptrs + HALF + pair[None, :], x2, mask=exists & queries)
+    tl.store(cache_ptrs + pair[None, :], x1, mask=exists & stored)
+    tl.store(cache_ptrs + HALF + pair[None, :], x2, mask=exists & stored)
+    if TAIL_BLOCK > 0:
+        rest = normalize(
+            rest, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, tail,
+            tail < HEAD_DIM, dtype,
+        ).to(dtype)  # fmt: skip
+        tl.store(out_ptrs + tail[None, :], rest, mask=tail_exists & queries)
+        tl.store(cache_ptrs + tail[None, :], rest, mask=tail_exists & stored)
+
+
+@triton.jit
+def rotary_kernel(
+    x_ptr, cos_ptr, sin_ptr, out_ptr, token_stride, head_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token."""
+    dtype = out_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pair = tl.arange(0, HALF_BLOCK)
+    exists = (head < NUM_HEADS) & (pair < HALF)[None, :]
+    x_ptrs = x_ptr + token * token_stride + head * head_stride
+    x1 = tl.load(x_ptrs + pair[None, :], mask=exists, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptrs + HALF + pair[None, :], mask=exists, other=0.0).to(tl.float32)
+    x1, x2 = turn(x1, x2, cos_ptr + token * 2 * HALF, sin_ptr + token * 2 * HALF, pair, HALF)
+    out_ptrs = out_ptr + (token * NUM_HEADS + head) * HEAD_DIM
+    tl.store(out_ptrs + pair[None, :], x1.to(dtype), mask=exists)
+    tl.store(out_ptrs + HALF + pair[None, :], x2.to(dtype), mask=exists)
+    if TAIL_BLOCK > 0:
+        tail = (2 * HALF + tl.arange(0, TAIL_BLOCK))[None, :]
+        exists = (head < NUM_HEADS) & (tail < HEAD_DIM)
+        tl.store(out_ptrs + tail, tl.load(x_ptrs + tail, mask=exists), mask=exists)
+
+
+@triton.jit
+def store_kv_kernel(
+    key_ptr, value_ptr, slots_ptr, cache_ptr, key_token_stride, key_head_stride,
+    value_token_stride, value_head_stride, block_stride, plane_stride, head_stride, token_stride,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """The keys or the values of one token."""
+    token, plane = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, DIMS)[None, :]
+    slot = tl.load(slots_ptr + token)
+    stored = (head < NUM_KV_HEADS) & (dim < HEAD_DIM) & (slot >= 0)
+    if plane == 0:
+        x = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=stored)
+    else:
+        x = tl.load(
+            value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=stored
+        )
+    place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
+    target = cache_ptr + place + plane * plane_stride + head * head_stride + dim
+    tl.store(target, x.to(cache_ptr.dtype.element_ty), mask=stored)
+
+
+# ------------------------------------------------------------------ ahead of time
+
+
+def _case(
+    name: str, num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, with_norm: bool
+) -> AotCase:
+    weights = ("query_weight_ptr", "key_weight_ptr")
+    constants: dict[str, int | float | bool | None] = {
+        "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": 16, "HALF": rotary_dim // 2, "HEADS": HEADS, **_blocks(head_dim, rotary_dim),
+        **({} if with_norm else dict.fromkeys(weights)),
+    }  # fmt: skip
+    pointers = ("qkv_ptr", "cos_ptr", "sin_ptr", *weights, "out_ptr", "cache_ptr")
+    strides = ("qkv_stride", "block_stride", "plane_stride", "head_stride", "token_stride")
+    signature = {
+        **dict.fromkeys(pointers, "*bf16"), "slots_ptr": "*i64",
+        **dict.fromkeys(strides, "i32:16"), "eps": "fp32", **dict.fromkeys(constants, "constexpr"),
+    }  # fmt: skip
+    return AotCase(
+        f"norm_rotary_store {name} bf16",
+        norm_rotary_store_kernel,
+        signature,
+        constants,
+        num_warps=2,
+    )
+
+
+AOT_CASES = (
+    _case("d128 with norms", 32, 8, 128, 128, True),
+    _case("d128", 32, 8, 128, 128, False),
+    _case("d96 of which 48", 32, 8, 96, 48, False),
+    _case("d256 with norms", 16, 8, 256, 256, True),
+)

@@ -1,0 +1,256 @@
+"""The attention kernels beyond what every backend must do: splits, tiles, capture, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from baton_kernels import reference
+from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.triton import TritonAttention
+from baton_kernels.triton.attention_tile import PagedShape
+from baton_kernels.triton.decode_attention import DecodeBuffers, launch_plan, merge_parts
+from baton_kernels.triton.varlen_attention import plan_tiles
+from tests.numerics.paged import make_cache, make_metadata, make_tables
+
+SCALE = 0.2
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+MIXED = ([1, 9, 0, 35, 1], [150, 9, 0, 56, 1])
+
+
+@pytest.fixture(autouse=True)
+def _on_device(device: torch.device) -> object:
+    with torch.device(device):
+        yield
+
+
+class Layer:
+    """One layer's inputs, its cache NaN wherever no token is."""
+
+    def __init__(
+        self,
+        lens: tuple[Sequence[int], Sequence[int]],
+        *,
+        dtype: torch.dtype = torch.float32,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 64,
+        block_size: int = 16,
+        num_padding: int = 0,
+    ) -> None:
+        query_lens, seq_lens = lens
+        num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens) + 2
+        table = make_tables(seq_lens, block_size, num_blocks).to(torch.get_default_device())
+        cache = make_cache(num_blocks, 2, num_kv_heads, block_size, head_dim)[:, 1]
+        slots = make_metadata(seq_lens, seq_lens, table, block_size).slot_mapping
+        key, value = torch.randn(2, len(slots), num_kv_heads, head_dim)
+        reference.store_kv(key, value, cache, slots)
+        self.kv_cache = cache.to(dtype)  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        self.metadata = make_metadata(query_lens, seq_lens, table, block_size, num_padding)
+        num_tokens = self.metadata.num_tokens
+        # As it comes from one projection of queries, keys and values: tokens lie apart.
+        projected = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+        self.query = projected[:, :num_heads]  # [num_tokens, num_heads, head_dim]
+
+    def run(
+        self,
+        backend: TritonAttention | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        backend = backend or TritonAttention()
+        backend.plan(self.metadata)
+        return backend.run(
+            self.query,
+            self.kv_cache,
+            self.metadata,
+            scale=SCALE,
+            sliding_window=window,
+            soft_cap=soft_cap,
+        )
+
+    def check(self, out: Tensor, window: int | None = None, soft_cap: float | None = None) -> None:
+        metadata = self.metadata
+        expected = reference.paged_attention(
+            self.query,
+            self.kv_cache,
+            metadata.block_table,
+            metadata.query_lens,
+            metadata.seq_lens_host,
+            scale=SCALE,
+            sliding_window=window,
+            soft_cap=soft_cap,
+        )
+        tolerance = TOLERANCE[out.dtype]
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
+    layer = Layer(MIXED, dtype=dtype, head_dim=head_dim)
+    layer.check(layer.run())
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (20, 1)])
+def test_any_group_of_heads(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
+    layer = Layer(MIXED, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    layer.check(layer.run(window=25, soft_cap=0.5), window=25, soft_cap=0.5)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("lens", [([150], [150]), ([40], [233]), ([2, 61, 35], [270, 100, 35])])
+def test_prompts_of_many_tiles(lens: tuple[list[int], list[int]], window: int | None) -> None:
+    layer = Layer(lens, num_padding=2)
+    layer.check(layer.run(window=window), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_long_decodes_are_split(block_size: int, window: int | None) -> None:
+    layer = Layer(([1, 1, 1], [900, 3, 400]), block_size=block_size)
+    layer.check(layer.run(window=window), window=window)
+
+
+def test_scores_may_be_large() -> None:
+    layer = Layer(MIXED)
+    layer.query.mul_(10)
+    layer.check(layer.run())
+
+
+def test_blocks_that_slid_out_are_not_read() -> None:
+    window = 20
+    layer = Layer(([1, 10], [150, 100]))
+    out = layer.run(window=window)
+    layer.check(out, window=window)
+    for row, num_out in ((0, (150 - window) // 16), (1, (100 - 10 - window + 1) // 16)):
+        layer.metadata.block_table[row, :num_out] = 10**6  # nowhere
+    assert torch.equal(layer.run(window=window), out)
+
+
+def test_one_captured_size_serves_fewer_requests() -> None:
+    """What a CUDA graph does: the same tensors with other contents, and no call but the kernels."""
+    captured = Layer(([1] * 4, [150, 290, 17, 400]))
+    backend = TritonAttention()
+    captured.run(backend)
+    buffers = dict(backend._buffers)
+    smaller = Layer(([1, 1, 0, 0], [40, 700, 0, 0]), num_padding=2)
+    live = smaller.metadata
+    # The host's side stays that of the capture; a graph never sees it.
+    replayed = replace(
+        captured.metadata,
+        query_start_loc=live.query_start_loc,
+        seq_lens=live.seq_lens,
+        block_table=live.block_table,
+    )
+    backend.plan(replayed)
+    out = backend.run(smaller.query, smaller.kv_cache, replayed, scale=SCALE)
+    smaller.check(out)
+    assert torch.equal(out[2:], torch.zeros_like(out[2:]))
+    assert backend._buffers == buffers, "a graph holds addresses of buffers that were given back"
+
+
+def plan_of(
+    lens: Sequence[tuple[int, int]], window: int | None, shape: PagedShape
+) -> tuple[DecodeBuffers, AttentionMetadata]:
+    query_lens, seq_lens = zip(*lens, strict=True)
+    table = torch.zeros(len(lens), 1, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        num_requests=len(lens),
+        num_tokens=sum(query_lens),
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.empty(0),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        query_lens=query_lens,
+        seq_lens_host=seq_lens,
+    )
+    buffers = DecodeBuffers.allocate(len(lens), shape, metadata.seq_lens.device)
+    buffers.work.fill_(-7)
+    launch_plan(buffers, metadata, shape, 2, window)
+    return buffers, metadata
+
+
+LENS = st.one_of(
+    st.tuples(st.just(1), st.integers(1, 5000)),
+    st.tuples(st.integers(2, 9), st.integers(9, 100)),
+    st.just((0, 0)),
+)
+
+
+@settings(max_examples=15)  # each runs in the interpreter
+@given(lens=st.lists(LENS, min_size=1, max_size=20), window=st.none() | st.integers(1, 3000))
+def test_every_key_of_every_decode_is_in_one_slot(
+    lens: list[tuple[int, int]], window: int | None
+) -> None:
+    buffers, _ = plan_of(lens, window, PagedShape(2, 2, 128, 16))
+    first_slot = buffers.first_slot.tolist()
+    work = buffers.work.tolist()
+    assert first_slot == sorted(first_slot)
+    assert first_slot[-1] <= len(work)
+    for request, (query_len, seq_len) in enumerate(lens):
+        slots = work[first_slot[request] : first_slot[request + 1]]
+        if query_len != 1:
+            assert not slots
+            continue
+        assert {(slot[0], slot[3]) for slot in slots} == {(request, len(slots))}
+        assert all(start < end for _, start, end, _ in slots)
+        bounds = [slots[0][1], *(end for _, _, end, _ in slots)]
+        assert bounds[1:-1] == [start for _, start, _, _ in slots[1:]]
+        assert bounds[0] == max(0, seq_len - (window or seq_len))
+        assert bounds[-1] == seq_len
+    assert all(start == end for _, start, end, _ in work[first_slot[-1] :])
+
+
+def test_a_long_decode_among_short_ones_is_split_finely() -> None:
+    lens = [(1, 10)] * 15 + [(1, 8192)]
+    buffers, _ = plan_of(lens, None, PagedShape(2, 2, 128, 16))
+    sizes = (buffers.work[:, 2] - buffers.work[:, 1]).tolist()
+    assert max(sizes) <= 2 * sum(sizes) / 4  # of 4 spare slots, whole tiles
+
+
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 900)), min_size=1, max_size=8),
+    tokens_per_tile=st.sampled_from([1, 18, 32, 128]),
+)
+def test_every_new_token_is_in_one_tile(lens: list[tuple[int, int]], tokens_per_tile: int) -> None:
+    query_lens = [query_len for query_len, _ in lens]
+    seq_lens = [query_len + earlier for query_len, earlier in lens]
+    tiles = plan_tiles(query_lens, seq_lens, tokens_per_tile).tolist()
+    expected = {
+        (request, first)
+        for request, query_len in enumerate(query_lens)
+        if query_len > 1
+        for first in range(0, query_len, tokens_per_tile)
+    }
+    assert len(tiles) == len(expected)
+    assert {(request, first) for request, first in tiles} == expected
+    num_keys = [seq_lens[request] - query_lens[request] + first for request, first in tiles]
+    assert num_keys == sorted(num_keys, reverse=True)
+
+
+def test_merging_many_parts() -> None:
+    num_heads, head_dim, counts = 3, 80, [0, 37, 1, 2]
+    first_slot = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    num_slots = sum(counts)
+    part_out = torch.randn(num_slots, num_heads, head_dim)
+    part_lse = torch.randn(num_slots, num_heads) * 20
+    query_start_loc = torch.tensor([0, 0, 1, 2, 3], dtype=torch.int32)
+    out = torch.full((3, num_heads, head_dim), 7.0)
+    merge_parts[num_heads, len(counts)](
+        out, part_out, part_lse, query_start_loc, first_slot, HEAD_DIM=head_dim, D=128, PARTS=16
+    )
+    for row, request in ((0, 1), (2, 3)):
+        slots = slice(int(first_slot[request]), int(first_slot[request + 1]))
+        weights = (part_lse[slots] * torch.log(torch.tensor(2.0))).softmax(0)  # [parts, num_heads]
+        torch.testing.assert_close(out[row], (weights.unsqueeze(-1) * part_out[slots]).sum(0))
+    assert torch.equal(out[1], torch.full_like(out[1], 7.0)), "was written by its only part"
