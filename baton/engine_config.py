@@ -44,6 +44,8 @@ class EngineConfig:
         attention_backend: a name, or ``auto``.
         async_scheduling: schedule a step while the one before it runs; None: where the device
             computes by itself (a GPU). The tokens are the same with it and without.
+        cuda_graphs: replay decode steps on a GPU instead of launching kernel by kernel.
+        cuda_graph_max_batch: most requests in a step that is replayed.
         num_threads: of the process's computations on a CPU; 0 leaves it to torch.
         cpu_list: the cores this process may run on, such as ``0-3,8``; empty: those it has. Threads
             that computed before stay where they are.
@@ -69,6 +71,8 @@ class EngineConfig:
     prefix_hash: str = "xxh3_128"
     attention_backend: str = "auto"
     async_scheduling: bool | None = None
+    cuda_graphs: bool = True
+    cuda_graph_max_batch: int = 512
     num_threads: int = 0
     cpu_list: str = ""
     weights: str = "auto"
@@ -87,6 +91,7 @@ class EngineConfig:
             "block_size",
             "max_num_requests",
             "max_num_batched_tokens",
+            "cuda_graph_max_batch",
             "long_prefill_token_threshold",
             "kv_cache_bytes",
             "num_blocks",

@@ -84,8 +84,10 @@ def measure_attention(repetitions: int) -> list[dict[str, object]]:
             }
             for name, backend in backends.items():
                 backend.plan(step)
-                subjects[name] = lambda layer, run=backend.run, query=query, cache=cache, step=step: (  # type: ignore[misc]
-                    run(query, cache[:, layer], step, scale=head_dim**-0.5)
+                subjects[name] = (
+                    lambda layer, run=backend.run, query=query, cache=cache, step=step: (  # type: ignore[misc]
+                        run(query, cache[:, layer], step, scale=head_dim**-0.5)
+                    )
                 )
             seconds = take_turns(subjects, repetitions)
             gigabytes = flat[0].numel() * flat.itemsize / 1e9

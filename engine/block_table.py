@@ -26,7 +26,6 @@ class BlockTable:
         group: whose blocks these are: every ``num_groups``-th from there on.
         num_groups: of the KV cache.
         slides: whether blocks slide out of the group's window.
-        pin_memory: of what `gather` returns.
     """
 
     def __init__(
@@ -38,7 +37,6 @@ class BlockTable:
         group: int = 0,
         num_groups: int = 1,
         slides: bool = False,
-        pin_memory: bool = False,
     ) -> None:
         self._num_blocks = [0] * max_num_requests  # written, by row
         self._num_null = [0] * max_num_requests  # leading ones of these
@@ -49,9 +47,10 @@ class BlockTable:
         self._table = torch.zeros(max_num_requests, max_blocks, dtype=torch.int32)
         self._rows = self._table.numpy()
         self._flat = self._rows.reshape(-1)
-        self._gathered = torch.zeros(
-            max_num_requests * max_blocks, dtype=torch.int32, pin_memory=pin_memory
-        )
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens of one request."""
+        return -(-num_tokens // self._block_size)
 
     def clear(self, row: int) -> None:
         """The row is another request's from now on, or its request has other blocks."""
@@ -94,14 +93,13 @@ class BlockTable:
         np.multiply(self._flat[blocks], self._block_size, out=out, dtype=np.int64)
         out += offsets
 
-    def gather(self, rows: npt.NDArray[np.int64], num_tokens: int) -> Tensor:
-        """`[num_requests, blocks of num_tokens]` int32, in a buffer that the next call overwrites.
+    def gather(self, rows: npt.NDArray[np.int64], num_blocks: int, out: Tensor) -> Tensor:
+        """The first blocks of some rows: `[num_requests, num_blocks]` int32, a view of ``out``.
 
         Args:
             rows: `[num_requests]`, in batch order.
-            num_tokens: of the longest of them.
+            out: `[num_requests * num_blocks]` or longer, int32.
         """
-        num_blocks = -(-num_tokens // self._block_size)
-        gathered = self._gathered[: len(rows) * num_blocks].view(len(rows), num_blocks)
+        gathered = out[: len(rows) * num_blocks].view(len(rows), num_blocks)
         torch.index_select(self._table[:, :num_blocks], 0, torch.from_numpy(rows), out=gathered)
         return gathered

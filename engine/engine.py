@@ -1,8 +1,8 @@
 """Engine: schedule, execute, update. One thread owns it.
 
-in turn              schedule | run | update | schedule | run | update
-asynchronous         schedule N+1 |   update N | schedule N+2 |   update N+1
-(and on a worker)    run N ......... |  run N+1 .............. |  run N+2
+in turn          schedule | run | update | schedule | run | update
+asynchronous     schedule N+1, launch N+1 | wait, update N | schedule N+2, launch N+2 | ...
+(and the device)           run N ...............| run N+1 ....................| run N+2
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from baton.sampling_params import SamplingParams
 from baton_kernels.attention import choose_attention_backend
 from baton_kernels.dispatch import enable_native_kernels
 from engine.cores import use_cores
+from engine.device_choice import choose_device, choose_dtype
 from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
-from engine.input_batch import PreparedStep
+from engine.graph_capture import make_captured_runner
 from engine.kv_cache import (
     KVCacheSpec,
     allocate_kv_cache,
@@ -37,8 +38,8 @@ from engine.kv_cache import (
 from engine.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.memory_profile import measure_kv_cache_bytes
 from engine.metrics import EngineMetrics
-from engine.model_runner import make_model_runner
-from engine.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
+from engine.model_runner import AfterLayer, LaunchedStep
+from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler
 from models import load_model
@@ -47,6 +48,8 @@ from models.config import ModelConfig
 from models.packing import pack_for_cpu
 
 logger = logging.getLogger(__name__)
+
+_StepInFlight = tuple[SchedulerOutput, Future[LaunchedStep]]
 
 
 class Engine:
@@ -67,9 +70,9 @@ class Engine:
             ModelLoadError: the folder is missing, incomplete or unsupported.
             ConfigError: an option does not fit the model or the machine.
         """
-        device = _choose_device(config.device)
+        device = choose_device(config.device)
         use_cores(config)
-        self.dtype = _choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
+        self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
         model = _load(model_folder, config, device, self.dtype)
         self.model_config = model.config
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
@@ -105,7 +108,7 @@ class Engine:
             policy=config.scheduling_policy,
             preemption=config.preemption,
         )
-        self._runner = make_model_runner(
+        self._runner = make_captured_runner(
             model, self.kv_cache, self.kv_cache_spec, config, backend_name, self.max_model_len
         )
         self._has_prefix_cache = config.prefix_cache
@@ -115,12 +118,9 @@ class Engine:
         )
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
-        # A GPU computes by itself; on a CPU the scheduler would take time from the forward.
-        asynchronous = config.async_scheduling
-        if asynchronous is None:
-            asynchronous = device.type == "cuda"
-        self._worker = ThreadPoolExecutor(1, "model-runner") if asynchronous else None
-        self._in_flight: Future[ModelRunnerOutput] | None = None  # of last_scheduled
+        self._worker = _make_worker(device, config.async_scheduling)
+        self._in_flight: _StepInFlight | None = None
+        self._busy_until = 0.0  # when the device had computed the step before
 
     # ------------------------------------------------------------------ requests
 
@@ -241,37 +241,65 @@ class Engine:
         """Compute what was scheduled and update the requests.
 
         With asynchronous scheduling: begin to compute it, and return what the step before did.
-        ``StepResult.scheduled`` says whose result it is.
+        ``StepResult.scheduled`` says whose result it is. The step is launched before the end of
+        the one before, whose tokens it finds on the device; a request that turns out to have ended
+        is computed once too often, and holds its blocks until that has been done. Only a step for
+        which the host must know these tokens waits: where a request has penalties, a grammar, or
+        other things that change logits, or wants logprobs of a prompt of several chunks.
 
         Args:
             after_layer: called, on the thread that computes, after each layer of what was
                 scheduled; `fence` says when a GPU has done it. It must be quick.
         """
         started = time.monotonic()
-        result = StepResult()
-        if self._in_flight is not None:
-            output, self._in_flight = self._in_flight.result(), None
-            result = self._update(output)
-            scheduled = scheduled.without_finished()
-        if scheduled.scheduled:
-            self.last_scheduled = scheduled
-            prepared = self._runner.prepare(scheduled)
-            if self._worker is None:
-                result = self._update(self._run(prepared, after_layer))
-            else:
-                self._scheduler.begin(scheduled)
-                self._in_flight = self._worker.submit(self._run, prepared, after_layer)
+        compute = self._compute if self._worker is None else self._begin
+        result = compute(scheduled, after_layer)
         self._scheduler.counters.step_s += time.monotonic() - started
         return result
 
-    def _run(
-        self, prepared: PreparedStep, after_layer: Callable[[int], None] | None
-    ) -> ModelRunnerOutput:
-        """The part of a step that may run on the worker."""
-        started = time.monotonic()
-        output = self._runner.run(prepared, after_layer)
-        self._scheduler.counters.forward_s += time.monotonic() - started
-        return output
+    def _compute(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
+        """One step, here and now."""
+        if not scheduled.scheduled:
+            return StepResult()
+        self.last_scheduled = scheduled
+        prepared = self._runner.prepare(scheduled, eager=after_layer is not None)
+        return self._end(scheduled, self._runner.launch(prepared, after_layer))
+
+    def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
+        """Begin one step, before the end of the one in flight if it can be, and end that one."""
+        assert self._worker is not None
+        result, before = StepResult(), self._in_flight
+        if before is not None:
+            scheduled = scheduled.without_finished()
+            if not scheduled.may_run_ahead:
+                result, before, self._in_flight = self._end_in_flight(before), None, None
+                scheduled = scheduled.without_finished()
+        if scheduled.scheduled:
+            self.last_scheduled = scheduled
+            prepared = self._runner.prepare(scheduled, eager=after_layer is not None)
+            self._scheduler.begin(scheduled)
+            launch = self._worker.submit(self._runner.launch, prepared, after_layer)
+            self._in_flight = scheduled, launch
+            if before is not None:
+                result = self._end_in_flight(before)
+                self.last_scheduled = scheduled
+        return result
+
+    def _end_in_flight(self, step: _StepInFlight) -> StepResult:
+        scheduled, launch = step
+        self.last_scheduled = scheduled
+        return self._end(scheduled, launch.result())
+
+    def _end(self, scheduled: SchedulerOutput, launched: LaunchedStep) -> StepResult:
+        """Wait for a step and write down what came of it."""
+        output = launched.wait()
+        assert launched.ended_at is not None
+        # A step that was launched ahead has waited for the one before it.
+        computed_s = launched.ended_at - max(launched.started_at, self._busy_until)
+        self._scheduler.counters.forward_s += computed_s
+        self._busy_until = launched.ended_at
+        self.num_steps += 1
+        return self._scheduler.update(scheduled, output)
 
     def fence(self) -> Callable[[], bool] | None:
         """Asks whether a GPU has done what this thread has launched so far; None: it is done.
@@ -287,11 +315,6 @@ class Engine:
     def step_in_flight(self) -> bool:
         """Whether a step runs whose result nobody has seen yet; never without async scheduling."""
         return self._in_flight is not None
-
-    def _update(self, output: ModelRunnerOutput) -> StepResult:
-        assert self.last_scheduled is not None
-        self.num_steps += 1
-        return self._scheduler.update(self.last_scheduled, output)
 
     def metrics(self) -> EngineMetrics:
         """What was done and what is held; safe from any thread, though amid a step."""
@@ -346,20 +369,6 @@ class Engine:
         self._scheduler.check()
 
 
-def _choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: {name!r} is not a device") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: {name!r} was asked for, but there is no CUDA device here")
-    return device
-
-
 def _load(folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """The model, in the form that its device computes with."""
     on_cpu = device.type == "cpu"
@@ -372,10 +381,13 @@ def _load(folder: Path, config: EngineConfig, device: torch.device, dtype: torch
     return model
 
 
-def _choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
-    if name == "auto":
-        # Most CPUs have no 16-bit arithmetic: there a smaller type is slower, not faster.
-        name = "float32" if device.type == "cpu" else model.dtype
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+def _make_worker(device: torch.device, asynchronous: bool | None) -> ThreadPoolExecutor | None:
+    """One thread that launches steps, where steps are to be asynchronous."""
+    # A GPU computes by itself; on a CPU the scheduler would take time from the forward.
+    on_gpu = device.type == "cuda"
+    if not (on_gpu if asynchronous is None else asynchronous):
+        return None
+    if not on_gpu:
+        return ThreadPoolExecutor(1, "model-runner")
+    # A thread's current device is its own.
+    return ThreadPoolExecutor(1, "model-runner", torch.cuda.set_device, (device,))

@@ -15,9 +15,11 @@ from torch import nn
 from baton.engine_config import DEFAULT_MEMORY_UTILIZATION, GIB, EngineConfig
 from baton.errors import ConfigError
 from baton.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.cuda_graphs import reason_against_graphs
+from engine.graph_capture import measure_graph_bytes
 from engine.host_memory import peak_growth, read_host_memory
 from engine.kv_cache import KVCacheSpec, allocate_kv_cache
-from engine.model_runner import make_model_runner
+from engine.model_runner import ModelRunner, make_model_runner
 from engine.outputs import ScheduledRequest, SchedulerOutput
 from engine.request import Request
 from models.base import CausalLM
@@ -37,6 +39,7 @@ class MemoryProfile:
         used: by this process, its weights included, and by others, before activations.
         weights: of the model.
         activations: what the largest step needs on top.
+        graphs: what captured decode steps take for good.
         utilization: share of ``total`` that all of this and the KV cache may take.
         largest_cache: most bytes that the KV cache is to take whatever is free.
     """
@@ -45,13 +48,14 @@ class MemoryProfile:
     used: int
     weights: int
     activations: int
+    graphs: int = 0
     utilization: float
     largest_cache: int
 
     @property
     def room(self) -> int:
         """What is left for the KV cache within the share; negative when nothing is."""
-        return int(self.total * self.utilization) - self.used - self.activations
+        return int(self.total * self.utilization) - self.used - self.activations - self.graphs
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -59,11 +63,12 @@ class MemoryProfile:
         return max(min(self.room, self.largest_cache), 0)
 
     def __str__(self) -> str:
-        free = self.total - self.used - self.activations - self.kv_cache_bytes
+        free = self.total - self.used - self.activations - self.graphs - self.kv_cache_bytes
+        graphs = f"CUDA graphs {_gib(self.graphs)}, " if self.graphs else ""
         return (
             f"{_gib(self.total)} GiB: weights {_gib(self.weights)}, "
             f"others {_gib(self.used - self.weights)}, activations {_gib(self.activations)}, "
-            f"KV cache {_gib(self.kv_cache_bytes)}, free {_gib(free)}"
+            f"{graphs}KV cache {_gib(self.kv_cache_bytes)}, free {_gib(free)}"
         )
 
 
@@ -98,6 +103,7 @@ def measure_kv_cache_bytes(
         step = largest_step(config, longest, spec.num_groups)
         try:
             activations = _measure_peak(model, spec, config, device, backend_name, step)
+            graphs = _measure_graphs(model, spec, config, device, backend_name, longest)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"max_model_len: a step with a request of {longest} tokens does not fit {device} "
@@ -106,7 +112,7 @@ def measure_kv_cache_bytes(
         # On a GPU, the first step makes libraries take memory for good. On a CPU, memory that the
         # allocator keeps after it would count twice.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
-        profile = replace(profile, activations=activations, used=used)
+        profile = replace(profile, activations=activations, graphs=graphs, used=used)
     if profile.kv_cache_bytes < 2 * spec.block_bytes:
         raise ConfigError(
             f"memory_utilization: {profile.utilization:g} of {device} leaves "
@@ -167,6 +173,27 @@ def _measure_peak(
     compute()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _measure_graphs(
+    model: CausalLM,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    device: torch.device,
+    backend_name: str,
+    longest: int,
+) -> int:
+    """Bytes that graphs of decode steps take, with requests of up to ``longest`` tokens."""
+    if reason_against_graphs(config, device, backend_name) is not None:
+        return 0
+
+    def make_runner() -> ModelRunner:
+        kv_cache = allocate_kv_cache(spec, 1, device)
+        return make_model_runner(
+            model, kv_cache, spec, config, backend_name, longest, with_graphs=True
+        )
+
+    return measure_graph_bytes(make_runner)
 
 
 def _total_and_used(device: torch.device) -> tuple[int, int]:

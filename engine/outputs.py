@@ -33,6 +33,18 @@ class SchedulerOutput:
     scheduled: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: int
 
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether it computes something, and needs nothing of a step in flight that only the host
+        can tell: what a token means to a penalty or a grammar."""
+        for item in self.scheduled:
+            request = item.request
+            if request.num_tokens_in_flight and (
+                request.changes_logits or request.sampling_params.prompt_logprobs is not None
+            ):
+                return False
+        return bool(self.scheduled)
+
     def without_finished(self) -> SchedulerOutput:
         """What is still to be computed of a step that was scheduled ahead."""
         left = tuple(item for item in self.scheduled if not item.request.status.is_finished)

@@ -72,8 +72,8 @@ class Request:
         num_prompt_tokens_computed: prompt tokens computed by this engine, again and again if
             preempted. Stays 0 where all of the prompt's KV came from a remote node.
         num_forwards: steps that computed a part of this request.
-        num_tokens_in_flight: tokens that a step which still runs computes.
-        num_tokens_pending: tokens (0 or 1) that it will sample.
+        num_tokens_in_flight: tokens that steps (two at most) compute which have not ended.
+        num_tokens_pending: tokens that they will sample.
         siblings: requests with the same prompt, that take its blocks once they are computed.
         started_at: when it was first scheduled (`time.monotonic`).
         prompt_logprobs: of the prompt tokens from the second on, as far as they were computed.
@@ -172,6 +172,12 @@ class Request:
         """Whether they are asked for and still to be given: with the first output."""
         asks = self.sampling_params.prompt_logprobs is not None
         return asks and self.num_output_tokens == 0
+
+    def begin(self, num_tokens: int) -> None:
+        """A step that computes so many of its tokens has begun, or will behind another one."""
+        self.num_tokens_in_flight += num_tokens
+        end = self.num_computed_tokens + self.num_tokens_in_flight
+        self.num_tokens_pending += end == self.num_tokens + self.num_tokens_pending
 
     def keep_prompt_logprobs(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Add a chunk's; what was computed before a preemption is replaced."""

@@ -15,6 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.device_sampling import (
+    LARGEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    sample_on_device,
+    upload_parameters,
+)
 from engine.gumbel import Floats, TokenIds, Words, best_scores, draw
 from engine.logits import adjust_logits
 from engine.sampling_input import SamplingInput
@@ -24,8 +30,6 @@ from engine.sampling_input import SamplingInput
 TOP_VALUES = (128, 2048)
 # Share of all logits beyond which picking the kept ones out takes longer than a draw of them all.
 MANY_KEPT = 1 / 32
-# Beyond these float32 overflows; below, sampling is greedy, above, all tokens are as probable.
-_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e30
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -71,19 +75,8 @@ def _choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> To
 
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """`_choose` where the logits are: all parameters go there in one copy, and token ids return."""
-    # Not before it is needed: Triton takes a while, and asks once whether to compile or interpret.
-    from baton_kernels.triton.sampling import sample_tokens
-
-    num_rows = len(parameters)
-    temperatures = np.where(parameters["temperature"] == 0, 0, _temperatures(parameters))
-    floats = np.stack((temperatures, parameters["top_p"], parameters["min_p"])).astype(np.float32)
-    top_k = parameters["top_k"].clip(0, 2**31 - 1).astype(np.int32)
-    packed = np.concatenate((floats.view(np.int32).ravel(), top_k, keys.view(np.int32).ravel()))
-    words = torch.from_numpy(packed).to(logits.device)  # [6 * num_rows] int32
-    temperature, top_p, min_p = words[: 3 * num_rows].view(torch.float32).view(3, -1)
-    top_ks, key_words = words[3 * num_rows : 4 * num_rows], words[4 * num_rows :].view(-1, 2)
-    drawn = sample_tokens(logits.float(), temperature, top_ks, top_p, min_p, key_words)
-    token_ids: TokenIds = drawn.cpu().numpy()
+    tensors = upload_parameters(parameters, keys, logits.device)
+    token_ids: TokenIds = sample_on_device(logits.float(), tensors).cpu().numpy()
     return token_ids
 
 
@@ -105,7 +98,7 @@ def _draw(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Toke
 
 
 def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
-    return parameters["temperature"].clip(_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE)
+    return parameters["temperature"].clip(LEAST_TEMPERATURE, LARGEST_TEMPERATURE)
 
 
 # ------------------------------------------------------------------ with filters

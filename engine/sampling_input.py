@@ -91,6 +91,11 @@ class SamplingInput:
     keys: npt.NDArray[np.uint32]
     adjusted: dict[int, RequestSnapshot]
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether the sampling kernel alone cannot give all that is wanted."""
+        return bool(self.adjusted) or bool((self.parameters["num_logprobs"] >= 0).any())
+
     @classmethod
     def of(
         cls,

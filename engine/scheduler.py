@@ -72,7 +72,7 @@ class Scheduler:
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom(policy)
         self._running: list[Request] = []  # by rank: the last one is preempted first
-        self._step_in_flight = False
+        self._num_steps_in_flight = 0
 
     # ------------------------------------------------------------------ requests come
 
@@ -138,8 +138,7 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; None when there is no such request.
 
-        A parked request whose blocks a remote node may still write must have another holder
-        (quarantine) on them before.
+        Blocks of a parked one that a remote node may still write must have another holder before.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -160,7 +159,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could compute anything now."""
-        return bool(self._running or self._room or self._step_in_flight)
+        return bool(self._running or self._room or self._num_steps_in_flight)
 
     @property
     def num_running(self) -> int:
@@ -190,28 +189,26 @@ class Scheduler:
         return SchedulerOutput(tuple(scheduled), self._max_num_batched_tokens - budget)
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """A step runs from now on, until `update`; another may be scheduled meanwhile."""
-        assert not self._step_in_flight
-        self._step_in_flight = True
+        """A step runs, or will behind the one that does; `schedule` wants that one updated."""
+        assert self._num_steps_in_flight < 2
+        self._num_steps_in_flight += 1
         for item in scheduled.scheduled:
-            item.request.num_tokens_pending = int(item.samples)
-            item.request.num_tokens_in_flight = item.num_scheduled_tokens
+            item.request.begin(item.num_scheduled_tokens)
 
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
-        """Write a step's result into its requests and end those that are done."""
-        outputs: list[RequestOutput] = []
-        finished: list[Request] = []
+        """Write the oldest step's result into its requests and end those that are done."""
+        outputs, finished = list[RequestOutput](), list[Request]()
         token_ids, logprobs = output.sampled_token_ids, output.logprobs
-        manager = self.kv_cache_manager
-        block_size, slides = manager.block_size, manager.slides
-        if self._step_in_flight:
-            self._step_in_flight = False
-            for item in scheduled.scheduled:
-                item.request.num_tokens_in_flight = item.request.num_tokens_pending = 0
+        manager, slides = self.kv_cache_manager, self.kv_cache_manager.slides
+        in_flight = self._num_steps_in_flight > 0
+        self._num_steps_in_flight -= in_flight
         for item in scheduled.scheduled:
             request = item.request
-            if request.status.is_finished:  # aborted while the step ran
-                manager.free(request)
+            if in_flight:
+                request.num_tokens_pending -= item.samples
+                request.num_tokens_in_flight -= item.num_scheduled_tokens
+            if request.status.is_finished:  # it ended while the step ran, or before it began
+                self._free_when_idle(request)
                 continue
             if output.prompt_logprobs:
                 chunk = output.prompt_logprobs.get(request.request_id)
@@ -220,7 +217,7 @@ class Scheduler:
             num_tokens, start = item.num_scheduled_tokens, request.num_computed_tokens
             request.num_computed_tokens = end = start + num_tokens
             request.num_forwards += 1
-            if num_tokens > 1 or end % block_size == 0:  # a block may be full
+            if num_tokens > 1 or end % manager.block_size == 0:  # a block may be full
                 manager.cache_blocks(request)
             if start < request.num_prompt_tokens:
                 self._note_prompt_computed(request, start, num_tokens)
@@ -283,7 +280,7 @@ class Scheduler:
             target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
             fits = target * num_groups <= len(request.block_ids) * block_size  # most of the time
             if not fits and not self._allocate_or_preempt(request, target):
-                if self._step_in_flight:
+                if self._num_steps_in_flight:
                     return None
                 break  # the request itself was preempted: it was the last
             scheduled.append(ScheduledRequest(request, num_tokens))
@@ -359,7 +356,7 @@ class Scheduler:
     def _allocate_or_preempt(self, request: Request, target: int) -> bool:
         """Have a running request hold ``target`` tokens, if need be at the cost of the last."""
         while self.kv_cache_manager.allocate(request, target) is None:
-            if self._step_in_flight:
+            if self._num_steps_in_flight:
                 return False
             last = self._running.pop()
             self._preempt(last)
@@ -395,6 +392,9 @@ class Scheduler:
         request.status = status
         assert status.finish_reason is not None
         self.counters.finished[status.finish_reason] += 1
+        self._free_when_idle(request)
+        del self.requests[request.request_id]
+
+    def _free_when_idle(self, request: Request) -> None:
         if not request.num_tokens_in_flight:  # else `update` does, when nothing writes there
             self.kv_cache_manager.free(request)
-        del self.requests[request.request_id]

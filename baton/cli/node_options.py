@@ -148,6 +148,13 @@ def node_command(
             bool | None,
             typer.Option(help="Schedule a step while one runs; by default on a GPU only."),
         ] = None,
+        cuda_graphs: Annotated[
+            bool | None,
+            typer.Option(help="Replay decode steps on a GPU; by default on decode nodes."),
+        ] = None,
+        cuda_graph_max_batch: Annotated[
+            int, typer.Option(help="Most requests in a replayed step.", min=1)
+        ] = _DEFAULTS.cuda_graph_max_batch,
         push: Annotated[
             PushMode, typer.Option(help="Of a prefill node: when KV blocks are sent.")
         ] = PushMode.LAYERS,
@@ -198,6 +205,8 @@ def node_command(
                     prefix_hash=prefix_hash,
                     attention_backend=attention_backend,
                     async_scheduling=async_scheduling,
+                    cuda_graphs=role == "decode" if cuda_graphs is None else cuda_graphs,
+                    cuda_graph_max_batch=cuda_graph_max_batch,
                     num_threads=num_threads,
                     cpu_list=cpu_list,
                     weights=weights,

@@ -146,9 +146,8 @@ class NodeProcess:
         busy = self.node.step()
         if self.link is None:
             assert self.node.requests() == [], "it works for a router that is gone"
-        in_flight = engine._in_flight
-        if in_flight is not None:  # a run must not depend on how fast this machine computes
-            wait([in_flight])
+        if engine._in_flight is not None:  # how fast this machine computes must not matter
+            wait([engine._in_flight[1]])
         self._kv_events.after_step(busy=busy)
         if engine.requests and (engine.num_steps != num_steps or engine.step_in_flight):
             self._computes_until = self._clock() + self._chunk_s

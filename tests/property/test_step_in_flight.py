@@ -8,89 +8,129 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
 
 from hypothesis import settings
-from hypothesis.stateful import invariant
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant
 
-from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from engine.request import Request
 from tests.property.test_scheduler import SchedulerMachine
 
 
+@dataclass
+class View:
+    """A request as a step finds it that has been prepared: with tokens of the step before."""
+
+    request_id: str
+    extra_keys: tuple[str, ...]
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass
+class Flight:
+    """A step that has begun; it writes, into these blocks, positions start .. start + num - 1."""
+
+    scheduled: SchedulerOutput
+    output: ModelRunnerOutput
+    seen: list[tuple[View, int]]
+
+
 class InFlightMachine(SchedulerMachine):
-    """Steps end when the next one has been scheduled, as in `Engine.execute`."""
+    """Steps end when the next one has been scheduled, or has begun, as in `Engine.execute`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
-        # What the step in flight writes: positions from..to of requests, in these blocks.
-        self.spans: list[tuple[Request, list[int], int, int]] = []
+        self.in_flight: list[Flight] = []
+        self.runs_ahead = False
+
+    @initialize(runs_ahead=st.booleans())
+    def choose(self, runs_ahead: bool) -> None:
+        self.runs_ahead = runs_ahead
 
     def one_step(self, next_token: Callable[[Request], int], abort_during: bool = False) -> None:
-        ahead = self.scheduler.schedule()
+        step = self.scheduler.schedule()
         self.scheduler.check()
-        if abort_during and ahead.scheduled:
-            request_id = ahead.scheduled[0].request.request_id
+        if abort_during and step.scheduled:
+            request_id = step.scheduled[0].request.request_id
             self.scheduler.abort(request_id)
             self.end(request_id, "aborted")
-        if self.in_flight is not None:
+        step = step.without_finished()
+        if self.in_flight and not (self.runs_ahead and step.may_run_ahead):
             self.end_step()
-        ahead = ahead.without_finished()
-        self.check_ahead(ahead)
-        if not ahead.scheduled:
+            step = step.without_finished()
+        self.check_ahead(step)
+        if not step.scheduled:
             return
+        seen = [(self.view(item.request), item.num_scheduled_tokens) for item in step.scheduled]
         self.runner.next_token = next_token
-        self.spans = [
-            (
-                item.request,
-                list(item.request.block_ids),
-                item.request.num_computed_tokens,
-                item.request.num_computed_tokens + item.num_scheduled_tokens,
+        output = self.runner.execute(
+            SchedulerOutput(
+                tuple(ScheduledRequest(cast(Request, view), num) for view, num in seen),
+                step.num_scheduled_tokens,
             )
-            for item in ahead.scheduled
-        ]
-        output = self.runner.execute(ahead)
-        self.scheduler.begin(ahead)
-        self.in_flight = ahead, output
+        )
+        self.scheduler.begin(step)
+        self.in_flight.append(Flight(step, output, seen))
+        if len(self.in_flight) == 2:
+            self.end_step()
+
+    def view(self, request: Request) -> View:
+        token_ids = list(request.token_ids)
+        if request.num_tokens_pending:
+            token_ids.append(self.in_flight[-1].output.sampled_token_ids[request.request_id])
+        start = request.num_computed_tokens + request.num_tokens_in_flight
+        return View(
+            request.request_id, request.extra_keys, token_ids, start, list(request.block_ids)
+        )
 
     def end_step(self) -> None:
-        assert self.in_flight is not None
-        scheduled, output = self.in_flight
-        self.in_flight = None
-        for request, block_ids, start, end in self.spans:
-            self.runner.write_into(block_ids, request, start, end)
-        self.take(self.scheduler.update(scheduled, output))
+        flight = self.in_flight.pop(0)
+        for view, num in flight.seen:
+            start = view.num_computed_tokens
+            self.runner.write_into(view.block_ids, cast(Request, view), start, start + num)
+        self.take(self.scheduler.update(flight.scheduled, flight.output))
 
-    def check_ahead(self, ahead: SchedulerOutput) -> None:
-        """What was scheduled while a step ran is right now that it has ended."""
-        ids = [item.request.request_id for item in ahead.scheduled]
-        sizes = [item.num_scheduled_tokens for item in ahead.scheduled]
+    def check_ahead(self, step: SchedulerOutput) -> None:
+        """What was scheduled while a step ran is right now that it has ended, or runs ahead."""
+        ids = [item.request.request_id for item in step.scheduled]
+        sizes = [item.num_scheduled_tokens for item in step.scheduled]
         assert len(set(ids)) == len(ids) <= self.max_num_requests
-        assert ahead.num_scheduled_tokens == sum(sizes) <= self.budget
-        for item in ahead.scheduled:
+        assert step.num_scheduled_tokens == sum(sizes) <= self.budget
+        for item in step.scheduled:
             request = item.request
-            end = request.num_computed_tokens + item.num_scheduled_tokens
-            assert end <= request.num_tokens
+            start = request.num_computed_tokens + request.num_tokens_in_flight
+            end = start + item.num_scheduled_tokens
+            assert end <= request.num_tokens + request.num_tokens_pending
             assert self.scheduler.kv_cache_manager.num_tokens_held(request) >= end
 
     def blocks_held(self) -> Counter[int]:
-        """What a step in flight writes is held, even where its request has been aborted."""
+        """What a step in flight writes is held, even where its request has ended."""
         held = super().blocks_held()
-        if self.in_flight is not None:
-            for item in self.in_flight[0].scheduled:
+        for flight in self.in_flight:
+            for item in flight.scheduled.scheduled:
                 if item.request.request_id not in self.scheduler.requests:
                     held.update(item.request.block_ids)
         return held
 
     @invariant()
     def what_the_step_writes_is_not_free(self) -> None:
-        if self.in_flight is None:
+        if not self.in_flight:
             return
         manager = self.scheduler.kv_cache_manager
         ref_counts = manager.block_pool.ref_counts()
-        for _, block_ids, start, end in self.spans:
+        for view, num in self.in_flight[0].seen:
+            start = view.num_computed_tokens
             first = start // manager.block_size * manager.num_groups
-            written = block_ids[first : manager.num_blocks_for(end)]
+            written = view.block_ids[first : manager.num_blocks_for(start + num)]
             assert all(ref_counts[block_id] for block_id in written)
 
     def teardown(self) -> None:
@@ -102,7 +142,7 @@ class InFlightMachine(SchedulerMachine):
         super().teardown()
 
     def drained(self) -> bool:
-        return self.in_flight is None and super().drained()
+        return not self.in_flight and super().drained()
 
 
 TestStepInFlight = InFlightMachine.TestCase

@@ -17,6 +17,6 @@ class AotCase:
     name: str  # unique, for example "decode_attention d128 g4 bf16"
     kernel: Any  # the @triton.jit function
     signature: Mapping[str, str]  # argument -> triton type: "*bf16", "i32", "fp32", "constexpr"
-    constants: Mapping[str, int | float | bool | None]  # of the "constexpr" arguments
+    constants: Mapping[str, int | float | bool | str | None]  # of the "constexpr" arguments
     num_warps: int = 4
     num_stages: int = 2

@@ -10,6 +10,7 @@ import pytest
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from engine import LLM
+from engine.outputs import ModelRunnerOutput
 from engine.request import RequestStatus
 from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares
 
@@ -118,6 +119,42 @@ def test_blocks_of_an_aborted_request_are_free_when_the_step_has_ended() -> None
     assert scheduler.update(first, output).outputs == ()
     assert pool.num_free == 4
     assert not scheduler.has_work
+
+
+def test_who_ends_holds_its_blocks_until_the_step_behind_has_written_into_them() -> None:
+    scheduler, runner = make_scheduler(num_blocks=4), FakeRunner(lambda request: EOS)
+    pool = scheduler.kv_cache_manager.block_pool
+    scheduler.add(make_request("a", 4))
+    first = scheduler.schedule()
+    output = runner.execute(first)
+    scheduler.begin(first)
+    second = scheduler.schedule()
+    assert second.may_run_ahead
+    scheduler.begin(second)
+    assert scheduler.update(first, output).outputs[0].finish_reason is FinishReason.STOP
+    assert pool.num_free == 2  # the surplus step writes token 5, into the second block
+    assert scheduler.has_work
+    assert scheduler.update(second, ModelRunnerOutput({"a": 7})).outputs == ()
+    assert pool.num_free == 4
+    assert not scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("params", "ahead"),
+    [
+        (SamplingParams(temperature=0.5, logprobs=1), True),
+        (SamplingParams(presence_penalty=0.5), False),
+        (SamplingParams(min_tokens=3), False),
+    ],
+)
+def test_a_step_waits_for_tokens_that_the_host_must_know(
+    params: SamplingParams, ahead: bool
+) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 5, params=params))
+    first = scheduler.schedule()
+    scheduler.begin(first)
+    assert scheduler.schedule().may_run_ahead is ahead
 
 
 def test_nobody_is_preempted_while_a_step_runs() -> None:

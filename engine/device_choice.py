@@ -1,0 +1,65 @@
+"""Where an engine computes, and in which type: the options and what the machine has.
+
+Refuses to know: models, memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+from baton.errors import ConfigError
+from models.config import ModelConfig
+
+_ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name, with its index, and from now on this thread's current one.
+
+    Raises ConfigError when there is none, or when peers could not reach its memory.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {name!r} is not a device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device: {name!r} was asked for, but there is no CUDA device here")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name!r}, but there are {torch.cuda.device_count()} here")
+    check_allocator(os.environ)
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)  # Triton launches there, whatever the tensors say
+    return device
+
+
+def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
+    """Raise ConfigError where PyTorch would take GPU memory that no other process can map.
+
+    NIXL hands memory of ``cudaMalloc`` to peers on the same machine (CUDA IPC); expandable
+    segments are not made of that.
+    """
+    for option in _ALLOCATOR_OPTIONS:
+        if re.search(r"expandable_segments\s*:\s*true", environment.get(option, ""), re.IGNORECASE):
+            raise ConfigError(
+                f"{option}: expandable_segments:True makes KV memory that no peer can map; unset it"
+            )
+
+
+def choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
+    """Of weights and KV cache."""
+    if name == "auto":
+        # Most CPUs have no 16-bit arithmetic: there a smaller type is slower, not faster.
+        name = "float32" if device.type == "cpu" else model.dtype
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,84 @@
+"""Sampling parameters as the GPU's sampling kernel takes them, and the call of it.
+
+Nothing here waits for the device, so that a step can be launched before the one before has ended.
+Refuses to know: penalties, grammars, logprobs; rows that need them are sampled in `sampler.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+# Beyond these float32 overflows; below, sampling is greedy, above, all tokens are as probable.
+LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
+
+# The kernel's parameters by name, each `[num_requests]` but for the keys, `[num_requests, 2]`.
+PARAMETER_TYPES: Mapping[str, torch.dtype] = {
+    "temperatures": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "keys": torch.int32,
+}
+
+
+def kernel_arrays(
+    parameters: npt.NDArray[np.void], keys: npt.NDArray[np.uint32]
+) -> dict[str, npt.NDArray[np.generic]]:
+    """`PARAMETER_TYPES` on the host.
+
+    Args:
+        parameters: `[num_requests]` of `sampling_input.PARAMETERS`.
+        keys: `[num_requests, 2]`, contiguous.
+    """
+    temperatures = parameters["temperature"]
+    clipped = temperatures.clip(LEAST_TEMPERATURE, LARGEST_TEMPERATURE)
+    return {
+        "temperatures": np.where(temperatures == 0, 0, clipped).astype(np.float32),
+        "top_k": parameters["top_k"].clip(0, 2**31 - 1).astype(np.int32),
+        "top_p": parameters["top_p"].astype(np.float32),
+        "min_p": parameters["min_p"].astype(np.float32),
+        "keys": keys.view(np.int32),
+    }
+
+
+def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """`[num_requests]` int64 on the device of the logits, by the Triton kernel.
+
+    Args:
+        logits: `[num_requests, vocab_size]` float32.
+        tensors: `PARAMETER_TYPES`, there.
+    """
+    # Not before it is needed: Triton takes a while, and asks once whether to compile or interpret.
+    from baton_kernels.triton.sampling import sample_tokens
+
+    return sample_tokens(
+        logits,
+        tensors["temperatures"],
+        tensors["top_k"],
+        tensors["top_p"],
+        tensors["min_p"],
+        tensors["keys"],
+    )
+
+
+def upload_parameters(
+    parameters: npt.NDArray[np.void], keys: npt.NDArray[np.uint32], device: torch.device
+) -> dict[str, Tensor]:
+    """`kernel_arrays` on the device, in one copy that nobody waits for."""
+    arrays = kernel_arrays(parameters, keys)
+    packed = np.concatenate([array.view(np.int32).ravel() for array in arrays.values()])
+    host = torch.from_numpy(packed)
+    if device.type == "cuda":
+        # Pinned memory is reused only after the copy out of it.
+        host = host.pin_memory().to(device, non_blocking=True)
+    tensors, start = {}, 0
+    for name, array in arrays.items():
+        words = host[start : start + array.size]
+        tensors[name] = words.view(PARAMETER_TYPES[name]).view(array.shape)
+        start += array.size
+    return tensors

@@ -1,0 +1,104 @@
+"""Decode steps as a graph computes them: static inputs, padding, tokens that stay on the device.
+
+On a GPU they are captured and replayed. Without one, Triton's interpreter runs the very same
+kernels on the very same inputs, and a replay is one more call of what would have been captured.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine_config import EngineConfig
+from baton.sampling_params import SamplingParams
+from engine import LLM
+from engine.cuda_graphs import StepGraphs
+from engine.graph_capture import DeviceCapture
+from engine.graph_inputs import StagedStep
+from engine.model_runner import make_model_runner
+
+MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "demo_model")
+SMALL: dict[str, Any] = {
+    "attention_backend": "triton",
+    "dtype": "float32",
+    "block_size": 8,
+    "num_blocks": 24,
+    "max_num_requests": 5,
+    "max_num_batched_tokens": 48,
+    "long_prefill_token_threshold": 32,
+}
+
+
+def run_again(body: Callable[[], None]) -> Callable[[], None]:
+    """What stands in for a capture on a CPU."""
+    body()
+    return body
+
+
+def make_llm(device: torch.device, *, graphs: bool, asynchronous: bool) -> LLM:
+    """An engine whose steps are sampled by the kernel, on a CPU too."""
+    options = {**SMALL, "device": str(device), "async_scheduling": asynchronous}
+    llm = LLM(MODEL, cuda_graphs=False, **options)
+    engine = llm.engine
+    engine._runner = runner = make_model_runner(
+        engine._runner._model,
+        engine.kv_cache,
+        engine.kv_cache_spec,
+        EngineConfig(**options),
+        "triton",
+        engine.max_model_len,
+        with_graphs=graphs,
+        samples_on_device=True,
+    )
+    if graphs:
+        runner.capture_graphs(run_again if device.type == "cpu" else DeviceCapture())
+    return llm
+
+
+def draw_requests(seed: int, num: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    draw = random.Random(seed)
+    prompts = [draw.choices(range(10, 4000), k=draw.randint(1, 9)) for _ in range(num)]
+    params = [
+        SamplingParams(
+            max_tokens=draw.randint(1, 7),
+            temperature=draw.choice([0.0, 0.7]),
+            top_k=draw.choice([0, 20]),
+            top_p=draw.choice([1.0, 0.9]),
+            seed=index,
+            presence_penalty=draw.choice([0.0, 0.0, 0.5]),
+            logprobs=draw.choice([None, None, 2]),
+            stop_token_ids=tuple(draw.sample(range(4096), 40)),
+        )
+        for index in range(num)
+    ]
+    return prompts, params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_replayed_steps_give_the_tokens_of_eager_ones(
+    device: torch.device, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = draw_requests(3, 7)
+    sizes: list[tuple[int, int]] = []
+    replay = StepGraphs.replay
+
+    def count(self: StepGraphs, staged: StagedStep) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append((staged.num_requests, staged.size))
+        return replay(self, staged)
+
+    monkeypatch.setattr(StepGraphs, "replay", count)
+    eager = make_llm(device, graphs=False, asynchronous=False).generate(prompts, params)
+    assert not sizes
+    llm = make_llm(device, graphs=True, asynchronous=asynchronous)
+    replayed = llm.generate(prompts, params)
+    assert [c.token_ids for c in replayed] == [c.token_ids for c in eager]
+    assert [c.finish_reason for c in replayed] == [c.finish_reason for c in eager]
+    assert len(sizes) > 5
+    assert any(num_requests < size for num_requests, size in sizes)
+    assert llm.engine.num_free_blocks == SMALL["num_blocks"]

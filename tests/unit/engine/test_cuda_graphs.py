@@ -1,0 +1,243 @@
+"""Unit tests of what graphs read: sizes, padding, addresses, tokens that only the device knows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from baton.engine_config import EngineConfig
+from baton.errors import ConfigError
+from baton.sampling_params import SamplingParams
+from engine.cuda_graphs import captured_sizes, reason_against_graphs
+from engine.device_choice import check_allocator
+from engine.device_sampling import PARAMETER_TYPES, kernel_arrays, upload_parameters
+from engine.graph_inputs import GraphInputs, StagedStep
+from engine.input_batch import InputBatch, PreparedStep
+from engine.outputs import ScheduledRequest
+from engine.request import Request
+from tests.fakes.engine_parts import make_request
+from tests.fakes.sampling import sampling_input
+
+CPU = torch.device("cpu")
+MAX_SEQ_LEN = 16
+
+
+def make_inputs(num_groups: int = 1) -> GraphInputs:
+    return GraphInputs(
+        captured_sizes(5),
+        num_rows=6,
+        max_blocks=9,
+        num_groups=num_groups,
+        max_seq_len=MAX_SEQ_LEN,
+        device=CPU,
+    )
+
+
+def make_batch(inputs: GraphInputs, num_groups: int = 1) -> InputBatch:
+    return InputBatch(
+        max_num_requests=6,
+        max_num_tokens=40,
+        sliding_windows=[None, 4][:num_groups],
+        max_blocks=9,
+        block_size=2,
+        device=CPU,
+        graph_inputs=inputs,
+    )
+
+
+def decoding(
+    name: str, num_tokens: int, first_block: int, num_groups: int = 1, **params: float
+) -> Request:
+    """A request that is to compute the last of its tokens, `[10, 11, ..]`."""
+    request = make_request(
+        name,
+        prompt=[10 + index for index in range(num_tokens)],
+        params=SamplingParams(**params) if params else None,  # type: ignore[arg-type]
+        seed=len(name),
+    )
+    request.num_computed_tokens = num_tokens - 1
+    num_blocks = (num_tokens + 2) // 2 * num_groups
+    request.block_ids = list(range(first_block, first_block + num_blocks))
+    return request
+
+
+def stage(batch: InputBatch, *requests: Request) -> StagedStep:
+    staged = batch.fill_or_stage([ScheduledRequest(request, 1) for request in requests])
+    assert isinstance(staged, StagedStep)
+    return staged
+
+
+def input_ids(inputs: GraphInputs, size: int) -> list[int]:
+    ids: list[int] = inputs.source.index_select(0, inputs.section("token_index", size)).tolist()
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1, (1,)),
+        (5, (1, 2, 4, 5)),
+        (24, (1, 2, 4, 8, 16, 24)),
+        (280, (1, 2, 4, *range(8, 256, 8), 256, 272, 280)),
+    ],
+)
+def test_captured_sizes(most: int, expected: tuple[int, ...]) -> None:
+    assert captured_sizes(most) == expected
+
+
+def test_a_step_is_padded_to_the_next_captured_size() -> None:
+    inputs = make_inputs()
+    assert [inputs.size_for(n) for n in range(1, 7)] == [1, 2, 4, 4, 5, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "backend", "expected"),
+    [
+        ({"cuda_graphs": False}, "cuda", "triton", "switched off"),
+        ({}, "cpu", "triton", "the model is on cpu"),
+        ({}, "cuda", "flash_attn", "attention backend flash_attn cannot be captured"),
+        ({}, "cuda", "triton", None),
+    ],
+)
+def test_why_there_are_no_graphs(
+    options: dict[str, bool], device: str, backend: str, expected: str | None
+) -> None:
+    config = EngineConfig(**options)  # type: ignore[arg-type]
+    assert reason_against_graphs(config, torch.device(device), backend) == expected
+
+
+def test_inputs_of_a_padded_step() -> None:
+    inputs = make_inputs()
+    batch = make_batch(inputs)
+    requests = [decoding("a", 5, 20), decoding("b", 2, 30), decoding("c", 7, 40)]
+    inputs.upload(stage(batch, *requests))
+    (metadata,) = inputs.metadata(4)
+    assert input_ids(inputs, 4) == [14, 11, 16, 0]
+    assert inputs.section("positions", 4).tolist() == [4, 1, 6, 0]
+    assert metadata.query_start_loc.tolist() == [0, 1, 2, 3, 3]
+    assert metadata.seq_lens.tolist() == [5, 2, 7, 0]
+    assert metadata.slot_mapping.tolist() == [22 * 2, 30 * 2 + 1, 43 * 2, -1]
+    assert metadata.block_table.shape == (4, 9)
+    assert metadata.block_table[:3, :4].tolist() == [
+        [20, 21, 22, 0],
+        [30, 31, 0, 0],
+        [40, 41, 42, 43],
+    ]
+    assert (metadata.max_query_len, metadata.max_seq_len) == (1, MAX_SEQ_LEN)
+    assert metadata.query_lens == (1,) * 4
+
+
+def test_a_smaller_step_leaves_nothing_of_a_larger_one_in_its_padding() -> None:
+    inputs = make_inputs()
+    batch = make_batch(inputs)
+    many = [decoding(name, 6, 10 * index) for index, name in enumerate("abcd")]
+    inputs.upload(stage(batch, *many))
+    staged = stage(batch, *many[:3])
+    assert (staged.num_requests, staged.size) == (3, 4)
+    inputs.upload(staged)
+    (metadata,) = inputs.metadata(4)
+    assert metadata.seq_lens.tolist() == [6, 6, 6, 0]
+    assert metadata.slot_mapping.tolist()[3] == -1
+    assert inputs.section("rows", 4).tolist()[3] == 6  # nobody's
+    assert inputs.sampling_tensors(4)["temperatures"].tolist()[3] == 0
+
+
+def test_every_group_has_its_blocks() -> None:
+    inputs = make_inputs(num_groups=2)
+    batch = make_batch(inputs, num_groups=2)
+    inputs.upload(stage(batch, decoding("a", 4, 20, 2), decoding("b", 3, 40, 2)))
+    first, second = inputs.metadata(2)
+    assert first.block_table[:, :2].tolist() == [[20, 22], [40, 42]]
+    assert second.block_table[:, :2].tolist() == [[21, 23], [41, 43]]
+    assert second.slot_mapping.tolist() == [23 * 2 + 1, 43 * 2]
+
+
+def test_a_token_that_the_step_in_flight_samples_is_read_on_the_device() -> None:
+    inputs = make_inputs()
+    batch = make_batch(inputs)
+    a, b = decoding("a", 5, 20), decoding("b", 2, 30)
+    before = stage(batch, a, b)
+    inputs.upload(before)
+    rows = inputs.section("rows", 2).tolist()
+    a.begin(1)
+    staged = stage(batch, b, a)  # b's token is known: it is not in flight
+    assert staged.staging != before.staging
+    inputs.last_tokens[rows[0]] = 77
+    inputs.upload(staged)
+    assert input_ids(inputs, 2) == [11, 77]
+    assert inputs.section("positions", 2).tolist() == [1, 5]
+    expected = sampling_input([b, a])
+    assert staged.sampling.request_ids == ("b", "a")
+    assert staged.sampling.keys[0].tolist() == expected.keys[0].tolist()
+    assert staged.sampling.keys[1].tolist() != expected.keys[1].tolist()  # one position on
+
+
+def test_addresses_do_not_change() -> None:
+    inputs = make_inputs()
+    batch = make_batch(inputs)
+
+    def addresses() -> list[int]:
+        (metadata,) = inputs.metadata(2)
+        tensors = [
+            *(inputs.section(name, 2) for name in ("token_index", "positions", "rows")),
+            *inputs.sampling_tensors(2).values(),
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.slot_mapping,
+            metadata.block_table,
+            inputs.source,
+        ]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    before = addresses()
+    assert all(address % 16 == 0 for address in before)
+    for num_tokens in (3, 9):
+        inputs.upload(stage(batch, decoding(f"r{num_tokens}", num_tokens, 20)))
+        assert addresses() == before
+
+
+def test_a_step_of_prompts_or_too_many_requests_is_not_staged() -> None:
+    batch = make_batch(make_inputs())
+    prompt = make_request("p", 4)
+    prompt.block_ids = [1, 2, 3]
+    assert isinstance(batch.fill_or_stage([ScheduledRequest(prompt, 4)]), PreparedStep)
+    assert isinstance(batch.fill_or_stage([ScheduledRequest(prompt, 1)]), PreparedStep)
+    many = [ScheduledRequest(decoding(f"r{i}", 3, 3 * i), 1) for i in range(6)]
+    assert isinstance(batch.fill_or_stage(many), PreparedStep)
+
+
+def test_an_eager_step_names_the_tokens_it_does_not_know() -> None:
+    batch = make_batch(make_inputs())
+    a, b = decoding("a", 5, 20), decoding("b", 4, 30)
+    batch.fill([ScheduledRequest(a, 1)])
+    a.begin(1)
+    prepared = batch.fill([ScheduledRequest(b, 1), ScheduledRequest(a, 1)])
+    assert prepared.model.input_ids.tolist() == [13, 0]
+    assert prepared.unknown is not None
+    places, rows = prepared.unknown
+    assert places.tolist() == [1]
+    assert rows.tolist() == prepared.sampling_rows.tolist()[1:]
+
+
+def test_sampling_parameters_as_the_kernel_takes_them() -> None:
+    requests = [
+        decoding("a", 3, 0, temperature=0.0),
+        decoding("bb", 3, 3, temperature=1e-9, top_k=5, top_p=0.5, min_p=0.25),
+    ]
+    sampling = sampling_input(requests)
+    arrays = kernel_arrays(sampling.parameters, sampling.keys)
+    assert arrays["temperatures"].tolist() == [0, np.float32(1e-6)]
+    assert arrays["top_k"].tolist() == [0, 5]
+    tensors = upload_parameters(sampling.parameters, sampling.keys, CPU)
+    assert list(tensors) == list(PARAMETER_TYPES)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == PARAMETER_TYPES[name]
+        np.testing.assert_array_equal(tensor.numpy(), arrays[name])
+
+
+@pytest.mark.parametrize("option", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_peers_cannot_map_is_refused(option: str) -> None:
+    check_allocator({option: "max_split_size_mb:64,expandable_segments:False"})
+    with pytest.raises(ConfigError, match=f"^{option}: expandable_segments"):
+        check_allocator({option: "backend:native, expandable_segments:True"})
