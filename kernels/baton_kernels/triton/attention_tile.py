@@ -114,7 +114,7 @@ def key_offsets(
 ):
     """Where in the cache the keys of these tokens begin, for head 0; 0 for those from ``end``."""
     block_ids = tl.load(block_table_row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
-    return block_ids.to(tl.int64) * block_stride + tokens % BLOCK_SIZE * HEAD_DIM
+    return block_ids.to(tl.int64) * tl.multiple_of(block_stride, 8) + tokens % BLOCK_SIZE * HEAD_DIM
 
 
 @triton.jit

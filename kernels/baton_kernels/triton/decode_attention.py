@@ -154,10 +154,9 @@ def decode_attention(
     table_row = block_table + request.to(tl.int64) * table_stride
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    stride = tl.multiple_of(block_stride, 8)
     for first in range(start, end, TILE):
         tokens = first + tl.arange(0, TILE)
-        offsets = key_offsets(table_row, tokens, end, stride, BLOCK_SIZE, HEAD_DIM)
+        offsets = key_offsets(table_row, tokens, end, block_stride, BLOCK_SIZE, HEAD_DIM)
         k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, True)
         v = load_rows(values + offsets, tokens, end, HEAD_DIM, D, True)
         products = tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32")

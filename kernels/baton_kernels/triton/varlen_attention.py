@@ -150,23 +150,21 @@ def varlen_attention(
     table_row = block_table + request.to(tl.int64) * table_stride
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    stride = tl.multiple_of(block_stride, 8)
-    # From here on positions count from start, the first of a block: constant loop bounds save
-    # two dozen registers.
+    # Positions count from start from here on, the first of a block: that saves registers.
     table_row += start // BLOCK_SIZE
     positions -= start
     diagonal -= start
     end -= start
     for first in range(0, diagonal, TILE):
         highest, total, acc = attend_tile(
-            q, positions, first, end, window, table_row, keys, values, stride, score_scale, cap,
-            highest, total, acc,
+            q, positions, first, end, window, table_row, keys, values, block_stride,
+            score_scale, cap, highest, total, acc,
             HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, False, IEEE,
         )  # fmt: skip
     for first in range(diagonal, end, TILE):
         highest, total, acc = attend_tile(
-            q, positions, first, end, window, table_row, keys, values, stride, score_scale, cap,
-            highest, total, acc,
+            q, positions, first, end, window, table_row, keys, values, block_stride,
+            score_scale, cap, highest, total, acc,
             HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, True, IEEE,
         )  # fmt: skip
     result = acc / tl.where(total == 0, 1.0, total)[:, None]  # a row may see none of these keys
