@@ -142,9 +142,9 @@ def openvino(folder: Path, threads: int) -> Generate:
     converted = folder.parent / f"{folder.name}-openvino"
     if not (converted / "openvino_model.xml").exists():
         command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
-        options = ["--task", "text-generation-with-past", "--weight-format", "fp32"]
+        export = ["--task", "text-generation-with-past", "--weight-format", "fp32"]
         subprocess.run(
-            [*command, *options, "--model", str(folder), str(converted)],
+            [*command, *export, "--model", str(folder), str(converted)],
             check=True,
             stdout=sys.stderr,
         )
