@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -80,11 +81,13 @@ def python_of(peer: str) -> Path:
     ready = folder / "ready"
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pins: list[str] = []
         if peer != "vllm":  # which pins a torch of its own
+            pins = [f"torch=={version('torch')}"]
             purelib = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
             (purelib / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run(
-            [str(python), "-m", "pip", "install", "--quiet", *PEERS[peer]],
+            [str(python), "-m", "pip", "install", "--quiet", *PEERS[peer], *pins],
             check=True,
             timeout=INSTALL_LIMIT_S,
             stdout=sys.stderr,
