@@ -84,7 +84,7 @@ class DecodeBench:
             (self.engine._scheduler, "schedule", "schedule"),
             (self.engine._scheduler, "update", "update"),
             (runner._input_batch, "fill", "fill"),
-            (runner._backends[0], "plan", "plan"),
+            (runner._context.backends[0], "plan", "plan"),
             (runner._model, "forward", "forward"),
             (runner._model, "compute_logits", "logits"),
             (engine.model_runner, "sample", "sample"),

@@ -8,15 +8,12 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import engine.engine
 from baton.engine_config import EngineConfig
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
@@ -74,10 +71,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def make_engine(shape: str, device: str, **options: Any) -> Engine:
     """An engine over a shape of `SHAPES`; options are `EngineConfig`'s."""
-    with tempfile.TemporaryDirectory() as folder, _made_up_weights():
+    with tempfile.TemporaryDirectory() as folder:
         config = json.dumps(SHAPES[shape])
         Path(folder, "config.json").write_text(config, encoding="utf-8")
-        return Engine(Path(folder), EngineConfig(device=device, **options))
+        return Engine(Path(folder), EngineConfig(device=device, **options), load=_load)
 
 
 def make_request(
@@ -105,17 +102,6 @@ def add_decoding(engine: Engine, batch: int, context: int, max_tokens: int) -> N
         if engine.grant(request.request_id) is None:
             raise RuntimeError(f"num_blocks: too few for {batch} requests of {context} tokens")
         engine.commit(request.request_id, 2)
-
-
-@contextmanager
-def _made_up_weights() -> Iterator[None]:
-    """Engines that are made meanwhile read no weights."""
-    load = engine.engine.load_model
-    engine.engine.load_model = _load
-    try:
-        yield
-    finally:
-        engine.engine.load_model = load
 
 
 def _load(

@@ -40,6 +40,7 @@ from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler
 from models import load_model
+from models.base import CausalLM
 from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,17 @@ class Engine:
         last_scheduled: what the latest one computed, or computes, for whoever asks why it failed.
     """
 
-    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model_folder: Path,
+        config: EngineConfig,
+        *,
+        load: Callable[..., CausalLM] = load_model,
+    ) -> None:
         """Load the model and allocate the cache.
+
+        Args:
+            load: as `models.load_model`; benchmarks make weights up.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -69,7 +79,7 @@ class Engine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
-        model = load_model(
+        model = load(
             model_folder,
             dtype=self.dtype,
             device=str(device),

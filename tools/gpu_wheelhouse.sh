@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the GPU suite needs beside torch, triton and numpy, for a machine without a package registry
-# (Python 3.12, Linux x86-64): wheels in build/wheels, which git ignores, 50 MiB in all.
+# (Python 3.12, Linux x86-64): wheels in build/wheels, which git ignores, 48 MiB at most.
 #
 #   tools/gpu_wheelhouse.sh [PYTHON]              here: download, in the versions that PYTHON has
 #   tools/gpu_wheelhouse.sh --unpack [PYTHON]     there: unpack into build/gpu_site, then
@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 wheels=build/wheels
 site=build/gpu_site
-most_mib=56
+most_mib=48
 
 if [ "${1:-}" = --unpack ]; then
     python=${2:-python3}
@@ -29,9 +29,9 @@ fi
 python=${1:-.venv/bin/python}
 engine="msgspec xxhash llguidance jinja2 markupsafe tokenizers safetensors huggingface-hub
     rich markdown-it-py mdurl pygments"
-# huggingface-hub imports most of these when it downloads, not before
 nodes="grpcio protobuf googleapis-common-protos grpcio-health-checking grpcio-reflection
-    prometheus-client typer click shellingham annotated-doc typing-extensions packaging filelock pyyaml tqdm
+    prometheus-client typer click shellingham annotated-doc typing-extensions packaging
+    pydantic pydantic-core annotated-types typing-inspection
     aiohttp aiosignal aiohappyeyeballs attrs frozenlist multidict propcache yarl idna uvloop"
 tests="pytest pluggy iniconfig pytest-timeout hypothesis sortedcontainers"
 nixl="nixl nixl-cu13"
@@ -56,17 +56,21 @@ except importlib.metadata.PackageNotFoundError:
     download "$name$version" || download "$name" || echo "no wheel: $name$version" >&2
 done
 
-# NIXL's wheel brings parts that nothing here uses (expert parallelism for three releases of torch).
+# NIXL's wheel brings parts that nothing here uses: expert parallelism for three releases of torch,
+# plugins for storage and their libraries. UCX and what it is linked with stay.
 "$python" - "$wheels"/nixl_cu13-*.whl <<'PYTHON'
-import sys, zipfile
+import re, sys, zipfile
 from pathlib import Path
 
-unused = ("nixl_ep_cu13/", "nixl_cu13.scripts/", "nixl_cu13.libs/ucx/libucx_perftest")
+unused = re.compile(
+    r"^nixl_ep_cu13/|^nixl_cu13.scripts/|/libucx_perftest|/libplugin_(?!UCX)"
+    r"|/lib(aws|azure|xml2|curl|s2n|gusli)"
+)
 path = Path(sys.argv[1])
 smaller = path.with_suffix(".smaller")
 with zipfile.ZipFile(path) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as new:
     for entry in old.infolist():
-        if not entry.filename.startswith(unused):
+        if not unused.search(entry.filename):
             new.writestr(entry, old.read(entry))
 smaller.replace(path)
 PYTHON
