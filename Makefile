@@ -52,7 +52,7 @@ chaos: setup ## kill, stop and restart real processes under load; JSON in benchm
 resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON in benchmarks/results (some 7 minutes)
 	$(BIN)/python benchmarks/resilience.py
 
-gpu-suite: setup ## all that needs a GPU: right tokens, step times, KV in its memory; JSON in benchmarks/results
+gpu-suite: setup ## all that needs a GPU, in ten minutes: right tokens, step times, KV in its memory; JSON in benchmarks/results
 	$(BIN)/python benchmarks/gpu_suite.py
 
 check: setup .venv-proto/.ready ## lint, types, import rules, stub freshness

@@ -7,6 +7,7 @@ steady decode in which the device did not work on a step, by CUDA events around 
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 
@@ -73,6 +74,7 @@ def measure_decode(device: str, report: Report) -> bool:
             prefix_cache=False,
             async_scheduling=True,
         )
+        timer = ReplayTimer(engine)
         sizes = engine._runner.graph_sizes
         report[f"{shape}: graphs"] = len(sizes)
         right = right and (bool(sizes) or not on_gpu)
@@ -80,25 +82,27 @@ def measure_decode(device: str, report: Report) -> bool:
             floor_ms = (
                 (_weight_bytes(engine) + batch * context * _kv_bytes(engine)) / bandwidth / 1e6
             )
-            wall_ms, gpu_ms = _time_decode(engine, batch, context)
+            wall_ms, gpu_ms = _time_decode(engine, timer, batch, context)
             report[f"{shape}, batch {batch}: ms per step"] = wall_ms
             report[f"{shape}, batch {batch}: floor / measured"] = floor_ms / wall_ms
             if gpu_ms:
                 report[f"{shape}, batch {batch}: GPU ms"] = gpu_ms
                 report[f"{shape}, batch {batch}: idle"] = 1 - gpu_ms / wall_ms
-        del engine
+        del engine, timer
+        gc.collect()
     return right
 
 
-def _time_decode(engine: Engine, batch: int, context: int) -> tuple[float, float]:
+def _time_decode(
+    engine: Engine, timer: ReplayTimer, batch: int, context: int
+) -> tuple[float, float]:
     """Milliseconds per steady step by the wall, and of them on the device (0 without graphs)."""
     add_decoding(engine, batch, context, STEPS + WARM_STEPS + 8)
     for _ in range(WARM_STEPS):
         engine.step()
-    timer = ReplayTimer(engine)
     on_gpu = engine.kv_cache.is_cuda
     if on_gpu:
-        torch.cuda.synchronize()
+        timer.take_ms()
     first, started = engine.num_steps, time.perf_counter()
     for _ in range(STEPS):
         engine.step()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def make_request(
         name,
         prompt,
         params,
-        seed=hash(name),
+        seed=zlib.crc32(name.encode()),
         eos_token_ids=engine.eos_token_ids,
         max_model_len=engine.max_model_len,
     )
