@@ -63,8 +63,17 @@ class Engine:
         last_scheduled: what the latest one computed, or computes, for whoever asks why it failed.
     """
 
-    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model_folder: Path,
+        config: EngineConfig,
+        *,
+        load: Callable[..., CausalLM] = load_model,
+    ) -> None:
         """Load the model and allocate the cache.
+
+        Args:
+            load: as `models.load_model`; benchmarks make weights up.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -73,7 +82,16 @@ class Engine:
         device = choose_device(config.device)
         use_cores(config)
         self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
+<<<<<<< HEAD
         model = _load(model_folder, config, device, self.dtype)
+=======
+        model = load(
+            model_folder,
+            dtype=self.dtype,
+            device=str(device),
+            max_model_len=config.max_model_len,
+        )
+>>>>>>> wF
         self.model_config = model.config
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
             self.model_config, model.sliding_windows, config.block_size, self.dtype
