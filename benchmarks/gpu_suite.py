@@ -1,12 +1,5 @@
 """All that needs a GPU, in one command of ten minutes: right tokens, and what a step costs.
 
-<<<<<<< HEAD
-    engine    the engine on the device gives the tokens that it gives on the CPU, in float32
-    steps     milliseconds per prefill and decode step on the device, by dtype and batch
-    split     prefill and decode processes on the device, KV in its memory, NIXL: same tokens
-    kernels   the small Triton kernels against copies and torch's ops (kernels_gpu.py)
-    attention paged attention in Triton against the best of libraries (attention_gpu.py)
-=======
     ops        kernels and attention backends against their definitions (tests/kernels, bf16 too)
     engine     the engine on the device gives the tokens that it gives on the CPU, in float32
     graphs     replayed steps that run ahead give the tokens of eager steps in turn
@@ -16,7 +9,6 @@
     split      prefill and decode processes on the device, KV in its memory, NIXL: same tokens
     kernels    the small Triton kernels against copies and torch's ops (kernels_gpu.py)
     attention  paged attention in Triton against the best of libraries (attention_gpu.py)
->>>>>>> wF
 
 Each part is a process of its own with a time limit: a crash, a hang or a broken device in one of
 them costs no other. What a part had found before it ended so is kept. A part whose packages are
@@ -60,103 +52,6 @@ class Part:
     limit_s: float
 
 
-<<<<<<< HEAD
-def measure_steps(device: str) -> Result:
-    """Median milliseconds of a step: one prompt of 512 tokens, and decodes at three batches."""
-    figures: Result = {"ok": True}
-    for dtype in ("float32", "bfloat16"):
-        llm = LLM(
-            MODEL, dtype=dtype, device=device, kv_cache_bytes=KV_BYTES, prefix_cache=False,
-            max_num_batched_tokens=1024, long_prefill_token_threshold=1024,
-        )  # fmt: skip
-        prefill = _time_steps(llm, 1, 512, num_steps=1, repeat=10)
-        figures[f"{dtype} prefill 512, ms"] = prefill
-        for batch in (1, 8, 32):
-            figures[f"{dtype} decode batch {batch}, ms"] = _time_steps(llm, batch, 16, 20, 1)
-    return figures
-
-
-def _time_steps(llm: LLM, batch: int, prompt_tokens: int, num_steps: int, repeat: int) -> float:
-    """Median milliseconds of ``num_steps`` steps; with more than one, those of decodes only."""
-    params = SamplingParams(max_tokens=num_steps + 4, temperature=0.0, ignore_eos=True)
-    samples = []
-    for _ in range(repeat + 1):
-        for row in range(batch):
-            prompt = [(7 * row + index) % 4000 for index in range(prompt_tokens)]
-            llm.engine.add(llm._make_choices(prompt, params)[0])
-        if num_steps > 1:
-            llm.engine.step()  # the prompts
-            llm.engine.step()  # warm
-        for _ in range(num_steps):
-            started = time.perf_counter()
-            llm.engine.step()
-            samples.append((time.perf_counter() - started) * 1e3)
-        for request_id in list(llm.engine.requests):
-            llm.engine.abort(request_id)
-    return round(statistics.median(samples[num_steps if repeat > 1 else 0 :]), 3)
-
-
-def check_split(device: str) -> Result:
-    """Tokens of the split system with its KV in the device's memory against one process."""
-    expected = LLM(MODEL, dtype="float32", device=device, kv_cache_bytes=KV_BYTES).generate(
-        PROMPTS, GREEDY
-    )
-    node_args = ["--dtype", "float32", "--device", device, "--kv-cache-memory", "256M"]
-    config = LocalDeploymentConfig(
-        model=MODEL,
-        listen=_free_address(),
-        router_args=["--no-local-prefill"],
-        node_args=node_args,
-    )
-    with LocalDeployment(config) as deployment, Client(config.listen) as client:
-        deployment.wait_ready(READY_TIMEOUT_S)
-        found = [client.generate(prompt, GREEDY) for prompt in PROMPTS]
-    equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, found, strict=True))
-    pushes = [c.receipt.decode.push for c in found if c.receipt and c.receipt.decode]
-    exposed = [push.exposed_transfer_s * 1e3 for push in pushes]
-    return {
-        "ok": equal == len(PROMPTS) == len(pushes),
-        "equal": f"{equal} of {len(PROMPTS)}",
-        "transport": pushes[0].transport if pushes else "-",
-        "exposed transfer, ms": round(statistics.median(exposed), 2) if exposed else "-",
-    }
-
-
-def measure_kernels(device: str) -> Result:
-    """Every row of `kernels_gpu.py`; a kernel that differs from its definition ends it."""
-    # Triton asks when it is imported whether to interpret, so not before it is needed.
-    from kernels_gpu import measure
-
-    return _figures(measure(device))
-
-
-def measure_attention(device: str) -> Result:
-    """Every row of `attention_gpu.py`; attention that differs from a library's ends it."""
-    from attention_gpu import geometric_mean, measure
-
-    rows = measure(device)
-    return {**_figures(rows), "decode, library / ours": geometric_mean(rows)}
-
-
-def _figures(rows: list[dict[str, float | str]]) -> Result:
-    return {
-        "ok": True,
-        **{
-            str(row["what"]): ", ".join(
-                f"{key} {value}" for key, value in row.items() if key not in ("part", "what")
-            )
-            for row in rows
-        },
-    }
-
-
-PARTS: dict[str, Callable[[str], Result]] = {
-    "engine": check_engine,
-    "steps": measure_steps,
-    "split": check_split,
-    "kernels": measure_kernels,
-    "attention": measure_attention,
-=======
 PARTS = {
     "ops": Part("gpu_tokens", "check_ops", 150),
     "engine": Part("gpu_tokens", "check_engine", 60),
@@ -167,7 +62,6 @@ PARTS = {
     "split": Part("gpu_tokens", "check_split", 90),
     "kernels": Part("gpu_tokens", "measure_kernels", 60),
     "attention": Part("gpu_tokens", "measure_attention", 90),
->>>>>>> wF
 }
 
 

@@ -112,12 +112,6 @@ def measure_attention(repetitions: int) -> list[dict[str, object]]:
             }
             for name, backend in backends.items():
                 backend.plan(step)
-                subjects[name] = (
-                    lambda layer, run=backend.run, query=query, cache=cache, step=step: (  # type: ignore[misc]
-                        run(query, cache[:, layer], step, scale=head_dim**-0.5)
-                    )
-                )
-
                 subjects[name] = partial(attend, backend, query, cache, step)
             seconds = take_turns(subjects, repetitions)
             gigabytes = flat[0].numel() * flat.itemsize / 1e9
@@ -144,14 +138,13 @@ def measure_linear(repetitions: int) -> list[dict[str, object]]:
         weights = torch.randn(NUM_LAYERS, out_features, in_features)
         packed = {
             name: [
-                ops.PackedWeight.pack(weight, None, storage, native.panel_width)
+                ops.PackedWeight.pack(
+                    weight, None, storage, native.panel_width, native.prefer_huge_pages
+                )
                 for weight in weights
             ]
             for name, storage in STORAGE.items()
         }
-        for copies in packed.values():
-            for copy in copies:
-                native.prefer_huge_pages(copy.panels)
         for num_rows in ROWS:
             x = torch.randn(num_rows, in_features)
             subjects: dict[str, Subject] = {"F.linear": partial(multiply, x, weights)}
