@@ -138,14 +138,13 @@ def measure_linear(repetitions: int) -> list[dict[str, object]]:
         weights = torch.randn(NUM_LAYERS, out_features, in_features)
         packed = {
             name: [
-                ops.PackedWeight.pack(weight, None, storage, native.panel_width)
+                ops.PackedWeight.pack(
+                    weight, None, storage, native.panel_width, native.prefer_huge_pages
+                )
                 for weight in weights
             ]
             for name, storage in STORAGE.items()
         }
-        for copies in packed.values():
-            for copy in copies:
-                native.prefer_huge_pages(copy.panels)
         for num_rows in ROWS:
             x = torch.randn(num_rows, in_features)
             subjects: dict[str, Subject] = {"F.linear": partial(multiply, x, weights)}
