@@ -8,7 +8,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test property-long bench gpu-suite chaos resilience check protocol-check fmt proto train-demo-model clean
+.PHONY: help setup demo test property-long bench kernels gpu-suite chaos resilience check protocol-check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -51,6 +51,9 @@ chaos: setup ## kill, stop and restart real processes under load; JSON in benchm
 
 resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON in benchmarks/results (some 7 minutes)
 	$(BIN)/python benchmarks/resilience.py
+
+kernels: setup ## compile the Triton kernels for sm_80 and sm_90, no GPU needed; JSON in benchmarks/results
+	$(BIN)/python tools/compile_kernels.py
 
 gpu-suite: setup ## all that needs a GPU, in ten minutes: right tokens, step times, KV in its memory; JSON in benchmarks/results
 	$(BIN)/python benchmarks/gpu_suite.py

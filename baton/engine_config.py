@@ -8,6 +8,7 @@ from baton.errors import ConfigError
 
 PREEMPTION = ("recompute", "hand-back")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("auto", "fp32", "bf16", "int8")
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_BATCHED_TOKENS = 2**20  # more would only make one step take for ever
@@ -46,6 +47,12 @@ class EngineConfig:
         cuda_graphs: replay decode steps on a GPU instead of launching kernel by kernel.
         cuda_graph_max_batch: most requests in a step that is replayed.
         num_threads: of the process's computations on a CPU; 0 leaves it to torch.
+        cpu_list: the cores this process may run on, such as ``0-3,8``; empty: those it has. Threads
+            that computed before stay where they are.
+        weights: how a CPU stores the weights of linear layers: ``auto`` as ``dtype``, or ``fp32``,
+            ``bf16``, ``int8`` (one scale per output; activations stay in ``dtype``).
+        native_kernels: compute on a CPU with kernels in C where they can be built; false: with
+            torch alone. Of the whole process.
     """
 
     dtype: str = "auto"
@@ -67,10 +74,16 @@ class EngineConfig:
     cuda_graphs: bool = True
     cuda_graph_max_batch: int = 512
     num_threads: int = 0
+    cpu_list: str = ""
+    weights: str = "auto"
+    native_kernels: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.weights not in WEIGHTS:
+            raise ConfigError(f"weights: must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
+        parse_cpu_list(self.cpu_list)
         if self.preemption not in PREEMPTION:
             known = ", ".join(PREEMPTION)
             raise ConfigError(f"preemption: must be one of {known}, got {self.preemption!r}")
@@ -100,3 +113,18 @@ class EngineConfig:
                 f"max_num_batched_tokens: must be at least max_num_requests "
                 f"({self.max_num_requests}), got {self.max_num_batched_tokens}"
             )
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """``0-3,8`` -> {0, 1, 2, 3, 8}; raises ConfigError."""
+    cores: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        try:
+            span = range(int(first), int(last or first) + 1)
+        except ValueError:
+            span = range(0)
+        if not span:
+            raise ConfigError(f"cpu_list: must be cores such as 0-3,8, got {text!r}")
+        cores.update(span)
+    return frozenset(cores)

@@ -18,18 +18,21 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from environment import record_environment, write_results
 from gpu_timing import Row, copy_gb_per_s, gb_per_s, interpret_without_gpu, median_us, table_of
 
 interpret_without_gpu()
+
+# torch imports Triton with these.
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 from baton_kernels.attention import ATTENTION_BACKENDS  # noqa: E402
 from baton_kernels.attention.base import AttentionMetadata  # noqa: E402
@@ -104,10 +107,11 @@ def measure_cell(cell: Cell, device: str) -> tuple[float, dict[str, float]]:
     """Microseconds of one layer: ours, and those of every library that can."""
     metadata, table = metadata_of(cell, device)
     shape = (2, cell.num_kv_heads, cell.block_size, cell.head_dim)
-    like = {"device": device, "dtype": cell.dtype}
     # Block-major, all layers inside a block.
-    cache = torch.randn(table.numel(), cell.num_layers, *shape, **like)
-    query = torch.randn(metadata.num_tokens, cell.num_heads, cell.head_dim, **like)
+    cache = torch.randn(table.numel(), cell.num_layers, *shape, device=device, dtype=cell.dtype)
+    query = torch.randn(
+        metadata.num_tokens, cell.num_heads, cell.head_dim, device=device, dtype=cell.dtype
+    )
     backend = ATTENTION_BACKENDS.load("triton")()
     scale = cell.head_dim**-0.5
 
@@ -123,9 +127,7 @@ def measure_cell(cell: Cell, device: str) -> tuple[float, dict[str, float]]:
     for name, library in libraries(cell):
         try:
             expected = library(query, *side_by_side[0])
-            theirs[name] = median_us(
-                [lambda kv=kv, library=library: library(query, *kv) for kv in side_by_side], device
-            )
+            theirs[name] = median_us([partial(library, query, *kv) for kv in side_by_side], device)
         except RuntimeError:  # this library has no kernel for the shape
             continue
         error = (found.float() - expected.float()).abs().max().item()
@@ -178,15 +180,18 @@ def _sdpa(cell: Cell, kernel: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], 
 
 
 def _flash_attn(cell: Cell) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    from flash_attn import flash_attn_func, flash_attn_with_kvcache
-
-    call = flash_attn_with_kvcache if cell.query_len == 1 else flash_attn_func
+    module = importlib.import_module("flash_attn")
+    name = "flash_attn_with_kvcache" if cell.query_len == 1 else "flash_attn_func"
+    call: Callable[..., Tensor] = getattr(module, name)
     # Its layout is [batch, seq_len, num_kv_heads, head_dim].
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.data_ptr() not in made:
-            made[key.data_ptr()] = tuple(x.transpose(1, 2).contiguous() for x in (key, value))
+            made[key.data_ptr()] = (
+                key.transpose(1, 2).contiguous(),
+                value.transpose(1, 2).contiguous(),
+            )
         shape = (cell.batch, cell.query_len, cell.num_heads, cell.head_dim)
         return call(query.view(shape), *made[key.data_ptr()], causal=True).view(query.shape)
 

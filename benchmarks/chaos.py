@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,12 +27,13 @@ from rich.table import Table
 
 from baton.errors import BatonError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from chaos_load import BROKEN, Case, Load, make_cases
+from chaos_load import BROKEN, CHUNK_TOKENS, Case, Load, make_cases
 from chaos_site import (
     DETECTION_TIMEOUT_S,
     READY_TIMEOUT_S,
     STOP_S,
     Site,
+    flush_caches,
     free_address,
     list_nodes,
     wait_until_free,
@@ -39,7 +42,10 @@ from environment import record_environment, write_results
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 STORM_REQUESTS = 1000
-NODE_ARGS = ["--dtype", "float32", "--num-blocks", "400", "--max-num-requests", "16"]
+NODE_ARGS = [
+    *("--dtype", "float32", "--num-blocks", "400", "--max-num-requests", "16"),
+    *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
+]
 # Arrow of the diagram -> who dies, and where (an option of the connector).
 ARROWS = {
     4: [("p0", "Start:send"), ("d0", "Start:recv")],
@@ -51,6 +57,7 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
+FLUSH_INTERVAL_S = 1.0  # what nodes have in their caches does not travel, and kills nobody
 
 
 @dataclass(slots=True)
@@ -129,14 +136,24 @@ async def arm(site: Site, name: str, point: str) -> None:
     await site.wait_ready()
 
 
-async def wait_for_death(site: Site, name: str) -> None:
+async def wait_for_death(site: Site, name: str, point: str) -> None:
     site.doomed.add(name)
-    process = site.deployment.child(name).process
-    begin = time.monotonic()
+    child = site.deployment.child(name)
+    process = child.process
+    begin = flushed_at = time.monotonic()
     while process.poll() is None:
-        if time.monotonic() > begin + 20:
+        now = time.monotonic()
+        if now > begin + 20:
+            process.kill()  # the next drill is not to meet it there
             raise BatonError(f"{name} never came to where it should die")
+        if now > flushed_at + FLUSH_INTERVAL_S:
+            with contextlib.suppress(BatonError):  # it may be dead by now
+                await asyncio.to_thread(flush_caches, site.address)
+            flushed_at = time.monotonic()
         await asyncio.sleep(0.01)
+    told = f"killed before {point}:{KILL_AT_COUNT}" in child.log.read_text(errors="replace")
+    if process.returncode != -signal.SIGKILL or not told:
+        raise BatonError(f"{name} died elsewhere, with exit code {process.returncode}")
     await site.watch_detection(name)
 
 
@@ -163,7 +180,7 @@ def drills() -> list[Drill]:
                 found.append(
                     Drill(
                         f"arrow {arrow}: {name} dies at {point}",
-                        partial(wait_for_death, name=name),
+                        partial(wait_for_death, name=name, point=point),
                         prepare=partial(arm, name=name, point=point),
                         leaving=0.5 if arrow in (9, 10) else 0.15,
                     )
@@ -193,6 +210,10 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     site.undetected.clear()
     if drill.prepare is not None:
         await drill.prepare(site)
+    try:
+        await asyncio.to_thread(flush_caches, site.address)
+    except BatonError as error:
+        result.broken.append(str(error))
     load = Load(site.address, site.cases, concurrency, seed, leaving=drill.leaving)
     running = asyncio.create_task(load.run())
     try:

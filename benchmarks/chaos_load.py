@@ -19,6 +19,8 @@ from engine.llm import LLM
 HUNG_S = 30.0
 RETRY_PAUSE_S = 0.1  # of a client that was told UNAVAILABLE
 VOCABULARY = 4000
+# Most prompts have several, so that watermarks travel.
+CHUNK_TOKENS = 64
 # Outcomes that no fault excuses.
 BROKEN = ("hung", "lost", "wrong")
 
@@ -141,7 +143,13 @@ def make_cases(model: str, num_cases: int, seed: int) -> list[Case]:
                 ignore_eos=True,
             )
         )
-    llm = LLM(model, dtype="float32", device="cpu", kv_cache_bytes=2**28)
+    llm = LLM(
+        model,
+        dtype="float32",
+        device="cpu",
+        kv_cache_bytes=2**28,
+        long_prefill_token_threshold=CHUNK_TOKENS,
+    )
     together = [one.token_ids for one in llm.generate(list(prompts), params)]
     alone = [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
     return [

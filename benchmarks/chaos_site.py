@@ -13,6 +13,7 @@ import time
 
 import grpc
 
+from baton.errors import BatonError
 from baton.local_deployment import LocalDeployment
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from chaos_load import Case
@@ -129,6 +130,19 @@ def list_nodes(router: str) -> dict[str, str] | None:
     except grpc.RpcError:
         return None
     return {node.node_name: node.address for node in nodes if not node.lost}
+
+
+def flush_caches(router: str) -> None:
+    """Have all nodes forget the prefixes they know. Raises BatonError if one does not."""
+    try:
+        with grpc.insecure_channel(router) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            nodes = stub.FlushCache(admin_pb2.AdminFlushCacheRequest(), timeout=10).nodes
+    except grpc.RpcError as error:
+        raise BatonError(f"caches are not flushed: {error.code().name}") from error
+    for node in nodes:
+        if node.problem:
+            raise BatonError(f"{node.node_name}'s cache is not flushed: {node.problem}")
 
 
 def free_address() -> str:

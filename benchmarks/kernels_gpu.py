@@ -108,14 +108,16 @@ class Step:
 def kernels_of(step: Step, sizes: Sizes) -> dict[str, tuple[Callable[[], object], int]]:
     """Each op as one launch, and the bytes that it has to read and write."""
     heads = (sizes.num_heads, step.cos, step.sin, step.kv_cache, step.slots)
-    weights = {"query_weight": step.head_weight, "key_weight": step.head_weight, "eps": 1e-6}
+    weight = step.head_weight
     return {
         "add_rms_norm": (
             lambda: add_rms_norm(step.delta, step.residual, step.weight, 1e-6),
             4 * num_bytes(step.delta),
         ),
         "norm_rotary_store": (
-            lambda: norm_rotary_store(step.qkv, *heads, **weights),
+            lambda: norm_rotary_store(
+                step.qkv, *heads, query_weight=weight, key_weight=weight, eps=1e-6
+            ),
             2 * num_bytes(step.qkv) + num_bytes(step.cos, step.sin, step.slots),
         ),
         "silu_mul": (lambda: silu_mul(step.gate_up), num_bytes(step.gate_up) * 3 // 2),
@@ -128,9 +130,8 @@ def torch_chains_of(step: Step, sizes: Sizes) -> dict[str, Callable[[], object]]
 
     def chain() -> Tensor:
         heads = step.qkv.view(len(step.qkv), -1, sizes.head_dim)
-        query, key, value = heads.split(
-            (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), dim=1
-        )
+        query, value = heads[:, : sizes.num_heads], heads[:, -sizes.num_kv_heads :]
+        key = heads[:, sizes.num_heads : -sizes.num_kv_heads]
         query, key = (
             functional.rms_norm(x, (sizes.head_dim,), step.head_weight, 1e-6) for x in (query, key)
         )

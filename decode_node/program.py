@@ -12,7 +12,8 @@ from engine.node_engine import load_engine
 from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
 from kvconnector.digests import BlockDigests
-from kvconnector.faults import FaultSpec, FaultyTransport
+from kvconnector.fault_file import faults_of
+from kvconnector.faults import FaultyTransport
 from kvconnector.receiver import Receiver
 
 
@@ -31,7 +32,7 @@ def make_program(
     Raises:
         ConfigError: an option does not fit the model or the machine.
     """
-    faults = FaultSpec.parse(options.inject_faults)
+    faults = faults_of(options.inject_faults, options.name)
     make_transport = KV_CONNECTORS.load(options.kv_connector)
     loaded = load_engine(
         options.model,

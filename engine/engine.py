@@ -21,6 +21,7 @@ from baton.link import KVCacheEvent
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from baton_kernels.attention import choose_attention_backend
+from engine.cores import use_cores
 from engine.device_choice import choose_device, choose_dtype
 from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
@@ -35,6 +36,7 @@ from engine.kv_cache import (
 from engine.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.memory_profile import measure_kv_cache_bytes
 from engine.metrics import EngineMetrics
+from engine.model_load import load_for_device
 from engine.model_runner import AfterLayer, LaunchedStep
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request
@@ -76,15 +78,9 @@ class Engine:
             ConfigError: an option does not fit the model or the machine.
         """
         device = choose_device(config.device)
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
+        use_cores(config)
         self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
-        model = load(
-            model_folder,
-            dtype=self.dtype,
-            device=str(device),
-            max_model_len=config.max_model_len,
-        )
+        model = load_for_device(model_folder, config, device, self.dtype, load)
         self.model_config = model.config
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
             self.model_config, model.sliding_windows, config.block_size, self.dtype

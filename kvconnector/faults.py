@@ -180,7 +180,7 @@ class FaultyTransport:
     Args:
         transport: what really moves bytes; owned from now on.
         kv_cache: that peers write to, `[num_blocks, ...]`, contiguous.
-        spec: what goes wrong.
+        spec: what goes wrong, or what says it whenever it is asked.
         clock: seconds that never go back.
         end_process: kills this process.
     """
@@ -189,22 +189,23 @@ class FaultyTransport:
         self,
         transport: KVTransport,
         kv_cache: torch.Tensor,
-        spec: FaultSpec,
+        spec: FaultSpec | Callable[[], FaultSpec],
         clock: Callable[[], float] = time.monotonic,
         end_process: Callable[[], None] = _end_process,
     ) -> None:
         logger.warning("FAULTS ARE INJECTED into the KV connector: %s", spec)
         self._transport = transport
         self._bytes = kv_cache.view(torch.uint8).flatten(1)  # [num_blocks, block_bytes]
-        self._spec = spec
+        self._ask = None if isinstance(spec, FaultSpec) else spec
+        self._spec = spec if isinstance(spec, FaultSpec) else spec()
         self._clock = clock
         self._end_process = end_process
-        self._random = random.Random(spec.seed)
+        self._random = random.Random(self._spec.seed)
         self._waiting: list[_Waiting] = []
         self._granted: dict[tuple[str, int], Grant] = {}  # what `corrupt` may spoil
         self._digested: set[tuple[str, int]] = set()
         self._slots: dict[str, int] = {}  # what `corrupt_test` may spoil, by engine id
-        self._num_until_kill = 0 if spec.kill is None else spec.kill.count
+        self._num_until_kill = 0 if self._spec.kill is None else self._spec.kill.count
 
     @property
     def peer_info(self) -> PeerInfo:
@@ -270,6 +271,9 @@ class FaultyTransport:
         self._send_due()
 
     def take_notifications(self) -> list[bytes]:
+        if self._ask is not None and (spec := self._ask()) is not self._spec:
+            self._spec = spec
+            self._num_until_kill = 0 if spec.kill is None else spec.kill.count
         self._send_due()
         payloads = self._transport.take_notifications()
         for payload in payloads:

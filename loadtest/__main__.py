@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from baton.client_messages import API_KEY_VARIABLE
 from baton.errors import ConfigError
-from baton.process import print_error, run_program, stop_event
-from loadtest.lengths import NOTATION, parse_lengths
-from loadtest.plan import ARRIVALS, ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
-from loadtest.progress import show_progress
-from loadtest.report import WIDTH, check_writable, print_summary, write_json, write_requests
-from loadtest.run import Run, RunResult
+from baton.process import run_program
+from loadtest.audit import Auditor
+from loadtest.compare_command import compare
+from loadtest.execute import Job, execute
+from loadtest.faults import NOTATION as FAULT_NOTATION
+from loadtest.faults import Fault, check_schedule
+from loadtest.lengths import parse_lengths
+from loadtest.options import (
+    ArrivalsOption,
+    AttainmentOption,
+    BurstinessOption,
+    DrainTimeoutOption,
+    FindMaxGoodputOption,
+    HtmlOption,
+    InputTokensOption,
+    JsonOption,
+    LogLevelOption,
+    MaxLagOption,
+    NodeArgsOption,
+    OutputTokensOption,
+    PngOption,
+    PrecisionOption,
+    PrefixGroupsOption,
+    PrefixTokensOption,
+    RouterArgsOption,
+    SeedOption,
+    SloOption,
+    TimeoutOption,
+    VocabSizeOption,
+    WarmupOption,
+)
+from loadtest.outputs import Outputs
+from loadtest.plan import ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
+from loadtest.search import Search
+from loadtest.site import UpOptions, parse_pids
 from loadtest.slo import Slo
-from loadtest.targets import open_target
+from loadtest.steps import Sweep
 from loadtest.targets.base import COUNT_TOKENS_BY, TargetOptions
-
-EXIT_NOTHING_CAME = 1
-EXIT_LAGGED = 3
-EXIT_STOPPED = 130
 
 app = typer.Typer(
     add_completion=False,
@@ -39,12 +60,6 @@ def _root() -> None:
     """Keeps the group a group."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Outputs:
-    json: Path | None
-    save_requests: Path | None
-
-
 def choose_load(
     rate: float | None,
     arrivals: str,
@@ -53,10 +68,16 @@ def choose_load(
     think_s: float,
     trace: Path | None,
     slowdown: float,
+    sweep: Sweep | None,
 ) -> Load:
-    """The one that was asked for; raises ConfigError."""
-    if sum(option is not None for option in (rate, concurrency, trace)) != 1:
-        raise ConfigError("rate, concurrency, trace: exactly one of them must be given")
+    """The one that was asked for, of a sweep the first; raises ConfigError."""
+    given = sum(option is not None for option in (rate, concurrency, trace, sweep))
+    if given != 1:
+        raise ConfigError("rate, concurrency, trace, sweep: exactly one of them must be given")
+    if sweep is not None and sweep.variable == "rate":
+        rate = sweep.values[0]
+    elif sweep is not None:
+        concurrency = int(sweep.values[0])
     if rate is not None:
         return OpenLoop(rate_per_s=rate, arrivals=arrivals, burstiness=burstiness)
     if concurrency is not None:
@@ -65,66 +86,28 @@ def choose_load(
     return TraceReplay(path=trace, slowdown=slowdown)
 
 
-async def execute(plan: LoadPlan, options: TargetOptions, outputs: _Outputs) -> int:
-    """Run, report, and say how it went as an exit code; raises BatonError."""
-    for name, path in dataclasses.asdict(outputs).items():
-        if path is not None:
-            check_writable(name, path)
-    stop = stop_event(asyncio.get_running_loop())
-    target = await open_target(options)
-    try:
-        run = Run(plan, target)
-        showing = asyncio.create_task(show_progress(plan, run.player, Console(stderr=True)))
-        try:
-            result = await run.execute(stop)
-        finally:
-            showing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await showing
-    finally:
-        await target.close()
-    print_summary(result, Console(width=WIDTH, highlight=False))
-    if outputs.json is not None:
-        shown = dataclasses.asdict(options)
-        del shown["api_key"]
-        write_json(outputs.json, result, shown)
-    if outputs.save_requests is not None:
-        write_requests(outputs.save_requests, result)
-    return judge(result)
-
-
-def judge(result: RunResult) -> int:
-    """The exit code, and a line for each that is not 0."""
-    summary = result.summary
-    if result.was_stopped:
-        print_error("the run was stopped before its end")
-        return EXIT_STOPPED
-    if not summary.lag.kept_up:
-        print_error(
-            "the generator did not keep up: its own lag is part of these latencies. Use a less "
-            "busy machine, less load, or a higher --max-lag-ms"
-        )
-        return EXIT_LAGGED
-    if not summary.num_ok and not summary.num_cancelled:
-        print_error("no request of the measured window came through")
-        return EXIT_NOTHING_CAME
-    return 0
-
-
 @app.command()
 def run(
     target: Annotated[
         str,
         typer.Option(help="grpc://host:port (Baton) or http://host:port/v1 (OpenAI completions)."),
-    ],
+    ] = "",
+    up: Annotated[
+        str,
+        typer.Option(
+            help="Instead of --target: start a router and nodes of this model on this machine, "
+            "as baton up does, and stop them in the end."
+        ),
+    ] = "",
+    prefill: Annotated[int, typer.Option(help="Up: prefill nodes.", min=0)] = 1,
+    decode: Annotated[int, typer.Option(help="Up: decode nodes.", min=1)] = 1,
+    node_args: NodeArgsOption = "",
+    router_args: RouterArgsOption = "",
     rate: Annotated[
         float | None, typer.Option(help="Open loop: requests per second, whatever the answers do.")
     ] = None,
-    arrivals: Annotated[str, typer.Option(help=f"Open loop: {', '.join(ARRIVALS)}.")] = "poisson",
-    burstiness: Annotated[
-        float,
-        typer.Option(help="Gamma arrivals: standard deviation of the gaps over their mean."),
-    ] = 1.0,
+    arrivals: ArrivalsOption = "poisson",
+    burstiness: BurstinessOption = 1.0,
     concurrency: Annotated[
         int | None, typer.Option(help="Closed loop: users who wait for their answers.")
     ] = None,
@@ -135,39 +118,53 @@ def run(
         Path | None, typer.Option(help="Replay: a file in the format of Mooncake's traces.")
     ] = None,
     slowdown: Annotated[float, typer.Option(help="Replay: times are multiplied by this.")] = 1.0,
-    input_tokens: Annotated[str, typer.Option(help=f"Prompts: {NOTATION}.")] = "512",
-    output_tokens: Annotated[str, typer.Option(help=f"Outputs: {NOTATION}.")] = "128",
-    prefix_groups: Annotated[
-        int, typer.Option(help="Prompts are of so many groups that begin alike; 0: none do.")
-    ] = 0,
-    prefix_tokens: Annotated[
-        int, typer.Option(help="Tokens of a group's beginning, before those of --input-tokens.")
-    ] = 0,
+    sweep: Annotated[
+        str,
+        typer.Option(
+            help="Several runs: rate=1,2,4 (open loop) or concurrency=1,8,64 (closed loop), each "
+            "with its warm-up and duration."
+        ),
+    ] = "",
+    find_max_goodput: FindMaxGoodputOption = False,
+    attainment: AttainmentOption = 0.9,
+    repeats: Annotated[
+        int, typer.Option(help="Search: so many times, for a confidence interval.")
+    ] = 3,
+    precision: PrecisionOption = 0.1,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help=f"What goes wrong in the run, may be repeated: {FAULT_NOTATION}."),
+    ] = None,
+    pid: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PID of a process for kill and stop, without --up; repeated."),
+    ] = None,
+    admin: Annotated[
+        str,
+        typer.Option(
+            help="host:port of Baton's router, to be asked for KV blocks that nobody owns and that "
+            "are held after the run; with --up: that router."
+        ),
+    ] = "",
+    admin_token: Annotated[str, typer.Option(help="For --admin.", envvar="BATON_ADMIN_TOKEN")] = "",
+    input_tokens: InputTokensOption = "512",
+    output_tokens: OutputTokensOption = "128",
+    prefix_groups: PrefixGroupsOption = 0,
+    prefix_tokens: PrefixTokensOption = 0,
     cancel_rate: Annotated[
         float, typer.Option(help="Share of requests that the client gives up on the way.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
-    warmup_s: Annotated[
-        float, typer.Option(help="What is scheduled before is not measured, seconds.")
-    ] = 0.0,
+    seed: SeedOption = 0,
+    warmup_s: WarmupOption = 0.0,
     duration_s: Annotated[
         float | None, typer.Option(help="Nothing is sent after, seconds; warm-up included.")
     ] = None,
     num_requests: Annotated[int | None, typer.Option(help="Send at most so many.")] = None,
-    vocab_size: Annotated[
-        int, typer.Option(help="Prompts are made of the token ids below this.")
-    ] = 1000,
-    timeout_s: Annotated[float, typer.Option(help="Of one request, seconds.")] = 600.0,
-    drain_timeout_s: Annotated[
-        float, typer.Option(help="What has no answer so long after the last is sent is given up.")
-    ] = 60.0,
-    slo: Annotated[
-        str, typer.Option(help="What a good request keeps, seconds: ttft=0.5,tpot=0.05,e2e=10.")
-    ] = "",
-    max_lag_ms: Annotated[
-        float,
-        typer.Option(help=f"Exit code {EXIT_LAGGED} if the generator's own lag (p99) is above."),
-    ] = 10.0,
+    vocab_size: VocabSizeOption = 1000,
+    timeout_s: TimeoutOption = 600.0,
+    drain_timeout_s: DrainTimeoutOption = 60.0,
+    slo: SloOption = "",
+    max_lag_ms: MaxLagOption = 10.0,
     model: Annotated[
         str, typer.Option(help="HTTP: name of the model; the first that is listed if empty.")
     ] = "",
@@ -185,11 +182,13 @@ def run(
     include_receipt: Annotated[
         bool, typer.Option("--include-receipt", help="HTTP: ask for Baton's receipts.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    json: JsonOption = None,
     save_requests: Annotated[
         Path | None, typer.Option(help="Write a line of JSON per request to this file.")
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    html: HtmlOption = None,
+    png: PngOption = None,
+    log_level: LogLevelOption = "warning",
 ) -> None:
     """Play one load against one server and measure it.
 
@@ -199,8 +198,11 @@ def run(
     codes: list[int] = []
 
     async def main() -> None:
+        steps = Sweep.parse(sweep) if sweep else None
+        load = choose_load(rate, arrivals, burstiness, concurrency, think_s, trace, slowdown, steps)
+        search = Search(attainment=attainment, repeats=repeats, precision=precision)
         plan = LoadPlan(
-            load=choose_load(rate, arrivals, burstiness, concurrency, think_s, trace, slowdown),
+            load=load,
             input_lengths=parse_lengths("input_tokens", input_tokens),
             output_lengths=parse_lengths("output_tokens", output_tokens),
             prefix_groups=prefix_groups,
@@ -224,11 +226,35 @@ def run(
             count_tokens_by=count_tokens_by,
             include_receipt=include_receipt,
         )
-        outputs = _Outputs(json=json, save_requests=save_requests)
-        codes.append(await execute(plan, options, outputs))
+        faults = check_schedule([Fault.parse(text) for text in fault or ()], duration_s)
+        job = Job(
+            plan=plan,
+            up=UpOptions(
+                model=up,
+                num_prefill=prefill,
+                num_decode=decode,
+                router_args=tuple(router_args.split()),
+                node_args=tuple(node_args.split()),
+                admin_token=admin_token,
+                can_inject=any(one.act == "inject" for one in faults),
+            )
+            if up
+            else None,
+            faults=faults,
+            pids=parse_pids(pid or ()),
+            auditor=Auditor(admin, admin_token) if admin else None,
+            options=options,
+            outputs=Outputs(json=json, save_requests=save_requests, html=html, png=png),
+            sweep=steps,
+            search=search if find_max_goodput else None,
+        )
+        codes.append(await execute(job))
 
     failed = run_program(main, log_level=log_level)
     raise typer.Exit(failed or codes[0])
+
+
+app.command()(compare)
 
 
 if __name__ == "__main__":

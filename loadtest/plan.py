@@ -88,6 +88,8 @@ class LoadPlan:
         prefix_groups: requests are drawn into so many groups; 0: none.
         prefix_tokens: with which all prompts of a group begin.
         cancel_rate: share of requests that the client gives up before their end.
+        round: of a plan that is played several times with the same seed: each has requests of its
+            own, for a server may remember the prompts of the one before.
         warmup_s: what is scheduled before is not measured.
         duration_s: nothing is scheduled after; None: no limit.
         num_requests: at most; None: no limit.
@@ -104,6 +106,7 @@ class LoadPlan:
     prefix_tokens: int = 0
     cancel_rate: float = 0.0
     seed: int = 0
+    round: int = 0
     warmup_s: float = 0.0
     duration_s: float | None = None
     num_requests: int | None = None

@@ -20,6 +20,8 @@ from loadtest.record import Outcome, RequestRecord
 from loadtest.targets.base import Target, TargetError
 from loadtest.workload import planned_requests
 
+Beside = Callable[[RunClock], Coroutine[Any, Any, None]]
+
 
 class Player:
     """One run; `prepare`, then `play`, are called once.
@@ -54,13 +56,20 @@ class Player:
         """Make the first messages ready; takes a while. Raises ConfigError."""
         self._lookahead.fill()
 
-    async def play(self, stop: asyncio.Event) -> None:
-        """Until all is answered, or the drain timeout, or ``stop``; raises ConfigError."""
+    async def play(self, stop: asyncio.Event, beside: Beside | None = None) -> None:
+        """Until all is answered, or the drain timeout, or ``stop``; raises ConfigError.
+
+        Args:
+            beside: begins with the run and is cancelled at its end.
+        """
         self.clock.start()
         self._broken = asyncio.get_running_loop().create_future()
         watching = asyncio.create_task(self.loop_lag.watch())
         stopping = asyncio.create_task(stop.wait())
         sending = asyncio.create_task(self._send_all())
+        others = [] if beside is None else [asyncio.create_task(beside(self.clock))]
+        for other in others:
+            other.add_done_callback(self._notice)
         try:
             await self._wait_for(sending, stopping)
             if sending.done():
@@ -69,7 +78,7 @@ class Player:
                 await self._wait_for(answered, stopping, timeout_s=self._plan.drain_timeout_s)
             self.was_stopped = stopping.done()
         finally:
-            await _end([sending, stopping, *self._calls])
+            await _end([sending, stopping, *others, *self._calls])
             await _end([watching])
         if self._broken.done():
             raise self._broken.result()
@@ -108,6 +117,9 @@ class Player:
 
     def _forget(self, call: asyncio.Task[object]) -> None:
         self._calls.discard(call)
+        self._notice(call)
+
+    def _notice(self, call: asyncio.Task[Any]) -> None:
         error = None if call.cancelled() else call.exception()
         if error is not None and not self._broken.done():
             self._broken.set_result(error)  # no error of the target: one of ours, never hidden

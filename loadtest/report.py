@@ -16,29 +16,13 @@ from baton.errors import ConfigError
 from loadtest.distribution import PER_MILLE, Distribution
 from loadtest.record import RequestRecord
 from loadtest.run import RunResult
+from loadtest.series import make_series
 from loadtest.summary import LagReport, ReceiptReport, Summary
+from loadtest.terms import LATENCY_NAMES
 
 WIDTH = 100
 # Raised when fields change their meaning or go.
 JSON_FORMAT = 1
-_NAMES = {
-    "ttft_s": "TTFT",
-    "tpot_s": "TPOT",
-    "itl_s": "ITL, per token",
-    "frame_gap_s": "gap between frames",
-    "e2e_s": "E2E",
-    "server_ttft_s": "TTFT, server's",
-    "server_tpot_s": "TPOT, server's",
-    "server_total_s": "E2E, server's",
-    "router_queue_s": "queue of the router",
-    "prefill_queue_s": "queue of prefill",
-    "prefill_s": "prefill",
-    "network_s": "network to TTFT",
-    "exposed_transfer_s": "exposed transfer",
-    "posting_s": "posting of writes",
-    "parked_s": "parked on decode",
-    "first_step_s": "first decode step",
-}
 _COLUMNS = ("mean", *PER_MILLE, "max")
 _SERVER = "server_ttft_s"  # from here on it is what the receipts say
 
@@ -59,7 +43,7 @@ def print_summary(result: RunResult, console: Console) -> None:
         f"{summary.prompt_tokens_per_s:.0f} prompt tokens/s"
     )
     if summary.goodput_per_s is not None:
-        limits = ", ".join(f"{name} {limit:g} s" for name, limit in result.plan.slo.limits)
+        limits = result.plan.slo.text()
         attained = "-" if summary.attainment is None else f"{summary.attainment:.1%}"
         console.print(
             f"goodput: {summary.goodput_per_s:.2f} requests/s within {limits}; attained {attained}"
@@ -84,7 +68,9 @@ def _latency_table(summary: Summary) -> Table:
         if name == _SERVER:
             table.add_section()
         cells = (getattr(values, column) * 1e3 for column in _COLUMNS)
-        table.add_row(_NAMES[name], *(f"{cell:,.{1 if cell < 1000 else 0}f}" for cell in cells))
+        table.add_row(
+            LATENCY_NAMES[name], *(f"{cell:,.{1 if cell < 1000 else 0}f}" for cell in cells)
+        )
     return table
 
 
@@ -134,6 +120,7 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
     summary["lag"]["kept_up"] = result.summary.lag.kept_up
     return {
         "format": JSON_FORMAT,
+        "kind": "run",
         "plan": plan,
         "target": target_options | result.target,
         "environment": dataclasses.asdict(result.environment)
@@ -143,14 +130,24 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
         },
         "elapsed_s": result.elapsed_s,
         "was_stopped": result.was_stopped,
+        "faults": [],
+        "audit": None,
         "summary": summary,
+        "series": dataclasses.asdict(
+            make_series(result.plan, result.records, result.summary.window_s)
+        ),
     }
 
 
-def write_json(path: Path, result: RunResult, target_options: dict[str, Any]) -> None:
+def plain(document: dict[str, Any]) -> dict[str, Any]:
+    """As it is in the file, and comes back from there."""
+    found: dict[str, Any] = json.loads(json.dumps(document, default=str))
+    return found
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
     """Raises ConfigError when it cannot be written."""
-    text = json.dumps(result_to_json(result, target_options), indent=2, default=str)
-    _write("json", path, [text])
+    _write("json", path, [json.dumps(document, indent=2)])
 
 
 def write_requests(path: Path, result: RunResult) -> None:
@@ -190,6 +187,14 @@ def check_writable(option: str, path: Path) -> None:
         path.touch()
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from error
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Make it if it is not there; raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be made: {error.strerror}") from error
 
 
 def _write(option: str, path: Path, lines: list[str] | Iterator[str]) -> None:

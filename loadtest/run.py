@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from loadtest.environment import Environment, environment
 from loadtest.plan import LoadPlan
-from loadtest.player import Player
+from loadtest.player import Beside, Player
 from loadtest.record import RequestRecord
 from loadtest.summary import Summary, summarize
 from loadtest.targets.base import Target
@@ -50,15 +50,19 @@ class Run:
         self.player = Player(plan, target, now=now)
         self._target = target
 
-    async def execute(self, stop: asyncio.Event) -> RunResult:
-        """Play it until it ends or ``stop`` is set; raises ConfigError."""
+    async def execute(self, stop: asyncio.Event, beside: Beside | None = None) -> RunResult:
+        """Play it until it ends or ``stop`` is set; raises ConfigError.
+
+        Args:
+            beside: begins with the run and is cancelled at its end.
+        """
         where = environment()
         self.player.prepare()
         cpu_before_s = time.process_time()
         gc.collect()
         gc.freeze()  # what is there now is not looked through again while times are taken
         try:
-            await self.player.play(stop)
+            await self.player.play(stop, beside)
         finally:
             gc.unfreeze()
         elapsed_s = self.player.clock.now_s()

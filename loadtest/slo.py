@@ -42,5 +42,9 @@ class Slo:
         """Whether what took so long is good; what did not happen (None) took no time."""
         return all((seconds[name] or 0.0) <= limit for name, limit in self.limits)
 
+    def text(self) -> str:
+        """``ttft 0.5 s, tpot 0.05 s``."""
+        return ", ".join(f"{name} {limit:g} s" for name, limit in self.limits)
+
 
 NO_SLO = Slo()

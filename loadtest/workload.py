@@ -55,7 +55,7 @@ class PlannedRequest:
 
 def planned_requests(plan: LoadPlan) -> Iterator[PlannedRequest]:
     """In the order in which they are due; raises ConfigError for a trace that cannot be read."""
-    cancels = random.Random(f"{plan.seed} cancels")
+    cancels = random.Random(f"{_seed(plan)} cancels")
     for request in itertools.islice(_sent_in_full(plan), plan.num_requests):
         due_s = request.due_s
         if due_s is not None and plan.duration_s is not None and due_s >= plan.duration_s:
@@ -80,17 +80,18 @@ def _sent_in_full(plan: LoadPlan) -> Iterator[PlannedRequest]:
     if isinstance(load, TraceReplay):
         yield from _of_trace(load)
         return
-    lengths = random.Random(f"{plan.seed} lengths")
-    groups = random.Random(f"{plan.seed} groups")
-    thoughts = random.Random(f"{plan.seed} think")
+    seed = _seed(plan)
+    lengths = random.Random(f"{seed} lengths")
+    groups = random.Random(f"{seed} groups")
+    thoughts = random.Random(f"{seed} think")
     think_s = load.think_s if isinstance(load, ClosedLoop) else 0.0
     arrivals = _arrivals(plan, load) if isinstance(load, OpenLoop) else itertools.repeat(None)
     for index, due_s in enumerate(arrivals):
-        own = PromptPart(f"{plan.seed} request {index}", plan.input_lengths.draw(lengths))
+        own = PromptPart(f"{seed} request {index}", plan.input_lengths.draw(lengths))
         prompt: tuple[PromptPart, ...] = (own,)
         if plan.prefix_groups:
             group = groups.randrange(plan.prefix_groups)
-            prompt = (PromptPart(f"{plan.seed} group {group}", plan.prefix_tokens), own)
+            prompt = (PromptPart(f"{seed} group {group}", plan.prefix_tokens), own)
         yield PlannedRequest(
             index=index,
             due_s=due_s,
@@ -100,10 +101,15 @@ def _sent_in_full(plan: LoadPlan) -> Iterator[PlannedRequest]:
         )
 
 
+def _seed(plan: LoadPlan) -> str:
+    """Of all streams; the first round's is the seed alone."""
+    return f"{plan.seed}.{plan.round}" if plan.round else f"{plan.seed}"
+
+
 def _arrivals(plan: LoadPlan, load: OpenLoop) -> Iterator[float]:
     if load.arrivals == "constant":
         return (index / load.rate_per_s for index in itertools.count())
-    chance = random.Random(f"{plan.seed} arrivals")
+    chance = random.Random(f"{_seed(plan)} arrivals")
     variation = load.burstiness if load.arrivals == "gamma" else 1.0
     return gamma_arrivals(chance, rate_per_s=load.rate_per_s, variation=variation)
 

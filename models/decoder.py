@@ -102,7 +102,7 @@ class DecoderForCausalLM(nn.Module):
         self.config = config
         self.sliding_windows = options.sliding_windows or (None,) * config.num_layers
         self.model = Decoder(config, options)
-        self.lm_head: nn.Linear | None = None  # None: the embedding is the head (tied)
+        self.lm_head: nn.Module | None = None  # None: the embedding is the head (tied)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -113,5 +113,8 @@ class DecoderForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See ``CausalLM.compute_logits``."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return functional.linear(hidden, head.weight).float()  # [n, vocab_size]
+        if self.lm_head is None:
+            logits = functional.linear(hidden, self.model.embed_tokens.weight)
+        else:
+            logits = self.lm_head(hidden)
+        return logits.float()  # [n, vocab_size]

@@ -13,7 +13,7 @@ import typer
 from baton.block_hash import HASH_ALGORITHMS
 from baton.cli.run_node import NodeOptions, run_node
 from baton.client import DEFAULT_ADDRESS
-from baton.engine_config import DTYPES, EngineConfig
+from baton.engine_config import DTYPES, WEIGHTS, EngineConfig
 from baton.errors import ConfigError
 from baton.process import print_error
 from baton.push_mode import PushMode
@@ -94,6 +94,15 @@ def node_command(
         num_threads: Annotated[
             int, typer.Option(help="Threads for computing; 0: all cores.", min=0)
         ] = 0,
+        cpu_list: Annotated[
+            str, typer.Option(help="Cores to run on, such as 0-3,8; empty: all that it may.")
+        ] = "",
+        weights: Annotated[
+            str, typer.Option(help=f"How a CPU stores linear layers: {', '.join(WEIGHTS)}.")
+        ] = _DEFAULTS.weights,
+        native_kernels: Annotated[
+            bool, typer.Option(help="On a CPU, use kernels in C (built at first use).")
+        ] = _DEFAULTS.native_kernels,
         block_size: Annotated[
             int, typer.Option(help="Tokens per KV block; the same on all nodes.")
         ] = _DEFAULTS.block_size,
@@ -163,7 +172,9 @@ def node_command(
             typer.Option(
                 help="For drills: what goes wrong in the KV connector, such as "
                 "drop=0.01,delay=1ms-20ms,seed=3. Also: duplicate, reorder, corrupt, fail_post "
-                "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write).",
+                "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write). "
+                "@FILE: what is in the file, also when that changes; @FOLDER: in its file of the "
+                "node's name.",
                 envvar="BATON_INJECT_FAULTS",
             ),
         ] = "",
@@ -197,6 +208,9 @@ def node_command(
                     cuda_graphs=role == "decode" if cuda_graphs is None else cuda_graphs,
                     cuda_graph_max_batch=cuda_graph_max_batch,
                     num_threads=num_threads,
+                    cpu_list=cpu_list,
+                    weights=weights,
+                    native_kernels=native_kernels,
                 ),
                 log_level=log_level,
                 push=push,

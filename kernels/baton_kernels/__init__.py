@@ -1,26 +1,70 @@
-"""The ops a model may call, whatever computes them.
+"""The ops a model may call, whatever computes them: see ``baton_kernels.dispatch``.
 
-Today every op is its plain-torch meaning; this file is the one place where a device picks Triton
-or native code instead. Refuses to know: models, requests, where a tensor came from.
+What each means is its namesake in ``baton_kernels.reference``, where arguments and results are
+described. Refuses to know: models, requests, where a tensor came from.
 """
 
 from __future__ import annotations
 
-from baton_kernels.reference import (
-    add_rms_norm,
-    gather_kv,
-    norm_rotary_store,
-    paged_attention,
-    rms_norm,
-    rotary,
-    silu_mul,
-    store_kv,
-)
+from torch import Tensor
+
+from baton_kernels.dispatch import ops_for
+from baton_kernels.packed import PackedWeight
+from baton_kernels.reference import gather_kv, paged_attention, rotary, store_kv
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension."""
+    normed: Tensor = ops_for(x).rms_norm(x, weight, eps)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``(rms_norm(x + residual), x + residual)``."""
+    both: tuple[Tensor, Tensor] = ops_for(x).add_rms_norm(x, residual, weight, eps)
+    return both
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the two halves of the last dimension."""
+    gated: Tensor = ops_for(gate_up).silu_mul(gate_up)
+    return gated
+
+
+def norm_rotary_store(
+    qkv: Tensor,
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Head norms, rotation and storing of keys and values; the rotated query."""
+    query: Tensor = ops_for(qkv).norm_rotary_store(
+        *(qkv, num_heads, cos, sin, kv_cache, slot_mapping),
+        query_weight=query_weight,
+        key_weight=key_weight,
+        eps=eps,
+    )
+    return query
+
+
+def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """``x @ weight.T + bias`` with a packed weight, which is always on the CPU."""
+    out: Tensor = ops_for(x).packed_linear(x, weight)
+    return out
+
 
 __all__ = [
+    "PackedWeight",
     "add_rms_norm",
     "gather_kv",
     "norm_rotary_store",
+    "packed_linear",
     "paged_attention",
     "rms_norm",
     "rotary",

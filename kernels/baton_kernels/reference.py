@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton_kernels.packed import PackedWeight
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang and Sennrich, arXiv:1910.07467).
@@ -152,6 +154,19 @@ def norm_rotary_store(
     query, key = rotary(query, key, cos, sin)
     store_kv(key, value, kv_cache, slot_mapping)
     return query
+
+
+def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """A linear layer whose weight is stored in panels, perhaps in fewer bits than ``x``.
+
+    Args:
+        x: ``[..., in_features]``.
+        weight: of ``out_features`` outputs.
+
+    Returns:
+        ``[..., out_features]`` in the dtype of ``x``; computed in float32.
+    """
+    return functional.linear(x.float(), weight.unpacked(), weight.bias).to(x.dtype)
 
 
 def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Linear layers whose weights a checkpoint keeps apart and one product computes together.
+"""Linear layers beyond torch's own: several projections in one product, and packed weights.
 
 One large product reads its input once and is launched once. Refuses to know: what the parts mean.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
+
+import baton_kernels as ops
 
 
 class JoinedLinear(nn.Linear):
@@ -31,4 +33,26 @@ class JoinedLinear(nn.Linear):
             start += size
 
 
-__all__ = ["JoinedLinear"]
+class PackedLinear(nn.Module):
+    """A linear layer on a CPU whose weight is kept in panels; made of a loaded one.
+
+    Args:
+        weight: its parameters, which are read only.
+    """
+
+    def __init__(self, weight: ops.PackedWeight) -> None:
+        super().__init__()
+        self._packed = weight
+        # The same memory under the names by which memory is counted.
+        self.weight = nn.Parameter(weight.panels, requires_grad=False)
+        self.bias = None if weight.bias is None else nn.Parameter(weight.bias, requires_grad=False)
+        self.scales: nn.Parameter | None = None
+        if weight.scales is not None:
+            self.scales = nn.Parameter(weight.scales, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` -> ``[..., out_features]``."""
+        return ops.packed_linear(x, self._packed)
+
+
+__all__ = ["JoinedLinear", "PackedLinear"]

@@ -23,12 +23,14 @@ from baton.link import (
     DecodeCommand,
     DrainCommand,
     DrainSeen,
+    KVCacheEvents,
     NodeEvent,
     NodeRegistration,
     PrefillCommand,
     Refusal,
     RouterBeat,
     RouterCommand,
+    SendKVSnapshot,
     ServingState,
     node_request_id,
     split_request_id,
@@ -36,6 +38,7 @@ from baton.link import (
 from baton.router_link import MAX_MISSED_BEATS, RETRY_INTERVAL_S
 from baton.v1 import node_pb2
 from decode_node.node import DecodeNode
+from engine.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from router.node import Node
 from router.node_pool import NodePool
@@ -68,6 +71,8 @@ class NodeProcess:
         link: None while the node has none.
         stopped: it stands still; what is sent to it waits, and what it posted goes on.
         muted: nothing passes between it and the router, and neither end is told.
+        num_copies: how often the next message about the prefix cache reaches the router.
+        is_misheard: one was lost, and no other told all since.
     """
 
     def __init__(self, name: str, clock: VirtualClock, loop: VirtualLoop, pool: NodePool) -> None:
@@ -75,6 +80,8 @@ class NodeProcess:
         self.node: PrefillNode | DecodeNode
         self.registration: NodeRegistration
         self.link: Link | None = None
+        self.num_copies = 1
+        self.is_misheard = False
         self.stopped = self.muted = self.dead = False
         self._clock = clock
         self._loop = loop  # of the router
@@ -86,6 +93,23 @@ class NodeProcess:
         self._links: list[Link] = []  # whose end the router has not seen yet, and the present one
         self._dial_at = self._beat_at = 0.0
         self._num_missed_beats = 0
+        self._kv_events: KVEventFeed
+        self._chunk_s = self._computes_until = 0.0
+
+    def begin(
+        self,
+        node: PrefillNode | DecodeNode,
+        registration: NodeRegistration,
+        *,
+        chunk_s: float = 0.0,
+    ) -> None:
+        """Be this node.
+
+        Args:
+            chunk_s: how long a step takes that another one follows.
+        """
+        self.node, self.registration, self._chunk_s = node, registration, chunk_s
+        self._kv_events = KVEventFeed(node.engine, self.emit, self._clock)
 
     @property
     def is_going(self) -> bool:
@@ -97,24 +121,36 @@ class NodeProcess:
 
     def emit(self, event: NodeEvent) -> None:
         """Take what the node says; nobody hears it while there is no link."""
-        if self.link is not None:
-            message = wire.node_event_to_proto(event)
-            for delta in message.deltas.deltas:
-                delta.request_id, _ = split_request_id(delta.request_id)
-            self.link.up.append(message)
+        if self.link is None:
+            return
+        message = wire.node_event_to_proto(event)
+        for delta in message.deltas.deltas:
+            delta.request_id, _ = split_request_id(delta.request_id)
+        num_copies = 1
+        if isinstance(event, KVCacheEvents):
+            num_copies, self.num_copies = self.num_copies, 1
+            self.is_misheard = num_copies == 0 or (self.is_misheard and not event.snapshot)
+        self.link.up += [message] * num_copies
 
     # ------------------------------------------------------------------ the threads
 
-    def step(self) -> None:
-        """One step of the engine's thread."""
-        if not self.is_going:
+    def step(self, *, waits: bool = True) -> None:
+        """One step of the engine's thread, unless it still computes.
+
+        Args:
+            waits: else it is through with that now.
+        """
+        if not self.is_going or (waits and self._clock() < self._computes_until):
             return
-        self.node.step()
+        engine, num_steps = self.node.engine, self.node.engine.num_steps
+        busy = self.node.step()
         if self.link is None:
             assert self.node.requests() == [], "it works for a router that is gone"
-        in_flight = self.node.engine._in_flight
-        if in_flight is not None:  # a run must not depend on how fast this machine computes
-            wait([in_flight])
+        if engine._in_flight is not None:  # how fast this machine computes must not matter
+            wait([engine._in_flight[1]])
+        self._kv_events.after_step(busy=busy)
+        if engine.requests and (engine.num_steps != num_steps or engine.step_in_flight):
+            self._computes_until = self._clock() + self._chunk_s
 
     def round(self) -> None:
         """One round of the KV I/O thread."""
@@ -255,6 +291,8 @@ class NodeProcess:
         match command:
             case RouterBeat():
                 pass
+            case SendKVSnapshot():
+                self._kv_events.request_snapshot()
             case DrainCommand(resume=True):
                 self._serve()
             case DrainCommand():

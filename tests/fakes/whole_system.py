@@ -4,37 +4,43 @@ network, which move by hand. Knows what must be true of them, and not what happe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from baton.block_hash import BlockHash
+from baton.block_hash import BlockHash, shorten
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
-from baton.errors import BatonError
-from baton.link import BEAT_INTERVAL_S, DrainCommand, NodeRegistration, NodeRole
+from baton.link import (
+    BEAT_INTERVAL_S,
+    DrainCommand,
+    NodeRegistration,
+    NodeRole,
+    split_request_id,
+)
 from baton.outputs import FinishReason
 from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
-from kvconnector.messages import decode
+from kvconnector.messages import Message, decode
 from kvconnector.receiver import Receiver
 from prefill_node.node import PrefillNode
 from router.call import Call
 from router.dispatcher import Dispatcher
 from router.node_pool import NodePool
 from router.policies import POLICIES
+from router.prefix_index import PrefixIndex
 from router.retry_budget import RetryBudget, RetryOptions
 from router.wake_ups import WakeUps
 from tests.fakes.cache_contents import check_cache
+from tests.fakes.checked_client import Client
 from tests.fakes.dead_engines import let_die
 from tests.fakes.handoff_cluster import (
     BLOCK_SIZE,
@@ -70,6 +76,8 @@ class Setup:
         router_is_busy: so that it wakes readers no more often than it must.
         sometimes_alone: decode nodes compute some prompts themselves.
         rounds_per_step: of KV I/O threads in `flow`; the more, the sooner KV arrives.
+        chunk_s: how long a prefill node computes a chunk of a prompt that has more of them.
+        index_is_small: the router has no room for all that nodes tell of their prefix caches.
         contents: that are known, of blocks by their names.
     """
 
@@ -86,57 +94,9 @@ class Setup:
     router_is_busy: bool
     sometimes_alone: bool
     rounds_per_step: int
+    chunk_s: float
+    index_is_small: bool
     contents: Mapping[BlockHash, torch.Tensor]
-
-
-@dataclass(slots=True)
-class Client:
-    """One call and what its client saw of it.
-
-    Attributes:
-        expected: all tokens, and why they end.
-        may_read: cleared while the client is slow.
-        left: it ended the call itself.
-    """
-
-    call: Call
-    expected: tuple[tuple[int, ...], FinishReason]
-    may_read: asyncio.Event = field(default_factory=asyncio.Event)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: BatonError | None = None
-    left: bool = False
-    task: asyncio.Task[None] | None = None
-
-    async def read(self, dispatcher: Dispatcher) -> None:
-        """Take the stream to its end; asserts that each piece of it is the next and right."""
-        try:
-            async with contextlib.aclosing(dispatcher.run(self.call)) as outputs:
-                async for item in outputs:
-                    assert self.finish_reason is None, "an output behind the last"
-                    assert item.output.request_id == self.call.request_id
-                    assert item.output.output_index == len(self.token_ids), "a gap or a repeat"
-                    self.token_ids += item.output.token_ids
-                    self.finish_reason = item.output.finish_reason
-                    found, (expected, _) = tuple(self.token_ids), self.expected
-                    assert found == expected[: len(found)], f"{found} of {expected}"
-                    assert (item.receipt is None) == (self.finish_reason is None)
-                    await self.may_read.wait()
-        except BatonError as error:
-            assert self.finish_reason is None, "an error behind the last output"
-            self.error = error
-            return
-        output = (tuple(self.token_ids), self.finish_reason)
-        assert output == self.expected, f"{output}, not {self.expected}"
-
-    @property
-    def is_done(self) -> bool:
-        return self.task is not None and self.task.done()
-
-    def check(self) -> None:
-        """Raise what was wrong in its stream."""
-        if self.task is not None and self.task.done() and not self.task.cancelled():
-            self.task.result()
 
 
 class System:
@@ -147,6 +107,7 @@ class System:
         by_id: every start of each node.
         dead: engine ids of processes that ended.
         cut: names of nodes whose KV messages are lost.
+        loses: kinds of message of which the next one is lost.
         max_model_len: of every node.
     """
 
@@ -161,6 +122,7 @@ class System:
         self.by_id: dict[str, NodeProcess] = {}
         self.dead: set[str] = set()
         self.cut: set[str] = set()
+        self.loses: set[type[Message]] = set()
         self.clients: list[Client] = []
         self._watch = self.loop.create_task(self._count_missed_beats())
         for name in NAMES:
@@ -186,6 +148,8 @@ class System:
             clock=self.clock,
         )
         self.pool.router_id = f"router{self._num_routers}"
+        if setup.index_is_small:
+            self.pool.prefix_index = PrefixIndex(max_blocks=5, sweep_blocks=2, clock=self.clock)
         policy = POLICIES.load(setup.policy)()
         if setup.sometimes_alone:
             policy = SometimesAlone(policy)
@@ -218,6 +182,7 @@ class System:
         """Start a node; in the place of an earlier one it is another peer."""
         setup = self.setup
         is_prefill = name.startswith("p")
+        node: PrefillNode | DecodeNode
         process = NodeProcess(name, self.clock, self.loop, self.pool)
         engine_id = f"{name}-{len(self.by_id)}"
         config = EngineConfig(
@@ -236,12 +201,12 @@ class System:
             prefill = make_prefill_node(
                 engine_id, engine, *where, setup.push_mode, kv_digests=digests
             )
-            process.node, peer_info = prefill, prefill.sender.describe()
+            node, peer_info = prefill, prefill.sender.describe()
         else:
             engine = CheckedEngine(setup.folder, config, setup.expected_kv)
             decode = make_decode_node(engine_id, engine, *where, setup.options, kv_digests=digests)
-            process.node, peer_info = decode, decode.receiver.describe()
-        process.registration = NodeRegistration(
+            node, peer_info = decode, decode.receiver.describe()
+        registration = NodeRegistration(
             node_name=name,
             engine_id=engine_id,
             role=NodeRole.PREFILL if is_prefill else NodeRole.DECODE,
@@ -252,8 +217,10 @@ class System:
             max_model_len=engine.max_model_len,
             num_blocks=engine.num_blocks,
             block_size=BLOCK_SIZE,
+            prefix_hash=config.prefix_hash,
             computes_prompts=setup.sometimes_alone and not is_prefill,
         )
+        process.begin(node, registration, chunk_s=setup.chunk_s if is_prefill else 0.0)
         self.processes[name] = self.by_id[engine_id] = process
 
     def kill(self, name: str, *, quietly: bool) -> None:
@@ -299,18 +266,32 @@ class System:
         client.left = True
         client.task.cancel()
 
+    def states_of(self, client: Client) -> dict[str, str]:
+        """Of this call's hand-off, by name of the nodes that have it open."""
+        request_id = client.call.request_id
+        return {
+            name: view.transfer_state
+            for name, process in self.processes.items()
+            for view in ([] if process.dead else process.node.requests())
+            if split_request_id(view.request_id)[0] == request_id
+        }
+
     # ------------------------------------------------------------------ time
 
     def deliver_all(self) -> None:
-        """Every message that is under way, in order, but those that are cut off."""
+        """Every message that is under way, in order, but those that are lost."""
         for _ in range(len(self.network.messages)):
-            if self._is_cut_off(self.network.messages[0]):
+            if self._is_lost(self.network.messages[0]):
                 self.network.drop(0)
             else:
                 self.network.deliver(0)
 
-    def _is_cut_off(self, message: ScriptedMessage) -> bool:
-        ends = (message.target, decode(message.payload).engine_id)
+    def _is_lost(self, message: ScriptedMessage) -> bool:
+        content = decode(message.payload)
+        if type(content) in self.loses:
+            self.loses.remove(type(content))
+            return True
+        ends = (message.target, content.engine_id)
         return any(self.by_id[engine_id].name in self.cut for engine_id in ends)
 
     def turn(self) -> None:
@@ -343,6 +324,7 @@ class System:
     def heal(self, *, restart: bool) -> None:
         """From now on nothing goes wrong."""
         self.cut.clear()
+        self.loses.clear()
         for process in list(self.processes.values()):
             process.stopped = process.muted = False
             process.resume()
@@ -373,6 +355,8 @@ class System:
         alive = [process for process in self.processes.values() if not process.dead]
         num_prefills = sum(isinstance(process.node, PrefillNode) for process in alive)
         if num_pairs(self.pool) != num_prefills * (len(alive) - num_prefills):
+            return False
+        if any(self.pool.node(process.engine_id) is None for process in alive):
             return False
         return all(process.node.beat().num_quarantined_blocks == 0 for process in alive)
 
@@ -481,6 +465,7 @@ class System:
                 assert ends == Counter(sender.started)  # one end per transfer
             else:
                 self._check_receiver(process.node)
+            self._check_index(process)
 
     @staticmethod
     def _check_receiver(node: DecodeNode) -> None:
@@ -489,6 +474,19 @@ class System:
         assert len(node.receiver._grants) == 0
         verifier = node.receiver._verifier
         assert verifier is None or verifier._arrivals == {}
+
+    def _check_index(self, process: NodeProcess) -> None:
+        """The router knows what a node has in its prefix cache, if it was told."""
+        index, engine = self.pool.prefix_index, process.node.engine
+        index.check()
+        if process.is_misheard:
+            return
+        assert engine.take_kv_events() == []
+        names = set(shorten(engine.start_kv_events()))
+        holder = index._holders[process.engine_id]
+        assert holder.blocks <= names
+        assert len(holder.blocks) + holder.num_left_out == len(names)
+        assert index.is_exact(process.engine_id) == (holder.num_left_out == 0)
 
 
 def num_pairs(pool: NodePool) -> int:

@@ -92,7 +92,7 @@ def test_a_step_of_padding_writes_nothing(device: torch.device) -> None:
     ours, _ = caches(1, 8, qkv)
     slots = torch.full((3,), -1, device=device)
     norm_rotary_store(qkv, 2, *angles(3, 8, qkv), ours, slots)
-    store_kv(qkv[:, :8].unflatten(1, (1, 8)), qkv[:, 8:16].unflatten(1, (1, 8)), ours, slots)
+    store_kv(qkv[:, None, :8], qkv[:, None, 8:16], ours, slots)
     assert ours._base is not None
     assert ours._base.isnan().all()
     assert norm_rotary_store(qkv[:0], 2, *angles(0, 8, qkv), ours, slots[:0]).shape == (0, 2, 8)
@@ -102,7 +102,7 @@ def test_a_step_of_padding_writes_nothing(device: torch.device) -> None:
     ("head_dim", "rotary_dim"), [(64, 64), (80, 80), (96, 40), (128, 128), (256, 64), (6, 2)]
 )
 def test_rotary(head_dim: int, rotary_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    qkv = torch.randn(4, 13 * head_dim).to(device, dtype).unflatten(1, (13, head_dim))
+    qkv = torch.randn(4, 13 * head_dim).to(device, dtype).view(4, 13, head_dim)
     query, key = qkv[:, :9], qkv[:, 9:12]  # views, as a model has them
     cos, sin = angles(4, rotary_dim, qkv)
     for ours, meant in zip(

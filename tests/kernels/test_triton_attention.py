@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.attention.triton import TritonAttention
 from baton_kernels.triton.attention_tile import PagedShape
 from baton_kernels.triton.decode_attention import DecodeBuffers, launch_plan, merge_parts
-from baton_kernels.triton.varlen_attention import plan_tiles
+from baton_kernels.triton.tile_plan import plan_tiles
+from baton_kernels.triton.varlen_attention import Tiles, launch_tiles
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
 SCALE = 0.2
@@ -219,23 +221,66 @@ def test_a_long_decode_among_short_ones_is_split_finely() -> None:
 
 
 @given(
-    lens=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 900)), min_size=1, max_size=8),
+    lens=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 9000)), min_size=1, max_size=8),
     tokens_per_tile=st.sampled_from([1, 18, 32, 128]),
+    window=st.none() | st.integers(1, 3000),
+    num_programs=st.integers(1, 66),
 )
-def test_every_new_token_is_in_one_tile(lens: list[tuple[int, int]], tokens_per_tile: int) -> None:
-    query_lens = [query_len for query_len, _ in lens]
-    seq_lens = [query_len + earlier for query_len, earlier in lens]
-    tiles = plan_tiles(query_lens, seq_lens, tokens_per_tile).tolist()
-    expected = {
-        (request, first)
-        for request, query_len in enumerate(query_lens)
-        if query_len > 1
-        for first in range(0, query_len, tokens_per_tile)
-    }
-    assert len(tiles) == len(expected)
-    assert {(request, first) for request, first in tiles} == expected
-    num_keys = [seq_lens[request] - query_lens[request] + first for request, first in tiles]
-    assert num_keys == sorted(num_keys, reverse=True)
+def test_every_key_of_every_tile_is_in_one_part(
+    lens: list[tuple[int, int]], tokens_per_tile: int, window: int | None, num_programs: int
+) -> None:
+    plan = plan_tiles(
+        [query_len for query_len, _ in lens],
+        [query_len + earlier for query_len, earlier in lens],
+        tokens_per_tile=tokens_per_tile,
+        keys_per_step=64,
+        block_size=24,
+        num_programs=num_programs,
+        sliding_window=window,
+    )
+    sizes = [end - first for _, _, first, end, _ in plan.parts.tolist()]
+    assert sizes == sorted(sizes, reverse=True)
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for request, first_new, *keys in plan.parts.tolist():
+        found.setdefault((request, first_new), []).append(tuple(keys))
+    merges = {(request, first_new): slots for request, first_new, *slots in plan.merges.tolist()}
+    assert sum(num_parts for _, num_parts in merges.values()) == plan.num_slots
+    for request, (query_len, earlier) in enumerate(lens):
+        for first_new in range(0, query_len if query_len > 1 else 0, tokens_per_tile):
+            parts = sorted(found.pop((request, first_new)))
+            newest = earlier + min(first_new + tokens_per_tile, query_len)
+            oldest = max(0, earlier + first_new + 1 - (window or 10**6))
+            assert parts[0][0] == oldest // 24 * 24
+            assert parts[-1][1] == newest
+            assert all(first < end for first, end, _ in parts)
+            assert all(one[1] == other[0] for one, other in pairwise(parts))
+            assert all((end - first) % (64 * 3) == 0 for first, end, _ in parts[:-1])
+            first_slot, num_parts = merges.pop((request, first_new), (-1, 1))
+            slots = list(range(first_slot, first_slot + num_parts))
+            assert [slot for _, _, slot in parts] == slots
+    assert not found
+    assert not merges
+
+
+@pytest.mark.parametrize("window", [None, 1100])
+def test_few_tiles_with_many_keys_are_split(window: int | None) -> None:
+    layer = Layer(([5, 12], [1250, 700]), num_heads=3, num_kv_heads=1)
+    backend = TritonAttention()
+    out = layer.run(backend, window=window)
+    assert backend._tiles[window].num_slots == 6
+    layer.check(out, window=window)
+
+
+def test_a_row_may_see_no_key_of_a_part() -> None:
+    layer = Layer(([8], [100]))
+    out = torch.empty(8, 4, 64)
+    # With a window of 4 no row sees the first part, and only the last ones see the third.
+    bounds = [(0, 32), (32, 96), (96, 100)]
+    parts = torch.tensor([[0, 0, *keys, slot] for slot, keys in enumerate(bounds)])
+    merges = torch.tensor([[0, 0, 0, 3]])
+    tiles = Tiles(parts.to(torch.int32), merges.to(torch.int32), num_slots=3)
+    launch_tiles(out, layer.query, layer.kv_cache, layer.metadata, tiles, SCALE, 4, None)
+    layer.check(out, window=4)
 
 
 def test_merging_many_parts() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-import baton_kernels as ops
+from baton_kernels import reference as ops
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
 

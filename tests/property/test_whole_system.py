@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,28 +23,18 @@ import engine.engine
 from baton.block_hash import BlockHash
 from baton.decode_options import DecodeOptions
 from baton.engine_config import PREEMPTION
-from baton.errors import DeadlineExceededError
+from baton.errors import DeadlineExceededError, OverloadedError
 from baton.outputs import FinishReason
 from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
 from decode_node import gone_peers
-from kvconnector.messages import (
-    Cancel,
-    Commit,
-    Digests,
-    Grant,
-    Message,
-    Quiet,
-    Resend,
-    Start,
-    Verified,
-    Watermark,
-)
+from kvconnector.messages import Cancel, Message
 from models import load_model
 from router.policies import POLICIES
 from tests.fakes.cache_contents import contents_of
+from tests.fakes.checked_client import Client
 from tests.fakes.handoff_cluster import BLOCK_SIZE, is_beat
-from tests.fakes.whole_system import NAMES, Client, Setup, System, num_pairs
+from tests.fakes.whole_system import NAMES, ROUND_S, Setup, System, num_pairs
 from tests.property.num_examples import num_examples
 from tests.property.test_handoff import folder, prompt_of, reference, reference_kv
 
@@ -51,11 +42,11 @@ MAX_PROMPT_TOKENS = 18
 MAX_TOKENS = 12  # with the longest prompt more than the model takes
 STOP_TOKEN_IDS = tuple(range(12))
 FAMILIES = range(3)
-KINDS = (Start, Grant, Watermark, Digests, Resend, Commit, Verified, Cancel, Quiet)
+KINDS = [kind for kind in get_args(Message) if "request_id" in kind.__struct_fields__]
 LONG_S = 10_000.0  # nobody may need it
+MAX_ROUNDS_TO_RECEIVE = 12
 
 names = st.sampled_from(NAMES)
-
 
 shared_model = functools.cache(load_model)  # weights only, and nobody writes them
 
@@ -105,24 +96,20 @@ class WholeSystemMachine(RuleBasedStateMachine):
         router_is_busy=st.booleans(),
         sometimes_alone=st.booleans(),
         rounds_per_step=st.sampled_from([1, 4]),
+        chunk_s=st.sampled_from([0.0, 0.12]),
+        index_is_small=st.booleans(),
         restarts_at_end=st.booleans(),
     )
     def make(
         self,
-        num_blocks: int,
         mixed: bool,
-        async_scheduling: bool,
-        push_mode: PushMode,
         kv_digests: bool,
         max_receiving_requests: int,
         local_prefill_threshold: int,
-        preemption: str,
-        policy: str,
-        router_is_busy: bool,
-        sometimes_alone: bool,
-        rounds_per_step: int,
         restarts_at_end: bool,
+        **choices: Any,
     ) -> None:
+        """The others are as `Setup` has them."""
         self.mixed, self.kv_digests = mixed, kv_digests
         self.restarts_at_end = restarts_at_end
         self.patch = pytest.MonkeyPatch()
@@ -132,21 +119,14 @@ class WholeSystemMachine(RuleBasedStateMachine):
             Setup(
                 folder=folder(mixed=mixed),
                 expected_kv=lambda prompt: reference_kv(tuple(prompt), mixed=mixed),
-                num_blocks=num_blocks,
                 num_groups=reference(mixed=mixed).engine.kv_cache_spec.num_groups,
-                async_scheduling=async_scheduling,
-                push_mode=push_mode,
                 kv_digests=kv_digests,
                 options=DecodeOptions(
                     max_receiving_requests=max_receiving_requests,
                     local_prefill_threshold=local_prefill_threshold,
                 ),
-                preemption=preemption,
-                policy=policy,
-                router_is_busy=router_is_busy,
-                sometimes_alone=sometimes_alone,
-                rounds_per_step=rounds_per_step,
                 contents={} if mixed else known_contents(),
+                **choices,
             )
         )
         dead = self.system.dead
@@ -213,21 +193,47 @@ class WholeSystemMachine(RuleBasedStateMachine):
     @rule(
         family=st.sampled_from(FAMILIES),
         num_tokens=st.integers(9, MAX_PROMPT_TOKENS),
-        times=st.integers(1, 8),
+        until_receiving=st.booleans(),
+        times=st.integers(0, 8),
         lands=st.booleans(),
-        comes_back=st.booleans(),
+        loses=st.sets(st.sampled_from(KINDS), max_size=2),
+        then=st.sampled_from(["go on", "leave", "come back", "kill", "kill quietly"]),
     )
-    def call_and_leave(
-        self, family: int, num_tokens: int, times: int, lands: bool, comes_back: bool
+    def call_and_break_off(
+        self,
+        family: int,
+        num_tokens: int,
+        until_receiving: bool,
+        times: int,
+        lands: bool,
+        loses: set[type[Message]],
+        then: str,
     ) -> None:
-        """Amid the hand-off: what has arrived of the prompt is kept."""
+        """Amid the hand-off; what has arrived of the prompt is kept.
+
+        Args:
+            until_receiving: not before something has.
+            then: what the client does, or is done to its prefill node.
+        """
+        self.is_faulty |= bool(loses)
+        self.system.loses |= loses
         number = len(self.system.clients)
         client = self._call(f"r{number}", prompt_of(family, num_tokens), SamplingParams(seed=1))
+        for _ in range(MAX_ROUNDS_TO_RECEIVE if until_receiving else 0):
+            if client.is_done or "RECEIVING" in self.system.states_of(client).values():
+                break
+            self.flow(1, ROUND_S, True)
         self.flow(times, 0.002, lands)
-        if not client.is_done and comes_back:
+        if client.is_done or then == "go on":
+            return
+        if then == "come back":
             self._leave_and_call_again(client, same_id=True, cancels_again=True)
-        elif not client.is_done:
+        elif then == "leave":
             self.system.leave(client)
+        else:
+            for name in self.system.states_of(client):
+                if name.startswith("p"):
+                    self.kill(name, quietly=then == "kill quietly")
 
     @precondition(lambda self: self.is_busy)
     @rule(data=st.data())
@@ -272,7 +278,7 @@ class WholeSystemMachine(RuleBasedStateMachine):
     @rule(name=names, times=st.integers(1, 3))
     def step(self, name: str, times: int) -> None:
         for _ in range(times):
-            self.system.processes[name].step()
+            self.system.processes[name].step(waits=False)
 
     @rule(name=names)
     def round(self, name: str) -> None:
@@ -345,6 +351,13 @@ class WholeSystemMachine(RuleBasedStateMachine):
         self.is_faulty = True
         self.system.network.delays[kind] = keep
 
+    @precondition(lambda self: self.is_busy)
+    @rule(kind=st.sampled_from(KINDS))
+    def lose(self, kind: type[Message]) -> None:
+        """The next message of a kind."""
+        self.is_faulty = True
+        self.system.loses.add(kind)
+
     @precondition(lambda self: self.system.network.late)
     @rule(data=st.data())
     def arrive_late(self, data: st.DataObject) -> None:
@@ -395,6 +408,12 @@ class WholeSystemMachine(RuleBasedStateMachine):
         """Nothing passes between a node and the router, and nobody is told; or it does again."""
         self.is_faulty = True
         self.system.processes[name].muted ^= True
+
+    @precondition(lambda self: self.is_busy)
+    @rule(name=names, num_copies=st.sampled_from([0, 2]))
+    def lose_or_repeat_kv_events(self, name: str, num_copies: int) -> None:
+        """The node's next message about its prefix cache; no call may fail for that."""
+        self.system.processes[name].num_copies = num_copies
 
     @precondition(lambda self: self.is_busy)
     @rule(name=names)
@@ -459,10 +478,10 @@ class WholeSystemMachine(RuleBasedStateMachine):
         system.check_clean()
         for client in system.clients:
             late = client.call.timeout_s < LONG_S and isinstance(
-                client.error, DeadlineExceededError
+                client.error, DeadlineExceededError | OverloadedError
             )
             if not (self.is_faulty or client.left or late):
-                assert client.error is None, "a call fails although nothing went wrong"
+                assert client.error is None, f"nothing went wrong, and yet: {client.error!r}"
             if client.call.timeout_s == LONG_S:
                 assert not isinstance(client.error, DeadlineExceededError), "it was left to wait"
         if all(not process.dead for process in system.processes.values()):

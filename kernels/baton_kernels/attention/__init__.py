@@ -21,6 +21,7 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
     {
         "reference": "baton_kernels.attention.reference:ReferenceAttention",
         "cpu": "baton_kernels.attention.cpu:CpuAttention",
+        "native": "baton_kernels.attention.native:NativeAttention",
         "triton": "baton_kernels.attention.triton:TritonAttention",
         "flash_attn": "baton_kernels.attention.flash:FlashAttention",
     },
@@ -48,7 +49,11 @@ def choose_attention_backend(
         return override, "asked for by the user"
     kind = str(device).partition(":")[0]
     if kind == "cpu":
-        return "cpu", "the KV cache is on the CPU"
+        from baton_kernels.dispatch import native_ops  # here, because it imports torch
+
+        if native_ops() is not None:
+            return "native", "the KV cache is on the CPU"
+        return "cpu", "the KV cache is on the CPU, and there are no native kernels"
     if kind != "cuda":
         return "reference", f"no faster backend for {kind!r} is registered"
     if find_spec("triton") is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.triton.attention_tile import PagedShape
 from baton_kernels.triton.decode_attention import DecodeBuffers, launch_decodes, launch_plan
-from baton_kernels.triton.varlen_attention import launch_tiles, plan_tiles, tile_rows
+from baton_kernels.triton.varlen_attention import Tiles, launch_tiles, plan_step
 
 
 class TritonAttention:
@@ -36,14 +36,14 @@ class TritonAttention:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[tuple[int, int | None], DecodeBuffers] = {}
         self._planned: set[int | None] = set()  # windows whose work is shared out for this step
-        self._tiles: Tensor | None = None  # [num_tiles, 2] int32, of this step
+        self._tiles: dict[int | None, Tiles] = {}  # of this step, by window
         self._num_rows = 0  # where padding begins
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """See ``AttentionBackend.plan``; what depends on shapes is planned by the first ``run``."""
         self._metadata = metadata
         self._planned.clear()
-        self._tiles = None
+        self._tiles.clear()
         self._num_rows = sum(metadata.query_lens)
 
     def run(
@@ -62,7 +62,7 @@ class TritonAttention:
         shape = PagedShape.of(query, kv_cache)
         has_prompts = metadata.max_query_len > 1
         if has_prompts:
-            tiles = self._tiles_of_step(shape, query.element_size(), query.device)
+            tiles = self._tiles_of_step(shape, query, sliding_window)
             launch_tiles(out, query, kv_cache, metadata, tiles, scale, sliding_window, soft_cap)
         if not has_prompts or 1 in metadata.query_lens:
             buffers = self._buffers_of_step(shape, query, sliding_window)
@@ -88,16 +88,11 @@ class TritonAttention:
             self._planned.add(sliding_window)
         return buffers
 
-    def _tiles_of_step(self, shape: PagedShape, element_size: int, device: torch.device) -> Tensor:
+    def _tiles_of_step(self, shape: PagedShape, query: Tensor, sliding_window: int | None) -> Tiles:
         metadata = self._metadata
         assert metadata is not None
-        if self._tiles is None:
-            tokens_per_tile = tile_rows(shape, element_size) // shape.group
-            listed = torch.from_numpy(
-                plan_tiles(metadata.query_lens, metadata.seq_lens_host, tokens_per_tile)
-            )
-            if device.type == "cuda":
-                # Pinned memory is reused only after the copy out of it.
-                listed = listed.pin_memory().to(device, non_blocking=True)
-            self._tiles = listed
-        return self._tiles
+        tiles = self._tiles.get(sliding_window)
+        if tiles is None:
+            tiles = plan_step(metadata, shape, query.element_size(), sliding_window, query.device)
+            self._tiles[sliding_window] = tiles
+        return tiles

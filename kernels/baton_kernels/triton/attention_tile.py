@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -78,6 +79,13 @@ def choose_tile(sizes: Mapping[int, TileSize], padded_head_dim: int, element_siz
     return TileSize(max(16, size.tokens // 4), size.num_warps, 2)
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; in the interpreter some small number."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     """``(score_scale, cap)`` for :func:`scaled_scores`."""
     if soft_cap is None:
@@ -106,7 +114,7 @@ def key_offsets(
 ):
     """Where in the cache the keys of these tokens begin, for head 0; 0 for those from ``end``."""
     block_ids = tl.load(block_table_row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
-    return block_ids.to(tl.int64) * block_stride + tokens % BLOCK_SIZE * HEAD_DIM
+    return block_ids.to(tl.int64) * tl.multiple_of(block_stride, 8) + tokens % BLOCK_SIZE * HEAD_DIM
 
 
 @triton.jit
@@ -116,7 +124,7 @@ def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED
     Zeros and not just any number: what lies behind the last token may be NaN.
     """
     dims = tl.arange(0, D)
-    pointers = tl.multiple_of(rows, 8)[:, None] + dims[None, :]
+    pointers = rows[:, None] + dims[None, :]
     if MASKED:
         wanted = (tokens < end)[:, None]
         if D != HEAD_DIM:

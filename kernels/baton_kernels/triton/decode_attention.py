@@ -32,6 +32,7 @@ from baton_kernels.triton.attention_tile import (
     fold,
     key_offsets,
     load_rows,
+    num_multiprocessors,
     padded_side,
     scaled_scores,
     score_factors,
@@ -153,10 +154,9 @@ def decode_attention(
     table_row = block_table + request.to(tl.int64) * table_stride
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    stride = tl.multiple_of(block_stride, 8)
     for first in range(start, end, TILE):
         tokens = first + tl.arange(0, TILE)
-        offsets = key_offsets(table_row, tokens, end, stride, BLOCK_SIZE, HEAD_DIM)
+        offsets = key_offsets(table_row, tokens, end, block_stride, BLOCK_SIZE, HEAD_DIM)
         k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, True)
         v = load_rows(values + offsets, tokens, end, HEAD_DIM, D, True)
         products = tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32")
@@ -237,10 +237,7 @@ class DecodeBuffers:
 
 def spare_slots(shape: PagedShape, device: torch.device) -> int:
     """Slots that fill the GPU, whatever the number of requests."""
-    if device.type != "cuda":  # interpreted: enough to see requests split
-        return 4
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return -(-num_sms * _PROGRAMS_PER_SM // shape.num_kv_heads)
+    return -(-num_multiprocessors(device) * _PROGRAMS_PER_SM // shape.num_kv_heads)
 
 
 def launch_plan(

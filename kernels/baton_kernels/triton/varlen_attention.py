@@ -1,18 +1,17 @@
 """Paged causal attention for prompt chunks: several tokens per request, with or without a prefix.
 
-FlashAttention-2 (Dao, arXiv:2307.08691) over a block table. A tile is as many tokens of one
-request as fit with all query heads of one KV head, so that a key is loaded once for all of them.
-Tiles are listed on the host, those with the most keys first, so that none is left over at the end.
+FlashAttention-2 (Dao, arXiv:2307.08691) over a block table. A program takes one tile of new
+tokens, with all query heads of one KV head, so that a key is loaded once for all of them, and a
+range of keys, see ``tile_plan``.
 
-Refuses to know: how requests with one token are split, see ``decode_attention``.
+Refuses to know: how the host cuts a step into tiles, requests with one new token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,10 +26,12 @@ from baton_kernels.triton.attention_tile import (
     fold,
     key_offsets,
     load_rows,
+    num_multiprocessors,
     padded_side,
     scaled_scores,
     score_factors,
 )
+from baton_kernels.triton.tile_plan import plan_tiles
 
 # By padded head size: the largest tiles that do not spill registers and stay below 99 KiB of
 # shared memory, which the smallest GPUs of capability 8.0 and newer have.
@@ -42,6 +43,9 @@ _TILE_SIZES = {
     128: TileSize(64, 8, 3),
     256: TileSize(32, 4, 3),
 }
+
+
+_MERGED_ROWS = 16  # of a tile, per program of merge_tiles
 
 
 @triton.jit
@@ -92,7 +96,9 @@ def varlen_attention(
     block_table,  # [num_requests, max_blocks] int32
     query_start_loc,  # [num_requests + 1] int32
     seq_lens,  # [num_requests] int32
-    tiles,  # [num_tiles, 2] int32: request, first token of the tile among the request's new ones
+    parts,  # [num_parts, 5] int32, see TilePlan
+    part_out,  # [num_slots, NUM_KV_HEADS, M, HEAD_DIM] float32, normalized
+    part_lse,  # [num_slots, NUM_KV_HEADS, M] float32, log2 of the sum of weights
     score_scale,
     cap,
     window,
@@ -110,10 +116,14 @@ def varlen_attention(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Grid (NUM_KV_HEADS, num_tiles)."""
+    """Grid (NUM_KV_HEADS, num_parts)."""
     kv_head = tl.program_id(0)
-    request = tl.load(tiles + tl.program_id(1) * 2)
-    first_new = tl.load(tiles + tl.program_id(1) * 2 + 1)
+    part = parts + tl.program_id(1) * 5
+    request = tl.load(part)
+    first_new = tl.load(part + 1)
+    start = tl.load(part + 2)
+    end = tl.load(part + 3)
+    slot = tl.load(part + 4)
     query_start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - query_start
     num_earlier = tl.load(seq_lens + request) - query_len
@@ -130,37 +140,103 @@ def varlen_attention(
     q = tl.load(query + token[:, None] * query_stride + places, mask=in_tile, other=0.0)
 
     positions = num_earlier + new
-    first_position = num_earlier + first_new
-    end = num_earlier + tl.minimum(first_new + TOKENS, query_len)
-    if HAS_WINDOW:
-        start = tl.maximum(first_position - window + 1, 0)
-        diagonal = start  # masks everywhere: each row's window begins elsewhere
-    else:
-        start = 0
-        diagonal = (first_position + 1) // TILE * TILE
+    diagonal = start  # with a window masks everywhere: each row's begins elsewhere
+    if not HAS_WINDOW:
+        seen_by_all = tl.minimum(num_earlier + first_new + 1, end)
+        diagonal += tl.maximum(seen_by_all - start, 0) // TILE * TILE
     highest = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     table_row = block_table + request.to(tl.int64) * table_stride
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    stride = tl.multiple_of(block_stride, 8)
-    for first in range(start, diagonal, TILE):
+    # Positions count from start from here on, the first of a block: that saves registers.
+    table_row += start // BLOCK_SIZE
+    positions -= start
+    diagonal -= start
+    end -= start
+    for first in range(0, diagonal, TILE):
         highest, total, acc = attend_tile(
-            q, positions, first, end, window, table_row, keys, values, stride, score_scale, cap,
-            highest, total, acc,
+            q, positions, first, end, window, table_row, keys, values, block_stride,
+            score_scale, cap, highest, total, acc,
             HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, False, IEEE,
         )  # fmt: skip
     for first in range(diagonal, end, TILE):
         highest, total, acc = attend_tile(
-            q, positions, first, end, window, table_row, keys, values, stride, score_scale, cap,
-            highest, total, acc,
+            q, positions, first, end, window, table_row, keys, values, block_stride,
+            score_scale, cap, highest, total, acc,
             HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, True, IEEE,
         )  # fmt: skip
-    total = tl.where(total == 0, 1.0, total)  # rows of no token may have seen no key
+    result = acc / tl.where(total == 0, 1.0, total)[:, None]  # a row may see none of these keys
+    if slot < 0:
+        in_out = out + token[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM) + places
+        tl.store(in_out, result.to(out.dtype.element_ty), mask=in_tile)
+    else:
+        slot_rows = (slot * NUM_KV_HEADS + kv_head) * M + rows
+        in_part = part_out + slot_rows[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(in_part, result, mask=in_tile)
+        lse = tl.where(total == 0, -float("inf"), highest + tl.log2(tl.maximum(total, 1e-37)))
+        tl.store(part_lse + slot_rows, lse, mask=present)
+
+
+@triton.jit
+def merge_tiles(
+    out,  # [num_tokens, num_heads, HEAD_DIM]
+    part_out,  # [num_slots, NUM_KV_HEADS, M, HEAD_DIM] float32
+    part_lse,  # [num_slots, NUM_KV_HEADS, M] float32
+    query_start_loc,  # [num_requests + 1] int32
+    merges,  # [num_merges, 4] int32, see TilePlan
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    M: tl.constexpr,  # rows of a tile
+    D: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+):
+    """Grid (NUM_KV_HEADS, num_merges, M / ROWS): weigh the parts of some rows of a tile."""
+    kv_head = tl.program_id(0)
+    merge = merges + tl.program_id(1) * 4
+    request = tl.load(merge)
+    first_new = tl.load(merge + 1)
+    first_slot = tl.load(merge + 2)
+    num_parts = tl.load(merge + 3)
+    query_start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - query_start
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, D)
+    new = first_new + rows // GROUP
+    present = (rows < M // GROUP * GROUP) & (new < query_len)
+    in_tile = present[:, None] & (dims < HEAD_DIM)[None, :]
+    highest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    for slot in range(first_slot, first_slot + num_parts):
+        slot_rows = (slot * NUM_KV_HEADS + kv_head) * M + rows
+        lse = tl.load(part_lse + slot_rows, mask=present, other=0.0)
+        pointers = part_out + slot_rows[:, None] * HEAD_DIM + dims[None, :]
+        values = tl.load(pointers, mask=in_tile, other=0.0)
+        new_highest = tl.maximum(highest, lse)
+        # A row that has seen no key yet would compute -inf - -inf.
+        anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+        weight = tl.exp2(lse - anchor)
+        shrink = tl.exp2(highest - anchor)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + weight[:, None] * values
+        highest = new_highest
     result = (acc / total[:, None]).to(out.dtype.element_ty)
-    token_size = NUM_KV_HEADS * GROUP * HEAD_DIM
-    tl.store(out + token[:, None] * token_size + places, result, mask=in_tile)
+    heads = kv_head * GROUP + rows % GROUP
+    token = (query_start + new).to(tl.int64)
+    row_starts = (token * (NUM_KV_HEADS * GROUP) + heads) * HEAD_DIM
+    tl.store(out + row_starts[:, None] + dims[None, :], result, mask=in_tile)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A ``TilePlan`` on the device."""
+
+    parts: Tensor  # [num_parts, 5] int32
+    merges: Tensor  # [num_merges, 4] int32
+    num_slots: int
 
 
 def tile_rows(shape: PagedShape, element_size: int) -> int:
@@ -169,22 +245,29 @@ def tile_rows(shape: PagedShape, element_size: int) -> int:
     return max(rows, padded_side(shape.group))
 
 
-def plan_tiles(
-    query_lens: Sequence[int], seq_lens: Sequence[int], tokens_per_tile: int
-) -> npt.NDArray[np.int32]:
-    """Cut all requests with more than one new token into tiles, those with the most keys first.
-
-    Returns:
-        ``[num_tiles, 2]``: request, and the tile's first token among the request's new ones.
-    """
-    lens = np.array(query_lens)
-    num_tiles = np.where(lens > 1, -(-lens // tokens_per_tile), 0)  # [num_requests]
-    request = np.arange(len(lens)).repeat(num_tiles)  # [num_tiles]
-    index = np.arange(len(request)) - (num_tiles.cumsum() - num_tiles)[request]
-    first_new = index * tokens_per_tile
-    num_keys = (np.array(seq_lens) - lens)[request] + first_new
-    order = np.argsort(-num_keys, kind="stable")
-    return np.stack((request[order], first_new[order]), axis=1).astype(np.int32)
+def plan_step(
+    metadata: AttentionMetadata,
+    shape: PagedShape,
+    element_size: int,
+    sliding_window: int | None,
+    device: torch.device,
+) -> Tiles:
+    """What :func:`launch_tiles` launches for this step, the same for all layers of a window."""
+    plan = plan_tiles(
+        metadata.query_lens,
+        metadata.seq_lens_host,
+        tokens_per_tile=tile_rows(shape, element_size) // shape.group,
+        keys_per_step=choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size).tokens,
+        block_size=shape.block_size,
+        num_programs=-(-num_multiprocessors(device) // shape.num_kv_heads),
+        sliding_window=sliding_window,
+    )
+    parts, merges = torch.from_numpy(plan.parts), torch.from_numpy(plan.merges)
+    if device.type == "cuda":
+        # Pinned memory is reused only after the copy out of it.
+        parts = parts.pin_memory().to(device, non_blocking=True)
+        merges = merges.pin_memory().to(device, non_blocking=True)
+    return Tiles(parts, merges, plan.num_slots)
 
 
 def launch_tiles(
@@ -192,7 +275,7 @@ def launch_tiles(
     query: Tensor,
     kv_cache: Tensor,
     metadata: AttentionMetadata,
-    tiles: Tensor,
+    tiles: Tiles,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
@@ -204,7 +287,7 @@ def launch_tiles(
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: one layer's, see ``PagedShape.of``.
         metadata: the step.
-        tiles: of :func:`plan_tiles`, on the device; ``tile_rows // group`` tokens per tile.
+        tiles: of :func:`plan_step` for this step and window.
         scale: see ``AttentionBackend.run``.
         sliding_window: see ``AttentionBackend.run``.
         soft_cap: see ``AttentionBackend.run``.
@@ -212,14 +295,20 @@ def launch_tiles(
     shape = PagedShape.of(query, kv_cache)
     tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, query.element_size())
     score_scale, cap = score_factors(scale, soft_cap)
-    varlen_attention[shape.num_kv_heads, len(tiles)](
+    num_rows = tile_rows(shape, query.element_size())
+    slots = (tiles.num_slots, shape.num_kv_heads, num_rows)
+    part_out = torch.empty(*slots, shape.head_dim, device=query.device)
+    part_lse = torch.empty(slots, device=query.device)
+    varlen_attention[shape.num_kv_heads, len(tiles.parts)](
         out,
         query,
         kv_cache,
         metadata.block_table,
         metadata.query_start_loc,
         metadata.seq_lens,
-        tiles,
+        tiles.parts,
+        part_out,
+        part_lse,
         score_scale,
         cap,
         sliding_window or 0,
@@ -230,6 +319,21 @@ def launch_tiles(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+    if tiles.num_slots:
+        merge_tiles[shape.num_kv_heads, len(tiles.merges), num_rows // _MERGED_ROWS](
+            out,
+            part_out,
+            part_lse,
+            metadata.query_start_loc,
+            tiles.merges,
+            NUM_KV_HEADS=shape.num_kv_heads,
+            GROUP=shape.group,
+            HEAD_DIM=shape.head_dim,
+            M=num_rows,
+            D=shape.padded_head_dim,
+            ROWS=_MERGED_ROWS,
+        )
 
 
 def _constants(
@@ -260,7 +364,8 @@ def _aot_case(
 ) -> AotCase:
     shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size=16)
     element_size = 4 if dtype == "fp32" else 2
-    tables = dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "tiles"), "i32")
+    tables = dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "parts"), "i32")
+    tables |= dict.fromkeys(("part_out", "part_lse"), "fp32")
     options = " window" * has_window + " soft_cap" * has_soft_cap
     return aot_case(
         f"varlen_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{options}",
@@ -278,4 +383,12 @@ AOT_CASES = (
     _aot_case(256, 16, has_window=True, has_soft_cap=True),
     _aot_case(128, dtype="fp16"),
     _aot_case(128, dtype="fp32"),
+    aot_case(
+        "merge_tiles d128 bf16",
+        merge_tiles,
+        {"out": "bf16", "part_out": "fp32", "part_lse": "fp32"}
+        | {"query_start_loc": "i32", "merges": "i32"},
+        {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "M": 128, "D": 128, "ROWS": _MERGED_ROWS},
+        TileSize(64, 4, 2),
+    ),
 )

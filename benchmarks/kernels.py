@@ -1,0 +1,182 @@
+"""CPU kernels by themselves: paged attention against memory bandwidth, linear layers against torch.
+
+What is compared takes turns inside one run, on the threads given; a busy machine slows both. Every
+repetition reads other memory (another layer of the cache, another copy of a weight), as a model
+does, so that no cache below the last level flatters. Refuses to know: models, requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional
+
+import baton_kernels as ops
+from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from baton_kernels.attention.cpu import CpuAttention
+from baton_kernels.attention.native import NativeAttention
+from baton_kernels.dispatch import native_ops
+from environment import record_environment, write_results
+
+CONTEXT = 2048
+BATCHES = (1, 8, 32)
+HEADS = ((8, 2, 64), (8, 4, 128))  # query heads, KV heads, head dim
+BLOCK_SIZE = 16
+NUM_LAYERS = 6
+TARGET_BANDWIDTH = 0.7  # of what reading the same bytes in a row reaches, batch 8 and 32
+ROWS = (1, 4, 8, 16, 32, 512)
+SHAPES = ((768, 4096), (2048, 768), (768, 32768))  # in, out
+STORAGE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+Subject = Callable[[int], object]  # given the number of the repetition
+
+
+def take_turns(subjects: Mapping[str, Subject], repetitions: int) -> dict[str, float]:
+    """Lower quartile of the seconds of each: others on the machine only ever add to them."""
+    seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    for repetition in range(-1, repetitions):
+        for name, subject in subjects.items():
+            start = time.perf_counter()
+            subject(repetition % NUM_LAYERS)
+            if repetition >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.quantiles(values, n=4)[0] for name, values in seconds.items()}
+
+
+def decode_step(batch: int) -> AttentionMetadata:
+    """Every request computes one token; blocks are scattered."""
+    blocks = CONTEXT // BLOCK_SIZE
+    table = torch.randperm(batch * blocks).to(torch.int32).view(batch, blocks)
+    return AttentionMetadata(
+        num_requests=batch,
+        num_tokens=batch,
+        query_start_loc=torch.arange(batch + 1, dtype=torch.int32),
+        seq_lens=torch.full((batch,), CONTEXT, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=table[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1,
+        max_query_len=1,
+        max_seq_len=CONTEXT,
+        query_lens=(1,) * batch,
+        seq_lens_host=(CONTEXT,) * batch,
+    )
+
+
+def measure_attention(repetitions: int) -> list[dict[str, object]]:
+    """Paged decode attention, the backend in torch alone, and reading the same bytes in a row."""
+    rows: list[dict[str, object]] = []
+    for num_heads, num_kv_heads, head_dim in HEADS:
+        for batch in BATCHES:
+            step = decode_step(batch)
+            num_blocks = batch * CONTEXT // BLOCK_SIZE
+            cache = torch.randn(num_blocks, NUM_LAYERS, 2, num_kv_heads, BLOCK_SIZE, head_dim)
+            query = torch.randn(batch, num_heads, head_dim)
+            flat = torch.randn(NUM_LAYERS, cache.numel() // NUM_LAYERS)
+            subjects: dict[str, Subject] = {"read": lambda layer, flat=flat: flat[layer].sum()}  # type: ignore[misc]
+            backends: dict[str, AttentionBackend] = {
+                "native": NativeAttention(),
+                "torch": CpuAttention(),
+            }
+            for name, backend in backends.items():
+                backend.plan(step)
+                subjects[name] = (
+                    lambda layer, run=backend.run, query=query, cache=cache, step=step: (  # type: ignore[misc]
+                        run(query, cache[:, layer], step, scale=head_dim**-0.5)
+                    )
+                )
+            seconds = take_turns(subjects, repetitions)
+            gigabytes = flat[0].numel() * flat.itemsize / 1e9
+            rows.append(
+                {
+                    "heads": f"{num_heads}/{num_kv_heads} x {head_dim}",
+                    "batch": batch,
+                    **{f"{name}_ms": round(1e3 * taken, 3) for name, taken in seconds.items()},
+                    "read_gb_s": round(gigabytes / seconds["read"], 2),
+                    "native_gb_s": round(gigabytes / seconds["native"], 2),
+                    "share_of_bandwidth": round(seconds["read"] / seconds["native"], 3),
+                    "times_torch": round(seconds["torch"] / seconds["native"], 2),
+                }
+            )
+    return rows
+
+
+def measure_linear(repetitions: int) -> list[dict[str, object]]:
+    """Packed weights in each storage type against F.linear in float32."""
+    rows: list[dict[str, object]] = []
+    native = native_ops()
+    assert native is not None, "no native kernels: see the log"
+    for in_features, out_features in SHAPES:
+        weights = torch.randn(NUM_LAYERS, out_features, in_features)
+        packed = {
+            name: [
+                ops.PackedWeight.pack(weight, None, storage, native.panel_width)
+                for weight in weights
+            ]
+            for name, storage in STORAGE.items()
+        }
+        for copies in packed.values():
+            for copy in copies:
+                native.prefer_huge_pages(copy.panels)
+        for num_rows in ROWS:
+            x = torch.randn(num_rows, in_features)
+            subjects: dict[str, Subject] = {
+                "F.linear": lambda copy, x=x, weights=weights: functional.linear(x, weights[copy])  # type: ignore[misc]
+            }
+            for name, copies in packed.items():
+                subjects[name] = lambda copy, x=x, copies=copies: ops.packed_linear(x, copies[copy])  # type: ignore[misc]
+            seconds = take_turns(subjects, repetitions)
+            torchs = seconds["F.linear"]
+            rows.append(
+                {
+                    "in_features": in_features,
+                    "out_features": out_features,
+                    "rows": num_rows,
+                    **{f"{name}_us": round(1e6 * taken, 1) for name, taken in seconds.items()},
+                    **{f"{name}_times": round(torchs / seconds[name], 2) for name in STORAGE},
+                }
+            )
+    return rows
+
+
+def show(console: Console, title: str, rows: list[dict[str, object]]) -> None:
+    """A table with a column per key."""
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    console.print(table)
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=24)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    environment = record_environment()
+    console = Console(highlight=False, width=140)
+    attention = measure_attention(arguments.repetitions)
+    show(console, f"paged decode attention, float32, context {CONTEXT}", attention)
+    linear = measure_linear(arguments.repetitions)
+    show(console, "linear layers, float32 activations", linear)
+    write_results(
+        "kernels_cpu",
+        environment,
+        {
+            "num_threads": arguments.threads,
+            "repetitions": arguments.repetitions,
+            "target_share_of_bandwidth": TARGET_BANDWIDTH,
+            "attention": attention,
+            "linear": linear,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

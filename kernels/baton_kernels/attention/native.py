@@ -1,0 +1,58 @@
+"""Paged attention for CPUs in C, straight out of the cache: nothing is gathered or planned.
+
+Tensors that the C library does not take (float16, say) go to the backend in torch alone, and so
+does everything where there is no library. Refuses to know: models, schedulers, CUDA.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.cpu import CpuAttention
+from baton_kernels.dispatch import native_ops
+
+
+class NativeAttention:
+    """``AttentionBackend`` on top of the native op."""
+
+    def __init__(self) -> None:
+        self._ops = native_ops()
+        self._fallback = CpuAttention()
+        self._planned: AttentionMetadata | None = None  # by the fallback
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Nothing: the op reads the metadata's tensors itself."""
+        self._planned = None
+
+    def run(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """See ``AttentionBackend.run``."""
+        if self._ops is not None:
+            out = self._ops.attention(
+                *(query, kv_cache, metadata),
+                scale=scale,
+                sliding_window=sliding_window,
+                soft_cap=soft_cap,
+            )
+            if out is not None:
+                return out
+        if self._planned is not metadata:
+            self._fallback.plan(metadata)
+            self._planned = metadata
+        return self._fallback.run(
+            query,
+            kv_cache,
+            metadata,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+        )

@@ -1,0 +1,77 @@
+"""Which module computes the ops on a tensor: C on CPUs, Triton on GPUs, else the reference.
+
+The only place that knows. What is chosen is a property of the process, like torch's number of
+threads. Refuses to know: what the ops do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from baton_kernels import reference
+from baton_kernels.native.ops import NativeOps, load_native_ops
+
+_OFF = ("0", "off", "false", "no")
+
+
+class _Switch:
+    """Whether this process may use native kernels."""
+
+    enabled = True
+
+
+def enable_native_kernels(enabled: bool) -> None:
+    """Allow or forbid native kernels in this process; ``BATON_NATIVE_KERNELS=0`` always forbids.
+
+    Layers that are packed already stay packed.
+    """
+    _Switch.enabled = enabled
+
+
+def native_ops() -> NativeOps | None:
+    """The native ops for CPU tensors; None where they are forbidden or cannot be built."""
+    return _loaded_native_ops() if _Switch.enabled else None
+
+
+def ops_for(tensor: Tensor) -> Any:
+    """What has the ops as functions, for tensors on the device of this one."""
+    if tensor.is_cpu:
+        return native_ops() or reference
+    if tensor.is_cuda:
+        return _triton_ops()
+    return reference
+
+
+@functools.cache
+def _loaded_native_ops() -> NativeOps | None:
+    if os.environ.get("BATON_NATIVE_KERNELS", "1").lower() in _OFF:
+        return None
+    return load_native_ops()
+
+
+# Op: the module of Triton kernels that has it, under the same name.
+_TRITON = {
+    "rms_norm": "norm",
+    "add_rms_norm": "norm",
+    "silu_mul": "silu_mul",
+    "norm_rotary_store": "norm_rotary_store",
+}
+
+
+@functools.cache
+def _triton_ops() -> SimpleNamespace:
+    """The ops in Triton, each from the reference where its module cannot be imported."""
+    ops = SimpleNamespace(packed_linear=reference.packed_linear)
+    for name, module in _TRITON.items():
+        try:
+            owner: ModuleType = importlib.import_module(f"baton_kernels.triton.{module}")
+        except ImportError:
+            owner = reference
+        setattr(ops, name, getattr(owner, name))
+    return ops

@@ -1,0 +1,179 @@
+"""The ops on CPU tensors by the C library; what it does not take goes to the reference.
+
+Every function means what its namesake in ``baton_kernels.reference`` means. float32 and bfloat16,
+contiguous rows; arithmetic is in float32. Refuses to know: who decides to come here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from baton_kernels import reference
+from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.native.library import AttentionCall, StoreCall, load_library
+from baton_kernels.packed import PackedWeight
+
+# As in vectors.h.
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+class NativeOps:
+    """The ops; one instance serves all threads, each of which keeps scratch memory of its own."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.panel_width: int = library.baton_panel()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See the reference."""
+        size = x.shape[-1]
+        if not (_plain(x, weight) and weight.shape == (size,)):
+            return reference.rms_norm(x, weight, eps)
+        out = torch.empty_like(x)
+        self._library.baton_rms_norm(
+            *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size),
+            *(x.data_ptr(), None, weight.data_ptr(), eps, out.data_ptr(), None),
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See the reference."""
+        size = x.shape[-1]
+        alike = _plain(x, residual, weight) and x.shape == residual.shape
+        if not (alike and weight.shape == (size,)):
+            return reference.add_rms_norm(x, residual, weight, eps)
+        out, new_residual = torch.empty_like(x), torch.empty_like(x)
+        self._library.baton_rms_norm(
+            *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size, x.data_ptr()),
+            *(residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr()),
+            new_residual.data_ptr(),
+        )
+        return out, new_residual
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See the reference."""
+        size = gate_up.shape[-1] // 2
+        if not _plain(gate_up):
+            return reference.silu_mul(gate_up)
+        out = gate_up.new_empty(*gate_up.shape[:-1], size)
+        self._library.baton_silu_mul(
+            *(_CODES[gate_up.dtype], torch.get_num_threads(), out.numel() // size, size),
+            *(gate_up.data_ptr(), out.data_ptr()),
+        )
+        return out
+
+    def norm_rotary_store(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        query_weight: Tensor | None = None,
+        key_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """See the reference."""
+        weights = [weight for weight in (query_weight, key_weight) if weight is not None]
+        _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+        fits = _plain(qkv, cos, sin, *weights) and kv_cache.dtype == qkv.dtype
+        fits = fits and kv_cache.stride(4) == 1 and slot_mapping.is_contiguous()
+        if not (fits and all(weight.shape == (head_dim,) for weight in weights)):
+            return reference.norm_rotary_store(
+                *(qkv, num_heads, cos, sin, kv_cache, slot_mapping),
+                query_weight=query_weight,
+                key_weight=key_weight,
+                eps=eps,
+            )
+        assert slot_mapping.dtype == torch.int64
+        out = qkv.new_empty(len(qkv), num_heads, head_dim)
+        block_stride, kv_stride, head_stride, token_stride, _ = kv_cache.stride()
+        call = StoreCall(
+            *(len(qkv), num_heads, num_kv_heads, head_dim, cos.shape[-1], qkv.shape[-1]),
+            *(block_stride, kv_stride, head_stride, token_stride, block_size, qkv.data_ptr()),
+            None if query_weight is None else query_weight.data_ptr(),
+            None if key_weight is None else key_weight.data_ptr(),
+            *(cos.data_ptr(), sin.data_ptr(), kv_cache.data_ptr(), out.data_ptr()),
+            *(slot_mapping.data_ptr(), eps),
+        )
+        self._library.baton_norm_rotary_store(_CODES[qkv.dtype], torch.get_num_threads(), call)
+        return out
+
+    def packed_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """See the reference."""
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            return self.packed_linear(x.float(), weight).to(x.dtype)
+        rows = x if x.dim() == 2 else x.flatten(0, -2)  # [num_rows, in_features]
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        num_rows, in_features = rows.shape
+        assert in_features == weight.panels.shape[1]
+        out = rows.new_empty(num_rows, weight.out_features)
+        if num_rows:
+            code, scales, bias = _CODES[x.dtype], weight.scales, weight.bias
+            failed = self._library.baton_linear(
+                *(code, _CODES[weight.panels.dtype], code, torch.get_num_threads(), num_rows),
+                *(weight.out_features, in_features, rows.data_ptr(), rows.stride(0)),
+                weight.panels.data_ptr(),
+                None if scales is None else scales.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+            )
+            if failed:
+                raise MemoryError(f"no memory to pack {num_rows} rows of {in_features}")
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+    def attention(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor | None:
+        """``reference.paged_attention``; None where tensors are not of the kind this takes."""
+        table = metadata.block_table
+        fits = _plain(query) and kv_cache.dtype == query.dtype and kv_cache.stride(4) == 1
+        if not (fits and table.dtype == torch.int32 and table.stride(-1) == 1):
+            return None
+        num_tokens, num_heads, head_dim = query.shape
+        block_stride, kv_stride, head_stride, token_stride, _ = kv_cache.stride()
+        out = torch.empty_like(query)
+        call = AttentionCall(
+            *(_CODES[query.dtype], torch.get_num_threads(), num_tokens, metadata.num_requests),
+            *(table.stride(0), num_heads, kv_cache.shape[2], head_dim, kv_cache.shape[3]),
+            *(block_stride, kv_stride, head_stride, token_stride, sliding_window or 0),
+            *(query.data_ptr(), kv_cache.data_ptr(), out.data_ptr()),
+            *(metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr()),
+            *(table.data_ptr(), scale, soft_cap or 0.0),
+        )
+        if self._library.baton_attention(call):
+            raise MemoryError("no memory for the tiles of attention")
+        return out
+
+    def prefer_huge_pages(self, tensor: Tensor) -> None:
+        """Tell the kernel that ``tensor`` is read from end to end."""
+        self._library.baton_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+
+
+def load_native_ops() -> NativeOps | None:
+    """The ops, or None (and one line in the log) where the library cannot be had."""
+    library = load_library()
+    return None if library is None else NativeOps(library)
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """All of one type that the library computes with, and contiguous."""
+    dtype = tensors[0].dtype
+    return dtype in (torch.float32, torch.bfloat16) and all(
+        tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors
+    )

@@ -1,0 +1,117 @@
+/* Paged attention: the meaning of baton_kernels/reference.py, paged_attention.
+ *
+ * A step is cut into pieces that threads take one by one. A decode reads its keys and values once,
+ * straight out of the cache, for all query heads that share them; long contexts are cut into spans
+ * of fixed length and joined afterwards ("flash decoding"). A prompt's pieces are blocks of queries
+ * that walk over tiles of keys, packed for the same micro kernel as linear layers.
+ * Softmax is online: Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135.
+ * Refuses to know: layers, schedulers.
+ */
+#include <float.h>
+#include <math.h>
+#include "attention.h"
+
+enum { SCRATCH_PIECES = 1, SCRATCH_PARTIALS = 2, SCRATCH_TILES = 3 };
+
+/* Rows of queries that share keys: a request's newest tokens, all heads of a KV head's group. */
+static int64_t tokens_per_piece(const attention_call *c) {
+    int64_t group = c->num_heads / c->num_kv_heads;
+    return max64(1, PROMPT_ROWS / group);
+}
+
+INLINE int64_t first_key(const attention_call *c, int64_t position) {
+    return c->sliding_window > 0 ? max64(0, position + 1 - c->sliding_window) : 0;
+}
+
+/* All pieces of a step; the number of them is returned, and they are written unless NULL. */
+static int64_t make_pieces(const attention_call *c, piece *pieces) {
+    int64_t n = 0, partials = 0, block = tokens_per_piece(c);
+    for (int64_t r = 0; r < c->num_requests; r++) {
+        int64_t row = c->query_start_loc[r], count = c->query_start_loc[r + 1] - row;
+        int64_t length = c->seq_lens[r];
+        if (count == 1) {
+            int64_t begin = first_key(c, length - 1);
+            int64_t spans = ceil_div(length - begin, SPAN);
+            for (int64_t head = 0; head < c->num_kv_heads; head++)
+                for (int64_t s = 0; s < spans; s++, n++)
+                    if (pieces)
+                        pieces[n] = (piece){r, head, row, 1, begin + s * SPAN,
+                                            min64(length, begin + (s + 1) * SPAN), spans,
+                                            spans > 1 ? partials++ : -1};
+        } else {
+            /* From the end: the longest pieces come first, the short ones fill the gaps. */
+            for (int64_t t = count; t > 0; t -= min64(t, block))
+                for (int64_t head = 0; head < c->num_kv_heads; head++, n++)
+                    if (pieces) {
+                        int64_t tokens = min64(t, block), position = length - count + t - tokens;
+                        pieces[n] = (piece){r, head, row + t - tokens, tokens,
+                                            first_key(c, position), length - count + t, 1, -1};
+                    }
+        }
+    }
+    return n;
+}
+
+/* Spans of one head of one request, one after another in `pieces`, into the output. */
+static void join(const attention_call *c, const piece *p, const float *partials) {
+    int64_t group = c->num_heads / c->num_kv_heads, size = partial_size(c);
+    float sum[c->head_dim];
+    for (int64_t h = 0; h < group; h++) {
+        float top = -INFINITY, total = 0;
+        for (int64_t s = 0; s < p->num_spans; s++)
+            top = fmaxf(top, partials[(p->partial + s) * group * size + h * size]);
+        memset(sum, 0, sizeof sum);
+        for (int64_t s = 0; s < p->num_spans; s++) {
+            const float *part = partials + ((p->partial + s) * group + h) * size;
+            float factor = expf(part[0] - top);
+            total += part[1] * factor;
+            for (int64_t d = 0; d < c->head_dim; d++) sum[d] += part[2 + d] * factor;
+        }
+        for (int64_t d = 0; d < c->head_dim; d++) sum[d] /= total;
+        int64_t to = (p->row * c->num_heads + p->kv_head * group + h) * c->head_dim;
+        write_row(c->type, sum, (char *)c->out + to * size_of(c->type), c->head_dim);
+    }
+}
+
+/* Returns 0, or 1 when there is no memory for the pieces. */
+int baton_attention(const attention_call *c) {
+    int64_t num_pieces = make_pieces(c, NULL), num_partials = 0, group = c->num_heads / c->num_kv_heads;
+    piece *pieces = baton_scratch(SCRATCH_PIECES, (num_pieces + 1) * sizeof(piece));
+    if (!pieces) return 1;
+    make_pieces(c, pieces);
+    int64_t work = 0;
+    for (int64_t i = 0; i < num_pieces; i++) {
+        num_partials += pieces[i].partial >= 0;
+        work += pieces[i].num_tokens * (pieces[i].end - pieces[i].begin);
+    }
+    float *partials =
+        baton_scratch(SCRATCH_PARTIALS, (num_partials + 1) * group * partial_size(c) * sizeof(float));
+    if (!partials) return 1;
+    int team = work * c->head_dim * group < SERIAL_WORK ? 1 : c->num_threads, failed = 0;
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+        float *tiles = baton_scratch(SCRATCH_TILES, prompt_scratch_bytes(c));
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_pieces; i++) {
+            const piece *p = pieces + i;
+            if (p->num_tokens > 1 || c->query_start_loc[p->request + 1] - c->query_start_loc[p->request] > 1) {
+                if (tiles) baton_attend_prompt(c, p, tiles);
+                else failed = 1;
+            } else {
+                baton_attend_decode(c, p, p->partial < 0 ? NULL : partials + p->partial * group * partial_size(c));
+            }
+        }
+        if (num_partials) {
+#pragma omp for schedule(dynamic, 4)
+            for (int64_t i = 0; i < num_pieces; i++) {
+                int first = pieces[i].partial == 0 ||
+                            (pieces[i].partial > 0 && (pieces[i].request != pieces[i - 1].request ||
+                                                       pieces[i].kv_head != pieces[i - 1].kv_head));
+                if (first) join(c, pieces + i, partials);
+            }
+        }
+    }
+    int64_t num_rows = c->query_start_loc[c->num_requests], row = c->num_heads * c->head_dim * size_of(c->type);
+    memset((char *)c->out + num_rows * row, 0, (c->num_tokens - num_rows) * row);
+    return failed;
+}

@@ -1,0 +1,69 @@
+/* c[rows, PANEL] (+)= x[size, rows]^T @ w[size, PANEL]: what all matrix products are made of.
+ *
+ * The sum over `size` runs in order for every output, whatever the number of rows: a row's result
+ * does not depend on which other rows are computed with it.
+ * Refuses to know: where x and w come from, threads.
+ */
+#ifndef BATON_MICRO_H
+#define BATON_MICRO_H
+
+#include "vectors.h"
+
+/* What to fetch meanwhile: `step` bytes with each step of the sum. */
+typedef struct {
+    const char *from;
+    int64_t step;
+} fetch;
+
+/* w: of `type`, PANEL per step, contiguous. x: `rows` per step, contiguous. c: row stride PANEL. */
+INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_t size, float *c,
+                       int accumulate, fetch f) {
+    vec sum[MAX_ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        sum[r][0] = accumulate ? load(FLOAT32, c, r * PANEL) : (vec){0};
+        sum[r][1] = accumulate ? load(FLOAT32, c, r * PANEL + LANES) : (vec){0};
+    }
+    for (int64_t k = 0; k < size; k++) {
+        const char *here = at(type, w, k * PANEL);
+        __builtin_prefetch(f.from + k * f.step);
+        if (f.step > 64) __builtin_prefetch(f.from + k * f.step + 64);
+        vec first = load(type, here, 0), second = load(type, here, LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            vec input = splat(x[k * rows + r]);
+            sum[r][0] += input * first;
+            sum[r][1] += input * second;
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        store(c + r * PANEL, sum[r][0]);
+        store(c + r * PANEL + LANES, sum[r][1]);
+    }
+}
+
+#define MICRO_CASE(n) \
+    case n: \
+        if (n <= MAX_ROWS) micro_rows(n, type, w, x, size, c, accumulate, f); \
+        break;
+
+INLINE void micro(int rows, int type, const void *w, const float *x, int64_t size, float *c,
+                  int accumulate, fetch f) {
+    switch (rows) {
+        MICRO_CASE(1)
+        MICRO_CASE(2)
+        MICRO_CASE(3)
+        MICRO_CASE(4)
+        MICRO_CASE(5)
+        MICRO_CASE(6)
+        MICRO_CASE(7)
+        MICRO_CASE(8)
+        MICRO_CASE(9)
+        MICRO_CASE(10)
+        MICRO_CASE(11)
+        MICRO_CASE(12)
+    }
+}
+
+#endif

@@ -1,0 +1,149 @@
+/* What lies between the matrix products, row by row: norms, gated units, rotation, storing KV.
+ *
+ * The meaning of each function is the op of the same name in baton_kernels/reference.py.
+ * Refuses to know: layers, requests.
+ */
+#include <math.h>
+
+#include "vectors.h"
+
+#define SERIAL_ELEMENTS 16384 /* waking threads costs more than computing as many alone */
+
+INLINE int threads_for(int num_threads, int64_t elements) {
+    return elements < SERIAL_ELEMENTS ? 1 : num_threads;
+}
+
+/* In place; like Hugging Face, the normalized value is rounded before the weight is applied. */
+INLINE void norm_row(int type, float *row, const void *weight, int64_t size, float eps) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < size; i++) squares += row[i] * row[i];
+    float inverse_rms = 1.0f / sqrtf(squares / size + eps);
+    if (type == BFLOAT16) {
+        const uint16_t *w = weight;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++)
+            row[i] = round_to(BFLOAT16, row[i] * inverse_rms) * from_bf16(w[i]);
+    } else {
+        const float *w = weight;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) row[i] = row[i] * inverse_rms * w[i];
+    }
+}
+
+INLINE void rms_norm_row(int type, int64_t size, const void *x, const void *residual,
+                         const void *weight, float eps, void *out, void *sum) {
+    float row[size], other[size];
+    read_row(type, x, row, size);
+    if (residual) {
+        read_row(type, residual, other, size);
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) row[i] = round_to(type, row[i] + other[i]);
+        write_row(type, row, sum, size);
+    }
+    norm_row(type, row, weight, size, eps);
+    write_row(type, row, out, size);
+}
+
+/* rms_norm, or add_rms_norm where there is a residual. All rows are contiguous. */
+void baton_rms_norm(int type, int num_threads, int64_t num_rows, int64_t size, const void *x,
+                    const void *residual, const void *weight, float eps, void *out, void *sum) {
+    int team = threads_for(num_threads, num_rows * size);
+#pragma omp parallel for num_threads(team) if (team > 1)
+    for (int64_t i = 0; i < num_rows; i++) {
+        int64_t from = i * size * size_of(type);
+        const void *more = residual ? (const char *)residual + from : NULL;
+        if (type == BFLOAT16)
+            rms_norm_row(BFLOAT16, size, (const char *)x + from, more, weight, eps,
+                         (char *)out + from, (char *)sum + from);
+        else
+            rms_norm_row(FLOAT32, size, (const char *)x + from, more, weight, eps,
+                         (char *)out + from, (char *)sum + from);
+    }
+}
+
+INLINE float silu(float x) { return x / (1.0f + exp_fast(-x)); }
+
+void baton_silu_mul(int type, int num_threads, int64_t num_rows, int64_t size, const void *gate_up,
+                    void *out) {
+    int team = threads_for(num_threads, num_rows * size);
+#pragma omp parallel for num_threads(team) if (team > 1)
+    for (int64_t i = 0; i < num_rows; i++) {
+        if (type == BFLOAT16) {
+            const uint16_t *gate = (const uint16_t *)gate_up + 2 * i * size, *up = gate + size;
+            uint16_t *to = (uint16_t *)out + i * size;
+#pragma omp simd
+            for (int64_t j = 0; j < size; j++)
+                to[j] = to_bf16(round_to(BFLOAT16, silu(from_bf16(gate[j]))) * from_bf16(up[j]));
+        } else {
+            const float *gate = (const float *)gate_up + 2 * i * size, *up = gate + size;
+            float *to = (float *)out + i * size;
+#pragma omp simd
+            for (int64_t j = 0; j < size; j++) to[j] = silu(gate[j]) * up[j];
+        }
+    }
+}
+
+/* The first rotary_dim of a head turn, half-split; the rest stays. */
+INLINE void rotate(float *head, const float *cos, const float *sin, int64_t rotary_dim) {
+    int64_t half = rotary_dim / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float x1 = head[i], x2 = head[half + i];
+        head[i] = x1 * cos[i] - x2 * sin[i];
+        head[half + i] = x2 * cos[half + i] + x1 * sin[half + i];
+    }
+}
+
+typedef struct {
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, qkv_stride;
+    /* Of the cache, in elements: */
+    int64_t block_stride, kv_stride, head_stride, token_stride, block_size;
+    const void *qkv, *query_weight, *key_weight, *cos, *sin; /* weights may be NULL */
+    void *kv_cache, *out;
+    const int64_t *slots;
+    double eps;
+} store_call;
+
+INLINE void norm_rotary_store_token(int type, const store_call *c, int64_t token) {
+    float head[c->head_dim], cos[c->rotary_dim], sin[c->rotary_dim];
+    read_row(type, at(type, c->cos, token * c->rotary_dim), cos, c->rotary_dim);
+    read_row(type, at(type, c->sin, token * c->rotary_dim), sin, c->rotary_dim);
+    const void *from = at(type, c->qkv, token * c->qkv_stride);
+    int64_t slot = c->slots[token], num_rotated = c->num_heads + c->num_kv_heads;
+    int64_t place = slot < 0 ? 0
+                             : slot / c->block_size * c->block_stride +
+                                   slot % c->block_size * c->token_stride;
+    int64_t num_read = slot < 0 ? c->num_heads : num_rotated + c->num_kv_heads;
+    for (int64_t h = 0; h < num_read; h++) {
+        read_row(type, at(type, from, h * c->head_dim), head, c->head_dim);
+        const void *weight = h < c->num_heads ? c->query_weight : c->key_weight;
+        if (h < num_rotated) {
+            if (weight) {
+                norm_row(type, head, weight, c->head_dim, c->eps);
+                if (type == BFLOAT16)
+                    for (int64_t i = 0; i < c->head_dim; i++) head[i] = round_to(type, head[i]);
+            }
+            rotate(head, cos, sin, c->rotary_dim);
+        }
+        const void *to;
+        if (h < c->num_heads) {
+            to = at(type, c->out, (token * c->num_heads + h) * c->head_dim);
+        } else {
+            int64_t is_value = h >= num_rotated, kv_head = (h - c->num_heads) % c->num_kv_heads;
+            to = at(type, c->kv_cache, place + is_value * c->kv_stride + kv_head * c->head_stride);
+        }
+        write_row(type, head, (void *)to, c->head_dim);
+    }
+}
+
+void baton_norm_rotary_store(int type, int num_threads, const store_call *c) {
+    int team = threads_for(num_threads, c->num_tokens * c->qkv_stride);
+#pragma omp parallel for num_threads(team) if (team > 1)
+    for (int64_t token = 0; token < c->num_tokens; token++) {
+        if (type == BFLOAT16)
+            norm_rotary_store_token(BFLOAT16, c, token);
+        else
+            norm_rotary_store_token(FLOAT32, c, token);
+    }
+}

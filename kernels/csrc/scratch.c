@@ -1,0 +1,34 @@
+/* Memory that a thread keeps from call to call: fresh pages would cost more than the work in them.
+ *
+ * Refuses to know: what is put there.
+ */
+#include <stdlib.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include "vectors.h"
+
+#define NUM_SLOTS 4
+#define HUGE_PAGE (2 << 20)
+
+void *baton_scratch(int slot, int64_t bytes) {
+    static __thread void *memory[NUM_SLOTS];
+    static __thread int64_t sizes[NUM_SLOTS];
+    if (sizes[slot] < bytes) {
+        free(memory[slot]);
+        sizes[slot] = 0;
+        if (posix_memalign(&memory[slot], 64, bytes)) memory[slot] = NULL;
+        if (memory[slot]) sizes[slot] = bytes;
+    }
+    return memory[slot];
+}
+
+/* Ask for huge pages under [p, p + bytes): weights are read in one stream. A wish, no more. */
+void baton_huge_pages(void *p, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    uintptr_t begin = ((uintptr_t)p + HUGE_PAGE - 1) & -(uintptr_t)HUGE_PAGE;
+    uintptr_t end = ((uintptr_t)p + bytes) & -(uintptr_t)HUGE_PAGE;
+    if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#endif
+}

@@ -1,0 +1,180 @@
+/* One vector of floats, as wide as the machine's registers, and what is loaded into it.
+ *
+ * GCC's vector extensions: the same source becomes AVX-512, AVX2, NEON or plain scalar code.
+ * Refuses to know: matrices, attention, models.
+ */
+#ifndef BATON_VECTORS_H
+#define BATON_VECTORS_H
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static inline int omp_get_thread_num(void) { return 0; }
+static inline int omp_get_num_threads(void) { return 1; }
+#endif
+
+/* Element types of tensors; the Python side counts alike. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define MAX_ROWS 12 /* rows x 2 accumulators + 2 weights + 1 input fill 32 registers */
+#elif defined(__AVX__)
+#define LANES 8
+#define MAX_ROWS 6 /* of 16 registers */
+#else
+#define LANES 4
+#if defined(__aarch64__)
+#define MAX_ROWS 12
+#else
+#define MAX_ROWS 4
+#endif
+#endif
+#define PANEL (2 * LANES) /* columns that a micro kernel computes at once */
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vec_u32 __attribute__((vector_size(LANES * 4)));
+typedef int32_t vec_i32 __attribute__((vector_size(LANES * 4)));
+/* Any address, any type of memory. */
+typedef float vec_any __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
+typedef uint16_t vec_u16_any __attribute__((vector_size(LANES * 2), aligned(1), may_alias));
+typedef int8_t vec_i8_any __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* `type` is a constant wherever this is called, so that no branch is left. */
+INLINE vec load(int type, const void *p, int64_t index) {
+    if (type == BFLOAT16) {
+        vec_u16_any half = *(const vec_u16_any *)((const uint16_t *)p + index);
+        return (vec)(__builtin_convertvector(half, vec_u32) << 16);
+    }
+    if (type == INT8) {
+        /* GCC 12 turns the generic form into a dozen instructions where there is one. */
+#if defined(__AVX512F__)
+        __m128i bytes = _mm_loadu_si128((const void *)((const int8_t *)p + index));
+        return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+        __m128i bytes = _mm_loadl_epi64((const void *)((const int8_t *)p + index));
+        return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+        vec_i8_any quarter = *(const vec_i8_any *)((const int8_t *)p + index);
+        return __builtin_convertvector(__builtin_convertvector(quarter, vec_i32), vec);
+#endif
+    }
+    return *(const vec_any *)((const float *)p + index);
+}
+
+INLINE void store(float *p, vec x) { *(vec_any *)p = x; }
+
+INLINE float sum_lanes(vec x) {
+    typedef float half __attribute__((vector_size(LANES * 2)));
+    half parts[2];
+    memcpy(parts, &x, sizeof x);
+    half sum = parts[0] + parts[1];
+    float total = 0;
+#if LANES == 16
+    typedef float quarter __attribute__((vector_size(16)));
+    quarter quarters[2];
+    memcpy(quarters, &sum, sizeof sum);
+    quarter last = quarters[0] + quarters[1];
+    total = (last[0] + last[1]) + (last[2] + last[3]);
+#else
+    for (int i = 0; i < LANES / 2; i++) total += sum[i];
+#endif
+    return total;
+}
+
+/* The sums of four vectors: together they cost little more than one alone. */
+INLINE void sum_lanes_of_four(const vec *x, float *sums) {
+#if defined(__AVX512F__)
+    __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xee);
+    __m512 quads = _mm512_add_ps(low, high); /* a, b, c, d in every 128 bits */
+    __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quads),
+                                  (__m256)_mm512_extractf64x4_pd((__m512d)quads, 1));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(halves),
+                                   _mm256_extractf128_ps(halves, 1)));
+#else
+    for (int i = 0; i < 4; i++) sums[i] = sum_lanes(x[i]);
+#endif
+}
+
+INLINE int64_t size_of(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
+
+INLINE const void *at(int type, const void *p, int64_t index) {
+    return (const char *)p + index * size_of(type);
+}
+
+INLINE float from_bf16(uint16_t x) {
+    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
+    return u.value;
+}
+
+/* To the nearest, ties to even, as torch rounds. */
+INLINE uint16_t to_bf16(float x) {
+    union { float value; uint32_t bits; } u = {x};
+    uint32_t rounded = (u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16;
+    return x != x ? 0x7fc0 : (uint16_t)rounded;
+}
+
+/* A row of floats out of a tensor, and back. */
+INLINE void read_row(int type, const void *from, float *to, int64_t size) {
+    if (type == BFLOAT16) {
+        const uint16_t *p = from;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) to[i] = from_bf16(p[i]);
+    } else {
+        memcpy(to, from, size * sizeof(float));
+    }
+}
+
+INLINE void write_row(int type, const float *from, void *to, int64_t size) {
+    if (type == BFLOAT16) {
+        uint16_t *p = to;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) p[i] = to_bf16(from[i]);
+    } else {
+        memcpy(to, from, size * sizeof(float));
+    }
+}
+
+INLINE float round_to(int type, float x) {
+    return type == BFLOAT16 ? from_bf16(to_bf16(x)) : x;
+}
+
+/* e^x within 2 units in the last place: 2^n * p(r), r in [-ln 2 / 2, ln 2 / 2], p of degree 6
+ * (the Taylor polynomial's error there is 2e-7 of the value at most). No branch and no call, so
+ * that a loop over it becomes vector code. */
+INLINE float exp_fast(float x) {
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.3f ? 88.3f : x;
+    float n = __builtin_floorf(x * 1.44269504f + 0.5f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
+    return p * power.value;
+}
+
+/* Memory of this thread that is kept from call to call; `slot` tells uses apart. NULL: none. */
+void *baton_scratch(int slot, int64_t bytes);
+
+#endif

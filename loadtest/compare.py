@@ -1,0 +1,181 @@
+"""Comparison: one workload on the same cores, served by deployments of different shapes.
+
+    colocated:2   two nodes that compute prompts and decode, in chunks, side by side
+    1:1           a prefill and a decode node; decode nodes compute no prompt
+    1:1+local     the same, but the router may leave a prompt to a decode node
+
+Each gets the same cores, divided between its nodes, and the same requests. Every repeat starts it
+anew, all deployments in turn: what slows the machine down for a while slows down all of them. Where
+the highest rate of each is searched, each is started once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from loadtest.confidence import MAX_REPEATS
+from loadtest.plan import LoadPlan
+from loadtest.run import RunResult
+from loadtest.search import Search, play_search
+from loadtest.session import Session
+from loadtest.site import UpOptions, started
+from loadtest.targets import open_target
+from loadtest.targets.base import TargetOptions
+
+NOTATION = "colocated:N, P:D or P:D+local"
+_SHAPE = re.compile(r"colocated:(?P<num>\d+)|(?P<p>\d+):(?P<d>\d+)(?P<local>\+local)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A shape, see the module."""
+
+    name: str
+    num_prefill: int
+    num_decode: int
+    is_local_allowed: bool
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.num_prefill == 0
+
+    @classmethod
+    def parse(cls, text: str) -> Deployment:
+        """See NOTATION; raises ConfigError."""
+        match = _SHAPE.fullmatch(text)
+        numbers = [int(one) for one in match.group("num", "p", "d") if one] if match else [0]
+        if match is None or min(numbers) < 1:
+            raise ConfigError(f"deployments: must be of {NOTATION}, got {text!r}")
+        is_colocated = match["num"] is not None
+        return cls(
+            name=text,
+            num_prefill=0 if is_colocated else numbers[0],
+            num_decode=numbers[-1],
+            is_local_allowed=is_colocated or match["local"] is not None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is compared, how often; checked when made, raises ConfigError.
+
+    Attributes:
+        up: model, arguments and cores of all deployments.
+        colocated_args: more arguments of nodes that do both.
+        search: compare each at the highest rate that it holds, not at the plan's; None: at that.
+    """
+
+    plan: LoadPlan
+    deployments: tuple[Deployment, ...]
+    up: UpOptions
+    repeats: int
+    colocated_args: tuple[str, ...] = ()
+    search: Search | None = None
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in self.deployments]
+        is_both = {one.is_colocated for one in self.deployments} == {True, False}
+        if len(set(names)) != len(names) or not is_both:
+            raise ConfigError(
+                "deployments: must be different ones, with a colocated and a split one at least, "
+                f"got {', '.join(names)}"
+            )
+        if not 2 <= self.repeats <= MAX_REPEATS:
+            raise ConfigError(f"repeats: must be 2 to {MAX_REPEATS}, got {self.repeats!r}")
+        if not self.plan.slo.limits:
+            raise ConfigError("slo: must be given; goodput decides")
+        most = max(one.num_prefill + one.num_decode for one in self.deployments)
+        if len(self.up.cores) < most:
+            raise ConfigError(
+                f"cores: must be at least one for each of {most} nodes, got {len(self.up.cores)}"
+            )
+
+    def up_options(self, deployment: Deployment) -> UpOptions:
+        return dataclasses.replace(
+            self.up,
+            num_prefill=deployment.num_prefill,
+            num_decode=deployment.num_decode,
+            router_args=(
+                *self.up.router_args,
+                *([] if deployment.is_local_allowed else ["--no-local-prefill"]),
+            ),
+            node_args=(
+                *self.up.node_args, *(self.colocated_args if deployment.is_colocated else ()),
+            ),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of one deployment; without a search, those of one repeat have the same requests."""
+
+    deployment: Deployment
+    repeat: int
+    result: RunResult
+
+
+OnTrial = Callable[[Trial], None]
+
+
+async def play_comparison(
+    comparison: Comparison, options: TargetOptions, stop: asyncio.Event, on_trial: OnTrial
+) -> list[Trial]:
+    """All trials, or those until one was stopped from outside; raises BatonError."""
+    trials: list[Trial] = []
+    if comparison.search is not None:
+        return await _search(comparison, comparison.search, options, stop, on_trial)
+    for repeat in range(comparison.repeats):
+        plan = dataclasses.replace(comparison.plan, round=repeat)
+        for deployment in _in_turn(comparison.deployments, repeat):
+            async with _session(comparison, deployment, options, stop) as session:
+                result = await session.play(plan)
+            trials.append(Trial(deployment=deployment, repeat=repeat, result=result))
+            on_trial(trials[-1])
+            if result.was_stopped:
+                return trials
+    return trials
+
+
+async def _search(
+    comparison: Comparison,
+    search: Search,
+    options: TargetOptions,
+    stop: asyncio.Event,
+    on_trial: OnTrial,
+) -> list[Trial]:
+    """Of each deployment, the run at the highest rate that it held in each repeat."""
+    trials: list[Trial] = []
+    for deployment in comparison.deployments:
+        async with _session(comparison, deployment, options, stop) as session:
+            found = await play_search(session.play, comparison.plan, search, lambda step: None)
+        for step in found.highest:
+            trials.append(Trial(deployment=deployment, repeat=step.repeat, result=step.result))
+            on_trial(trials[-1])
+        if found.was_stopped:
+            break
+    return trials
+
+
+@contextlib.asynccontextmanager
+async def _session(
+    comparison: Comparison, deployment: Deployment, options: TargetOptions, stop: asyncio.Event
+) -> AsyncIterator[Session]:
+    """With a deployment that runs until the end of it."""
+    async with started(comparison.up_options(deployment), stop) as (_, address):
+        target = await open_target(dataclasses.replace(options, url=f"grpc://{address}"))
+        try:
+            yield Session(target, stop)
+        finally:
+            await target.close()
+
+
+def _in_turn(deployments: Sequence[Deployment], repeat: int) -> Sequence[Deployment]:
+    """Another one is the first each time."""
+    first = repeat % len(deployments)
+    return (*deployments[first:], *deployments[:first])

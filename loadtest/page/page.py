@@ -1,0 +1,130 @@
+"""One HTML file of a result's JSON: opens from a disk, asks no network, runs no script.
+
+Every number in it is looked up in the JSON by its path, and the JSON itself is in the page, so that
+no number can differ from it. Knows no run.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from baton.errors import ConfigError
+from loadtest.distribution import PER_MILLE
+from loadtest.terms import LATENCY_NAMES
+
+Document = dict[str, Any]
+COLUMNS = ("mean", *PER_MILLE, "max")
+# What the pictures show, for those who do not see them.
+ALTERNATIVES = {
+    "latency_cdfs": "Cumulative distributions of TTFT, TPOT, ITL and E2E",
+    "timeline": "Requests per second, tokens per second and latencies over the time of the run",
+    "throughput_latency": "TTFT and ITL, p50 and p99, over output tokens per second",
+    "throughput": "Requests per second that ended well, over what was asked for",
+    "search": "Share of requests within the SLO over the rate, for every try of the search",
+    "comparison": "Goodput, ITL p99, TTFT p50 and TTFT p99 of each deployment",
+    "comparison_cdfs": "Cumulative distributions of ITL and TTFT of each deployment",
+    "receipt_waterfall": "Mean and median time of every stage of the receipts",
+}
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    "any": lambda value: f"{value:g}",
+    "count": lambda value: f"{value:,}",
+    "rate": lambda value: f"{value:,.2f}",
+    "whole": lambda value: f"{value:,.0f}",
+    "seconds": lambda value: f"{value:,.1f}",
+    "percent": lambda value: f"{value:.1%}",
+    "ms": lambda value: f"{value * 1e3:,.{1 if value < 1 else 0}f}",
+}
+
+
+def load_figures() -> tuple[ModuleType, ModuleType]:
+    """`figures` and `palette`; raises ConfigError where the library for plots is missing."""
+    try:
+        return (
+            importlib.import_module("loadtest.page.figures"),
+            importlib.import_module("loadtest.page.palette"),
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"html, png: need matplotlib, of the extra baton-serve[report]: {error}"
+        ) from error
+
+
+def look_up(document: Document, path: str) -> Any:
+    """What is at ``summary.latencies.ttft_s.p99``; None where the way ends before."""
+    found: Any = document
+    for step in path.split("."):
+        if isinstance(found, list):
+            found = found[int(step)]
+        elif isinstance(found, Mapping) and step in found:
+            found = found[step]
+        else:
+            return None
+    return found
+
+
+def number(document: Document, path: str, form: str) -> Markup:
+    """A number of the document, with where it is from and its exact value."""
+    value = look_up(document, path)
+    if value is None:
+        return Markup("<span>-</span>")
+    return Markup('<span data-path="{}" data-value="{!r}" title="{!r}">{}</span>').format(
+        path, value, value, _FORMATS[form](value)
+    )
+
+
+def render_page(document: Document) -> str:
+    """The whole page; raises ConfigError when the library for plots is missing."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("loadtest.page", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pictures = {
+        name: Markup("data:image/svg+xml;base64," + base64.b64encode(image).decode())
+        for name, image in render_figures(document, "svg").items()
+    }
+    return environment.get_template("page.html.j2").render(
+        document=document,
+        number=functools.partial(number, document),
+        pictures=pictures,
+        alternatives=ALTERNATIVES,
+        latency_names=LATENCY_NAMES,
+        columns=COLUMNS,
+    )
+
+
+def render_figures(document: Document, image_format: str) -> dict[str, bytes]:
+    """All pictures of a document by name, as ``svg`` or ``png``; raises ConfigError."""
+    figures, palette = load_figures()
+    with palette.style():
+        found = figures.all_figures(document)
+        return {name: palette.render(figure, image_format) for name, figure in found.items()}
+
+
+def write_page(path: Path, document: Document) -> None:
+    """Raises ConfigError when it cannot be made or written."""
+    _write("html", path, render_page(document).encode())
+
+
+def write_pictures(folder: Path, document: Document) -> None:
+    """One file per picture; raises ConfigError when one cannot be made or written."""
+    for name, image in render_figures(document, "png").items():
+        _write("png", folder / f"{name}.png", image)
+
+
+def _write(option: str, path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,139 @@
+"""Reports of a comparison: a table of 100 columns, the verdict in words, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.compare import Comparison, Trial
+from loadtest.confidence import Interval, mean_interval
+from loadtest.plan import OpenLoop
+from loadtest.report import WIDTH, result_to_json
+from loadtest.verdict import METRICS, Values, Verdict, judge_comparison, values_of
+
+Document = dict[str, Any]
+_COLUMNS = {
+    "goodput_per_s": ("goodput/s", 1.0, ".2f"),
+    "attainment": ("within SLO %", 100.0, ".0f"),
+    "ttft_p50_s": ("TTFT p50 ms", 1e3, ".0f"),
+    "ttft_p99_s": ("TTFT p99 ms", 1e3, ".0f"),
+    "itl_p50_s": ("ITL p50 ms", 1e3, ".1f"),
+    "itl_p99_s": ("ITL p99 ms", 1e3, ".1f"),
+}
+_TOLD = {"itl_p99_s": "ITL p99", "ttft_p50_s": "TTFT p50", "ttft_p99_s": "TTFT p99"}
+_SHARED = ("format", "plan", "environment")
+
+
+def trial_line(trial: Trial) -> str:
+    """One run, when it has ended."""
+    summary = trial.result.summary
+    cells = [f"repeat {trial.repeat + 1}", f"{trial.deployment.name:<14}"]
+    load = trial.result.plan.load
+    if isinstance(load, OpenLoop):
+        cells.append(f"rate {load.rate_per_s:.3g}")
+    for metric, (title, scale, form) in _COLUMNS.items():
+        value = METRICS[metric](summary)
+        cells.append(f"{title} {'-' if value is None else format(value * scale, form)}")
+    errors = sum(summary.errors.values())
+    late = "" if summary.lag.kept_up else ", generator late"
+    return ", ".join(cells) + (f", {errors} failed" if errors else "") + late
+
+
+def print_comparison(comparison: Comparison, values: Values, console: Console) -> None:
+    """Means of the repeats, and half the width of their 95 % intervals."""
+    table = Table(
+        width=WIDTH, title="mean ± 95 % interval", title_justify="right", title_style="dim"
+    )
+    table.add_column("", no_wrap=True)
+    for title, _, _ in _COLUMNS.values():
+        table.add_column(title, justify="right")
+    for deployment in comparison.deployments:
+        own = values[deployment.name]
+        table.add_row(
+            deployment.name,
+            *(_cell(own[metric], scale, form) for metric, (_, scale, form) in _COLUMNS.items()),
+        )
+    console.print(table)
+    for line in verdict_lines(judge_comparison(comparison.deployments, values)):
+        console.print(line)
+
+
+def _cell(values: Sequence[float], scale: float, form: str) -> str:
+    if not values:
+        return "-"
+    found = mean_interval([value * scale for value in values])
+    half = "" if found.high is None else f"\n± {found.high - found.mean:{form}}"
+    return f"{found.mean:{form}}{half}"
+
+
+def verdict_lines(verdict: Verdict | None) -> list[str]:
+    """Whether, and how; then what it does to latencies, good or bad."""
+    if verdict is None:
+        return ["no verdict: fewer than two whole repeats"]
+    split, colocated = verdict.split, verdict.colocated
+    difference = f"{_signed(verdict.differences['goodput_per_s'])} requests/s within the SLO"
+    lines = [
+        {
+            "disaggregate": f"disaggregate: {split} beats {colocated} by {difference}",
+            "colocate": f"do not disaggregate: {split} against {colocated}: {difference}",
+            "undecided": f"undecided by goodput: {split} against {colocated}: {difference}",
+        }[verdict.answer]
+    ]
+    for metric, name in _TOLD.items():
+        ratio, found = verdict.ratios.get(metric), verdict.differences.get(metric)
+        if ratio is not None and found is not None:
+            difference = f"{_signed(found, 1e3)} ms"
+            lines.append(f"{name}: {ratio:.2f} times that of {colocated}, {difference}")
+    return lines
+
+
+def _signed(found: Interval, scale: float = 1.0) -> str:
+    assert found.low is not None
+    assert found.high is not None
+    mean, low, high = (value * scale for value in (found.mean, found.low, found.high))
+    return f"{mean:+.2f} (95 %: {low:+.2f} to {high:+.2f})"
+
+
+def comparison_to_json(
+    comparison: Comparison, trials: Sequence[Trial], target_options: Document
+) -> Document:
+    """All runs, what is compared of them, and the verdict."""
+    values = values_of(comparison.deployments, trials)
+    verdict = judge_comparison(comparison.deployments, values)
+    runs = [result_to_json(trial.result, target_options) for trial in trials]
+    up = dataclasses.asdict(comparison.up)
+    del up["admin_token"], up["num_prefill"], up["num_decode"], up["can_inject"]
+    return {
+        **{name: runs[0][name] for name in _SHARED},
+        "kind": "compare",
+        "target": target_options | {"url": "baton up", "model": comparison.up.model},
+        "up": up | {"colocated_args": list(comparison.colocated_args)},
+        "repeats": comparison.repeats,
+        "search": comparison.search and dataclasses.asdict(comparison.search),
+        "was_stopped": any(run["was_stopped"] for run in runs),
+        "deployments": [
+            {
+                "name": one.name,
+                "is_colocated": one.is_colocated,
+                "num_prefill": one.num_prefill,
+                "num_decode": one.num_decode,
+                "metrics": {
+                    metric: dataclasses.asdict(mean_interval(found)) if found else None
+                    for metric, found in values[one.name].items()
+                },
+                "runs": [
+                    {"repeat": trial.repeat, "load": run["plan"]["load"]}
+                    | {name: value for name, value in run.items() if name not in _SHARED}
+                    for trial, run in zip(trials, runs, strict=True)
+                    if trial.deployment is one
+                ],
+            }
+            for one in comparison.deployments
+        ],
+        "verdict": verdict and dataclasses.asdict(verdict),
+        "verdict_text": verdict_lines(verdict),
+    }

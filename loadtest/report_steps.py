@@ -1,0 +1,90 @@
+"""Reports of runs that were played one after the other: a line each, and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from loadtest.distribution import Distribution
+from loadtest.report import result_to_json
+from loadtest.search import Search, SearchResult
+from loadtest.steps import Step
+
+Document = dict[str, Any]
+_HEADINGS = ("ended/s", "goodput/s", "attained", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
+_SHARED = ("format", "plan", "target", "environment", "faults", "audit")
+
+
+def step_heading(variable: str) -> str:
+    """Above the lines of steps; 100 columns at most."""
+    return "".join([f"{variable:>12}", *(f"{heading:>10}" for heading in _HEADINGS)])
+
+
+def step_line(step: Step) -> str:
+    """One step; what is missing is a dash."""
+    summary = step.result.summary
+    latencies = summary.latencies
+    ttft, itl = latencies.get("ttft_s"), latencies.get("itl_s")
+    goodput, attained = summary.goodput_per_s, summary.attainment
+    cells = [
+        f"{summary.requests_per_s:.2f}",
+        "-" if goodput is None else f"{goodput:.2f}",
+        "-" if attained is None else f"{attained:.1%}",
+        f"{summary.output_tokens_per_s:.0f}",
+        *(_ms(values, name) for values in (ttft, itl) for name in ("p50", "p99")),
+    ]
+    marks = "" if summary.lag.kept_up else "  generator late"
+    if step.held is not None:
+        marks = f"  {'held' if step.held else 'failed'}{marks}"
+    return f"{step.value:>12.4g}" + "".join(f"{cell:>10}" for cell in cells) + marks
+
+
+def _ms(values: Distribution | None, name: str) -> str:
+    return "-" if values is None else f"{getattr(values, name) * 1e3:,.1f}"
+
+
+def search_lines(found: SearchResult, slo: str) -> list[str]:
+    """What the search says, last."""
+    share = f"{found.search.attainment:.0%} of requests within {slo}"
+    if found.max_rate_per_s is None or found.goodput_per_s is None:
+        return [f"no rate was found that holds {share}"]
+    return [
+        f"highest rate that holds {share}: {found.max_rate_per_s.text()} requests/s",
+        f"goodput there: {found.goodput_per_s.text()} requests/s; "
+        f"{len(found.max_rate_per_s.values)} of {found.search.repeats} searches",
+    ]
+
+
+def steps_to_json(
+    kind: str, variable: str, steps: Sequence[Step], target_options: Document
+) -> Document:
+    """All steps; ``plan`` is that of the first, and each step has its load and round."""
+    runs = [result_to_json(step.result, target_options) for step in steps]
+    return {
+        **{name: runs[0][name] for name in _SHARED},
+        "kind": kind,
+        "variable": variable,
+        "was_stopped": any(run["was_stopped"] for run in runs),
+        "steps": [
+            {
+                "value": step.value,
+                "repeat": step.repeat,
+                "held": step.held,
+                "round": run["plan"]["round"],
+                **{name: value for name, value in run.items() if name not in _SHARED},
+            }
+            for step, run in zip(steps, runs, strict=True)
+        ],
+    }
+
+
+def search_to_json(found: SearchResult, target_options: Document) -> Document:
+    search: Search = found.search
+    return steps_to_json("search", "rate", found.steps, target_options) | {
+        "search": {
+            **dataclasses.asdict(search),
+            "max_rate_per_s": found.max_rate_per_s and dataclasses.asdict(found.max_rate_per_s),
+            "goodput_per_s": found.goodput_per_s and dataclasses.asdict(found.goodput_per_s),
+        }
+    }

@@ -1,0 +1,138 @@
+"""Search for the highest rate that a server holds within an SLO, and how sure that is.
+
+Bracketed, then bisected; the whole search is repeated with other requests, for one search gives one
+number and no idea of its error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from loadtest.confidence import MAX_REPEATS, Interval, mean_interval
+from loadtest.plan import LoadPlan, OpenLoop
+from loadtest.steps import OnStep, Play, Step, with_load
+
+MAX_TRIALS = 40
+_MAX_FACTOR = 2.0
+_GIVE_UP_AT = 1e-3  # of the rate that the search began with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What is searched for; checked when made, raises ConfigError.
+
+    Attributes:
+        attainment: share of requests that must keep the SLO.
+        precision: the search ends when the lowest rate that fails is at most so much above the
+            highest that holds.
+    """
+
+    attainment: float = 0.9
+    repeats: int = 3
+    precision: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.attainment <= 1:
+            raise ConfigError(f"attainment: must be above 0, at most 1, got {self.attainment!r}")
+        if not 1 <= self.repeats <= MAX_REPEATS:
+            raise ConfigError(f"repeats: must be 1 to {MAX_REPEATS}, got {self.repeats!r}")
+        if not 0.001 <= self.precision <= 1:
+            raise ConfigError(f"precision: must be 0.001 to 1, got {self.precision!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Attributes:
+    steps: all trials in their order, with the rate as value.
+    max_rate_per_s: the highest that held, over the repeats that are whole; None: none is, or
+        no rate holds.
+    goodput_per_s: what was measured at those rates.
+    highest: those steps, one per repeat that is whole.
+    """
+
+    search: Search
+    steps: list[Step]
+    max_rate_per_s: Interval | None
+    goodput_per_s: Interval | None
+    highest: list[Step]
+    was_stopped: bool
+
+
+class _StoppedError(Exception):
+    """From outside, in the middle of a search."""
+
+
+async def find_highest(
+    holds: Callable[[float], Awaitable[bool]], start: float, factor: float, precision: float
+) -> float | None:
+    """The highest value that holds, if all below it do; None: none does.
+
+    Args:
+        start: tried first.
+        factor: to the next one, up or down; grows until both sides are known.
+    """
+    value, low, high = start, 0.0, math.inf
+    for _ in range(MAX_TRIALS):
+        if await holds(value):
+            low = value
+        else:
+            high = value
+        if high <= low * (1 + precision) or high < start * _GIVE_UP_AT:
+            break
+        if low and high < math.inf:
+            value = math.sqrt(low * high)
+            continue
+        value = low * factor if low else high / factor
+        factor = min(factor**2, _MAX_FACTOR)
+    return low or None
+
+
+def check_search(plan: LoadPlan) -> OpenLoop:
+    """The load that a search can begin with; raises ConfigError when there is none."""
+    if not plan.slo.limits or not isinstance(plan.load, OpenLoop):
+        raise ConfigError("find_max_goodput: needs --slo, and --rate to begin with")
+    return plan.load
+
+
+async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnStep) -> SearchResult:
+    """The search, so many times; raises ConfigError."""
+    load = check_search(plan)
+    steps: list[Step] = []
+    found: list[Step] = []
+    start, factor = load.rate_per_s, _MAX_FACTOR
+    was_stopped = False
+
+    async def holds(rate_per_s: float) -> bool:
+        result = await play(with_load(plan, "rate", rate_per_s, len(steps)))
+        attained = result.summary.attainment
+        if attained is None and not result.was_stopped:
+            raise ConfigError("duration_s: no request came in the measured time; make it longer")
+        held = attained is not None and attained >= search.attainment
+        steps.append(Step(value=rate_per_s, result=result, repeat=repeat, held=held))
+        on_step(steps[-1])
+        if result.was_stopped:
+            raise _StoppedError
+        return held
+
+    for repeat in range(search.repeats):
+        try:
+            highest = await find_highest(holds, start, factor, search.precision)
+        except _StoppedError:
+            was_stopped = True
+            break
+        if highest is None:
+            break
+        found.append(next(s for s in steps if s.repeat == repeat and s.value == highest))
+        start, factor = highest, min(1 + 2 * search.precision, _MAX_FACTOR)
+    goodputs = [step.result.summary.goodput_per_s or 0.0 for step in found]
+    return SearchResult(
+        search=search,
+        steps=steps,
+        max_rate_per_s=mean_interval([step.value for step in found]) if found else None,
+        goodput_per_s=mean_interval(goodputs) if found else None,
+        highest=found,
+        was_stopped=was_stopped,
+    )

@@ -1,0 +1,37 @@
+"""Session: an open target, and plans that are played against it one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from rich.console import Console
+
+from loadtest.plan import LoadPlan
+from loadtest.player import Beside
+from loadtest.progress import show_progress
+from loadtest.run import Run, RunResult
+from loadtest.targets.base import Target
+
+
+class Session:
+    """The target stays open, and is somebody else's to close.
+
+    Args:
+        stop: set from outside, ends what is being played.
+    """
+
+    def __init__(self, target: Target, stop: asyncio.Event) -> None:
+        self._target = target
+        self._stop = stop
+
+    async def play(self, plan: LoadPlan, beside: Beside | None = None) -> RunResult:
+        """One run, and a line on the terminal meanwhile; raises ConfigError."""
+        run = Run(plan, self._target)
+        showing = asyncio.create_task(show_progress(plan, run.player, Console(stderr=True)))
+        try:
+            return await run.execute(self._stop, beside)
+        finally:
+            showing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await showing

@@ -1,0 +1,89 @@
+"""Steps: one plan played under one load after the other; a sweep over loads that were named.
+
+Each step is a run of its own, with warm-up and window, and has prompts of its own: a server that
+cached those of the step before would look better with every step. Knows no search and no report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop
+from loadtest.run import RunResult
+
+VARIABLES = ("rate", "concurrency")
+MAX_STEPS = 100
+Play = Callable[[LoadPlan], Awaitable[RunResult]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One run among others.
+
+    Attributes:
+        value: requests per second, or users.
+        repeat: of a search, which one it belongs to.
+        held: of a search, whether the SLO was attained as often as asked for.
+    """
+
+    value: float
+    result: RunResult
+    repeat: int = 0
+    held: bool | None = None
+
+
+OnStep = Callable[[Step], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Loads in the order in which they are played."""
+
+    variable: str
+    values: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Sweep:
+        """``rate=1,2,4`` or ``concurrency=1,8``; raises ConfigError."""
+        variable, _, listed = text.partition("=")
+        try:
+            values = tuple(float(value) for value in listed.split(","))
+        except ValueError:
+            values = ()
+        in_limits = 1 <= len(values) <= MAX_STEPS and all(0 < value < 1e9 for value in values)
+        is_whole = variable == "rate" or all(value.is_integer() for value in values)
+        if variable not in VARIABLES or not in_limits or not is_whole:
+            raise ConfigError(
+                f"sweep: must be like rate=0.5,1,2 or concurrency=1,8,64 with 1 to {MAX_STEPS} "
+                f"numbers above 0, got {text!r}"
+            )
+        return cls(variable, values)
+
+
+def with_load(plan: LoadPlan, variable: str, value: float, number: int) -> LoadPlan:
+    """The plan of step ``number``, from 0, under another load; the rest of the load stays."""
+    load = plan.load
+    if variable == "rate":
+        assert isinstance(load, OpenLoop)
+        return dataclasses.replace(
+            plan, load=dataclasses.replace(load, rate_per_s=value), round=number
+        )
+    assert isinstance(load, ClosedLoop)
+    return dataclasses.replace(
+        plan, load=dataclasses.replace(load, concurrency=int(value)), round=number
+    )
+
+
+async def play_sweep(play: Play, plan: LoadPlan, sweep: Sweep, on_step: OnStep) -> list[Step]:
+    """All steps, or those until the one that was stopped from outside; raises ConfigError."""
+    steps: list[Step] = []
+    for number, value in enumerate(sweep.values):
+        result = await play(with_load(plan, sweep.variable, value, number))
+        steps.append(Step(value=value, result=result))
+        on_step(steps[-1])
+        if result.was_stopped:
+            break
+    return steps

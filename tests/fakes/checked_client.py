@@ -1,0 +1,62 @@
+"""A client whose right answer is known, and that holds each piece of its stream against it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError
+from baton.outputs import FinishReason
+from router.call import Call
+from router.dispatcher import Dispatcher
+
+
+@dataclass(slots=True)
+class Client:
+    """One call and what its client saw of it.
+
+    Attributes:
+        expected: all tokens, and why they end.
+        may_read: cleared while the client is slow.
+        left: it ended the call itself.
+    """
+
+    call: Call
+    expected: tuple[tuple[int, ...], FinishReason]
+    may_read: asyncio.Event = field(default_factory=asyncio.Event)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: BatonError | None = None
+    left: bool = False
+    task: asyncio.Task[None] | None = None
+
+    async def read(self, dispatcher: Dispatcher) -> None:
+        """Take the stream to its end; asserts that each piece of it is the next and right."""
+        try:
+            async with contextlib.aclosing(dispatcher.run(self.call)) as outputs:
+                async for item in outputs:
+                    assert self.finish_reason is None, "an output behind the last"
+                    assert item.output.request_id == self.call.request_id
+                    assert item.output.output_index == len(self.token_ids), "a gap or a repeat"
+                    self.token_ids += item.output.token_ids
+                    self.finish_reason = item.output.finish_reason
+                    found, (expected, _) = tuple(self.token_ids), self.expected
+                    assert found == expected[: len(found)], f"{found} of {expected}"
+                    assert (item.receipt is None) == (self.finish_reason is None)
+                    await self.may_read.wait()
+        except BatonError as error:
+            assert self.finish_reason is None, "an error behind the last output"
+            self.error = error
+            return
+        output = (tuple(self.token_ids), self.finish_reason)
+        assert output == self.expected, f"{output}, not {self.expected}"
+
+    @property
+    def is_done(self) -> bool:
+        return self.task is not None and self.task.done()
+
+    def check(self) -> None:
+        """Raise what was wrong in its stream."""
+        if self.task is not None and self.task.done() and not self.task.cancelled():
+            self.task.result()

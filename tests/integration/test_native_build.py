@@ -1,0 +1,93 @@
+"""Building the C library in processes of their own: at once, from the cache, and where it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from baton_kernels.dispatch import native_ops
+
+ROOT = Path(__file__).resolve().parents[2]
+GENERATE = """
+import logging, sys
+logging.basicConfig(level="WARNING", format="%(message)s")
+from baton.sampling_params import SamplingParams
+from engine import LLM
+llm = LLM(sys.argv[1], dtype="float32", num_threads=1, weights=sys.argv[2])
+print(llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=6, temperature=0))[0].token_ids)
+"""
+LOAD = """
+from baton_kernels.dispatch import native_ops
+print(native_ops() is not None)
+"""
+needs_compiler = pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
+
+
+def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return out.strip(), err.strip()
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_without_a_compiler_torch_computes_and_one_line_says_so(
+    tmp_path: Path, weights: str
+) -> None:
+    """int8 weights mean the same with and without C, so the tokens are the same."""
+    model = str(ROOT / "examples" / "demo_model")
+    without = start(GENERATE, model, weights, BATON_CACHE=str(tmp_path), CC="/nonexistent")
+    tokens, log = finish(without)
+    reason = "no C compiler (CC=/nonexistent)"
+    assert log == f"no native kernels, torch computes instead (slower): {reason}"
+    assert tokens == finish(start(GENERATE, model, weights))[0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"CC": "/bin/false"}, "/bin/false: exit status 1"),
+        ({"PATH": ""}, "no C compiler (cc, gcc, clang)"),
+    ],
+)
+def test_the_log_says_why_there_is_no_library(
+    tmp_path: Path, environment: Mapping[str, str], reason: str
+) -> None:
+    out, log = finish(start(LOAD, BATON_CACHE=str(tmp_path), **environment))
+    assert (out, log.endswith(reason), len(log.splitlines())) == ("False", True, 1)
+
+
+def test_a_cache_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out, log = finish(start(LOAD, BATON_CACHE=str(tmp_path / "file")))
+    assert out == "False"
+    assert len(log.splitlines()) == 1
+
+
+@needs_compiler
+def test_processes_may_build_at_once_and_the_next_one_does_not_build(tmp_path: Path) -> None:
+    processes = [start(LOAD, BATON_CACHE=str(tmp_path)) for _ in range(3)]
+    assert [finish(process)[0] for process in processes] == ["True"] * 3
+    (library,) = (tmp_path / "native").iterdir()  # one file, and no build folder left behind
+    built = library.stat().st_mtime_ns
+    assert finish(start(LOAD, BATON_CACHE=str(tmp_path)))[0] == "True"
+    assert library.stat().st_mtime_ns == built
+
+
+def test_the_environment_can_forbid_native_kernels() -> None:
+    assert finish(start(LOAD, BATON_NATIVE_KERNELS="0")) == ("False", "")

@@ -1,0 +1,216 @@
+"""The ops in C against their definition, in every storage type, over poisoned memory.
+
+Refuses to know: which model would call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import baton_kernels as ops
+from baton_kernels import dispatch, reference
+from baton_kernels.attention.native import NativeAttention
+from baton_kernels.native.ops import NativeOps
+from tests.numerics.paged import make_cache, make_metadata, make_tables
+
+# dtype: (relative, absolute). Both compute in float32; sums run in another order, and a value that
+# is rounded to bfloat16 twice may end a unit away.
+TOLERANCES = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (1.6e-2, 1.6e-2)}
+TYPES = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+
+pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """Small inputs stay on one thread by themselves; the others must be cut right."""
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def native() -> NativeOps:
+    found = dispatch.native_ops()
+    assert found is not None
+    return found
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    rtol, atol = TOLERANCES[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+@TYPES
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (5, 2, 64), (40, 768), (0, 16)])
+def test_rms_norm(native: NativeOps, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    close(native.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+
+
+@TYPES
+@pytest.mark.parametrize("shape", [(1, 5), (33, 768)])
+def test_add_rms_norm(native: NativeOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, *shape).to(dtype)
+    weight, before = torch.randn(shape[1]).to(dtype), residual.clone()
+    normed, total = native.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = reference.add_rms_norm(x, residual, weight, 1e-5)
+    close(normed, expected)
+    assert torch.equal(total, expected_total)
+    assert torch.equal(residual, before)
+
+
+@TYPES
+@pytest.mark.parametrize("shape", [(1, 2), (7, 6, 34), (19, 4096)])
+def test_silu_mul(native: NativeOps, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(shape) * 30).to(dtype)  # both ends of the exponential
+    close(native.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@TYPES
+@pytest.mark.parametrize("rotary_dim", [24, 8])
+@pytest.mark.parametrize("norms", ["qk", "q", ""])
+@pytest.mark.parametrize("num_tokens", [5, 300])
+def test_norm_rotary_store(
+    native: NativeOps, num_tokens: int, norms: str, rotary_dim: int, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim, block_size = 6, 2, 24, 4
+    table = make_tables([num_tokens], block_size, num_blocks=90)
+    slots = make_metadata([num_tokens], [num_tokens], table, block_size, 2).slot_mapping
+    ours, theirs = (
+        make_cache(90, 3, num_kv_heads, block_size, head_dim).to(dtype)[:, 1] for _ in range(2)
+    )
+    qkv = torch.randn(num_tokens + 2, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    cos, sin = torch.randn(2, num_tokens + 2, rotary_dim).to(dtype)
+    weights = torch.randn(2, head_dim).to(dtype)
+    found, expected = (
+        op(
+            *(qkv, num_heads, cos, sin, cache, slots),
+            query_weight=weights[0] if "q" in norms else None,
+            key_weight=weights[1] if "k" in norms else None,
+            eps=1e-6,
+        )
+        for op, cache in ((native.norm_rotary_store, ours), (reference.norm_rotary_store, theirs))
+    )
+    # In bfloat16 the definition rounds between norm, products and sum, each time by 2^-9.
+    rtol, atol = (1e-5, 2e-5) if dtype == torch.float32 else (2e-2, 6e-2)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@TYPES
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "out_features", "in_features"),
+    # One row, a block, a block and a bit, several blocks, several chunks; slices of the depth.
+    [(0, 5, 3), (1, 1, 1), (1, 33, 300), (12, 64, 33), (13, 31, 64), (32, 100, 520), (700, 70, 9)],
+)
+def test_packed_linear(
+    native: NativeOps,
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    storage: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
+    packed = ops.PackedWeight.pack(weight, bias, storage, native.panel_width)
+    wide = torch.full((num_rows, in_features + 3), torch.nan)
+    wide[:, :in_features] = torch.randn(num_rows, in_features) / in_features**0.5
+    x = wide.to(dtype)[:, :in_features]  # rows that do not touch
+    close(native.packed_linear(x, packed), reference.packed_linear(x, packed))
+
+
+def test_a_row_does_not_depend_on_its_batch(native: NativeOps) -> None:
+    packed = ops.PackedWeight.pack(torch.randn(96, 700), None, torch.float32, native.panel_width)
+    x = torch.randn(600, 700)
+    together = native.packed_linear(x, packed)
+    for rows in (slice(0, 1), slice(5, 13), slice(100, 230)):
+        assert torch.equal(native.packed_linear(x[rows], packed), together[rows])
+
+
+@pytest.mark.parametrize(("storage", "limit"), [(torch.bfloat16, 3e-3), (torch.int8, 1.1e-2)])
+def test_error_of_a_smaller_storage(native: NativeOps, storage: torch.dtype, limit: float) -> None:
+    """Relative to the product's size, for weights as a normal distribution gives them."""
+    weight, x = torch.randn(512, 768), torch.randn(64, 768)
+    packed = ops.PackedWeight.pack(weight, None, storage, native.panel_width)
+    exact = x @ weight.T
+    error = native.packed_linear(x, packed) - exact
+    assert float(error.norm() / exact.norm()) < limit
+
+
+def test_packing_and_unpacking() -> None:
+    weight = torch.randn(37, 11)
+    exact = ops.PackedWeight.pack(weight, None, torch.float32, 16)
+    assert torch.equal(exact.unpacked(), weight)
+    small = ops.PackedWeight.pack(weight, None, torch.int8, 16)
+    half_a_step = weight.abs().amax(1, keepdim=True) / 127 / 2
+    assert bool(((small.unpacked() - weight).abs() <= half_a_step * 1.001).all())
+    zeros = ops.PackedWeight.pack(torch.zeros(3, 4), None, torch.int8, 16)
+    assert torch.equal(zeros.unpacked(), torch.zeros(3, 4))
+
+
+@TYPES
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+@pytest.mark.parametrize("ratio", [1, 3, 7])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 37}, {"soft_cap": 3.0}], ids=str)
+def test_paged_attention(
+    head_dim: int, ratio: int, options: dict[str, float], dtype: torch.dtype
+) -> None:
+    """Spans that are joined, tiles that end within a panel, decodes beside prompts, padding."""
+    query_lens, seq_lens = [1, 150, 1, 0, 2, 1, 70], [1300, 150, 512, 0, 9, 1, 201]
+    num_kv_heads, block_size = 2, 8
+    num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens) + 2
+    table = make_tables(seq_lens, block_size, num_blocks)
+    cache = make_cache(num_blocks, 2, num_kv_heads, block_size, head_dim)[:, 1]
+    slots = make_metadata(seq_lens, seq_lens, table, block_size).slot_mapping
+    key, value = torch.randn(2, len(slots), num_kv_heads, head_dim)
+    reference.store_kv(key, value, cache, slots)
+    metadata = make_metadata(query_lens, seq_lens, table, block_size, num_padding=3)
+    query = torch.randn(metadata.num_tokens, num_kv_heads * ratio, head_dim).to(dtype)
+    cache = cache.to(dtype)
+    backend = NativeAttention()
+    backend.plan(metadata)
+    found = backend.run(query, cache, metadata, scale=0.2, **options)  # type: ignore[arg-type]
+    expected = reference.paged_attention(
+        *(query, cache, table, query_lens, seq_lens),
+        scale=0.2,
+        **options,  # type: ignore[arg-type]
+    )
+    close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda ops, x: ops.rms_norm(x, torch.ones(16, dtype=x.dtype), 1e-6),
+        lambda ops, x: ops.silu_mul(x),
+    ],
+)
+def test_what_the_library_does_not_take_is_computed_by_the_reference(
+    native: NativeOps, op: Callable[[object, Tensor], Tensor]
+) -> None:
+    for x in (torch.randn(4, 16).half(), torch.randn(16, 4).T):
+        torch.testing.assert_close(op(native, x), op(reference, x), rtol=0, atol=0)
+
+
+def test_half_precision_activations(native: NativeOps) -> None:
+    packed = ops.PackedWeight.pack(torch.randn(20, 8), None, torch.int8, native.panel_width)
+    x = torch.randn(3, 8).half()
+    expected = reference.packed_linear(x, packed)
+    torch.testing.assert_close(native.packed_linear(x, packed), expected)
+
+
+def test_native_kernels_can_be_switched_off() -> None:
+    try:
+        dispatch.enable_native_kernels(False)
+        assert dispatch.ops_for(torch.zeros(1)) is reference
+    finally:
+        dispatch.enable_native_kernels(True)
+    assert isinstance(dispatch.ops_for(torch.zeros(1)), NativeOps)
