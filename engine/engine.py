@@ -22,7 +22,7 @@ from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from baton_kernels.attention import choose_attention_backend
 from engine.cores import use_cores
-from engine.device_choice import choose_device, choose_dtype
+from engine.device_choice import choose_device, choose_dtype, fit_to_device
 from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
 from engine.graph_capture import make_captured_runner
@@ -36,7 +36,6 @@ from engine.kv_cache import (
 from engine.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.memory_profile import measure_kv_cache_bytes
 from engine.metrics import EngineMetrics
-from engine.model_load import load_for_device
 from engine.model_runner import AfterLayer, LaunchedStep
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request
@@ -80,7 +79,10 @@ class Engine:
         device = choose_device(config.device)
         use_cores(config)
         self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
-        model = load_for_device(model_folder, config, device, self.dtype, load)
+        model = load(
+            model_folder, dtype=self.dtype, device=device, max_model_len=config.max_model_len
+        )
+        fit_to_device(model, config, device)
         self.model_config = model.config
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
             self.model_config, model.sliding_windows, config.block_size, self.dtype
