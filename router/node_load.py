@@ -24,6 +24,7 @@ _STEP_GUESS = ((0.0, 0.01), (100_000.0, 0.02))
 # A request in a decode step costs about as much as so many tokens of context do.
 REQUEST_UNITS = 500
 _LONGEST_STEP_S = 1.0
+_STEP_FADING = 0.1
 _FADING = 0.05  # of averages, per measurement
 _LONG_FADING = 0.01
 
@@ -92,6 +93,7 @@ class NodeLoad:
         self._num_decoding_tokens = 0  # of the prompts of these
         self._foreign_units = self._foreign_running_units = 0.0
         self._stepped_at: float | None = None
+        self.lately_step_s = 0.0
         if registration.kv_bytes_per_token:
             self.shared.kv_bytes_per_token = registration.kv_bytes_per_token
         self._derive()
@@ -167,6 +169,7 @@ class NodeLoad:
         self._num_decoding_tokens -= num_decoding
         if not self._num_decoding:
             self._stepped_at = None  # a pause begins: the time until the next step is none
+            self.lately_step_s = 0.0
         self._drop_uncomputed(num_uncomputed)
         self._derive()
 
@@ -223,6 +226,8 @@ class NodeLoad:
         if step_s < _LONGEST_STEP_S and not has_prompts:
             units = REQUEST_UNITS * self._num_decoding + self._num_decoding_tokens
             self.step.measure(units + self._foreign_running_units, step_s)
+        if step_s < _LONGEST_STEP_S:
+            self.lately_step_s += _STEP_FADING * (step_s - self.lately_step_s)
         self._stepped_at = now if self._num_decoding else None
 
     def note_decoded(self, receipt: DecodeReceipt, residence_s: float) -> None:

@@ -96,6 +96,8 @@ class NodeView(Protocol):
         step_units: context in tokens, and some more for each request.
         step_base_s, step_s_per_unit: of a step with one more request of so many units, and what
             all others lose by each step that is longer.
+        lately_step_s: between the last steps, on average, with the prompts computed along; 0 when
+            nothing decodes there.
         num_batch: requests there, or on their way there.
         num_free_tokens: of KV, when all that is on its way has arrived; may be below 0.
         num_room_tokens: of the longest prompt that need not wait for room.
@@ -144,6 +146,8 @@ class NodeView(Protocol):
     def step_base_s(self) -> float: ...
     @property
     def step_s_per_unit(self) -> float: ...
+    @property
+    def lately_step_s(self) -> float: ...
     @property
     def num_batch(self) -> int: ...
     @property
