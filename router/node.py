@@ -6,7 +6,7 @@ Takes what the node says and hands it to who waits for it. Knows no other nodes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -166,8 +166,12 @@ class Node:
 
     def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
         """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
-        leg = self.legs.get(delta.epoch)
-        if leg is not None and leg.request_id == delta.output.request_id:
+        self._note_prefilled((delta,))
+        self._hand_over(delta, node_lost=node_lost)
+
+    def _hand_over(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
+        leg = self._leg_of(delta)
+        if leg is not None:
             self._learn(leg, delta)
             leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
 
@@ -182,15 +186,25 @@ class Node:
                 if leg.begun_at is None and is_decode:
                     self._begin(leg)
                 leg.reader.take_token(role, output_index, token_id)
+        self._note_prefilled(step.deltas)
         for delta in step.deltas:
-            self.deliver(delta)
+            self._hand_over(delta)
         if is_decode:
             self.load.note_step()
+
+    def _leg_of(self, delta: RequestDelta) -> _Leg | None:
+        leg = self.legs.get(delta.epoch)
+        return leg if leg and leg.request_id == delta.output.request_id else None
+
+    def _note_prefilled(self, deltas: Sequence[RequestDelta]) -> None:
+        """All prompts that one step computed are measured together."""
+        receipts = [delta.prefill for delta in deltas if delta.prefill and self._leg_of(delta)]
+        if receipts:
+            self.load.note_prefilled(receipts)
 
     def _learn(self, leg: _Leg, delta: RequestDelta) -> None:
         """What a delta says of how busy and how fast the node is."""
         if delta.prefill is not None:
-            self.load.note_prefilled(delta.prefill)
             self.health.note_success()
         if self.registration.role is NodeRole.PREFILL or delta.error is not None:
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.link import NodeBeat, NodeRegistration, NodeRole
@@ -202,16 +202,20 @@ class NodeLoad:
         self._foreign_units = units * max(0, num_reported - self.num_open_requests)
         self._foreign_running_units = units * max(0, beat.num_running - self._num_decoding)
 
-    def note_prefilled(self, receipt: PrefillReceipt) -> None:
-        """A prompt was computed; to be called before its tokens are no longer open.
+    def note_prefilled(self, receipts: Sequence[PrefillReceipt]) -> None:
+        """A step computed (the last of) some prompts; before their tokens are no longer open.
 
-        Prompts share steps. Each is charged with the time since the one before ended, so that the
-        sum of all is the time that the node was busy.
+        They are charged with the time since a step last did so, each with as much of it and as
+        many tokens as the others: which of them took the time nobody can tell, and the sum of all
+        is the time that the node was busy.
         """
-        busy_s = max(min(receipt.prefill_s, self._clock() - self.prefill_progress_at), 0.0)
-        if receipt.num_computed_tokens > 0:
-            self.prefill.measure(receipt.num_computed_tokens, busy_s)
-            self.prefill.refresh()
+        computed = [receipt for receipt in receipts if receipt.num_computed_tokens > 0]
+        busy_s = self._clock() - self.prefill_progress_at
+        busy_s = max(min(busy_s, max((r.prefill_s for r in computed), default=0.0)), 0.0)
+        num_tokens = sum(receipt.num_computed_tokens for receipt in computed)
+        for _ in computed:
+            self.prefill.measure(num_tokens / len(computed), busy_s / len(computed))
+        self.prefill.refresh()
         self.prefill_progress_at = self._clock()
 
     def note_step(self) -> None:

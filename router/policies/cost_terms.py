@@ -145,6 +145,7 @@ def prefill_costs(terms: CostTerms) -> list[float]:
     num_behind = terms.num_behind
     costs_s = [
         node.prefill_base_s
+        + num_behind * node.prefill.base
         + (node.prefill_s_per_token + num_behind * node.prefill.per_unit) * num_tokens
         - (
             0.0
@@ -208,7 +209,8 @@ def prefill_terms(terms: CostTerms, node: NodeView) -> PrefillTerms:
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
-    damage_s = terms.num_behind * node.prefill.per_unit * num_missing
+    # With the base: how a node's time splits in two is known less well than the time itself.
+    damage_s = terms.num_behind * compute_s
     is_measured = node.prefill.num_measured > 0
     wait_s = total_s - compute_s
     return PrefillTerms(node, num_missing, wait_s, compute_s, damage_s, total_s, is_measured)
