@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-import math
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -27,7 +26,6 @@ _PUMP_INTERVAL_S = 0.005
 _MAX_GONE = 64  # tickets that are in the heap and out of the queue, and as many as wait
 # What is expected just in time comes too late as often as not.
 _MARGIN = 1.15
-_PRESSURE_S = 1.0
 _RETRY_DELAY_LIMITS_S = (0.1, 60.0)
 
 
@@ -121,7 +119,6 @@ class Admission:
         self.options = options or AdmissionOptions()
         self._capacity = capacity
         self._queue: list[Ticket] = []  # a heap; those without a turn are gone
-        self._refused_at = -math.inf
         self._num_queued = 0
         self._num_queued_tokens = 0
         self._num_queued_kv_tokens = 0
@@ -165,8 +162,8 @@ class Admission:
         )
         self._check_counts(client)
         has_room = not self._num_queued and self._capacity.has_room(num_prompt_tokens, max_tokens)
-        self._check_times(ticket, max_tokens, timeout_s)
         if not has_room:
+            self._check_times(ticket, max_tokens, timeout_s)
             self._check_queue(ticket)
         self._of_client[client] += 1
         try:
@@ -195,13 +192,6 @@ class Admission:
         now = asyncio.get_running_loop().time()
         self._capacity.note_wait(ticket.expected_wait_s / ticket.bias, now - ticket.arrived_at)
 
-    @property
-    def is_under_pressure(self) -> bool:
-        """Whether requests wait for their turn, or were refused a moment ago."""
-        if self._num_queued:
-            return True
-        return asyncio.get_running_loop().time() - self._refused_at < _PRESSURE_S
-
     def state(self) -> AdmissionState:
         return AdmissionState(
             num_queued=self._num_queued,
@@ -224,7 +214,7 @@ class Admission:
             )
 
     def _check_times(self, ticket: Ticket, max_tokens: int, timeout_s: float) -> None:
-        """Refuse what would come too late."""
+        """Refuse what would come too late; asked only of what has to wait."""
         ticket.expected_wait_s, ticket.bias = self._wait_ahead_s(ticket), self._capacity.bias
         limit_s = self.options.max_ttft_s
         if limit_s and ticket.expected_wait_s > limit_s:
@@ -255,7 +245,6 @@ class Admission:
 
     def _refusal(self, reason: str, problem: str) -> OverloadedError:
         self._refused[reason] += 1
-        self._refused_at = asyncio.get_running_loop().time()
         least_s, most_s = _RETRY_DELAY_LIMITS_S
         delay_s = min(max(self._wait_s(0, 0, 0), least_s), most_s)
         error = OverloadedError(problem)

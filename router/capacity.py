@@ -89,19 +89,14 @@ class Capacity:
         return self.bias * (max(work_s / len(prefills), room_s, 0.0) + last_s)
 
     def decode_s(self, max_tokens: int) -> float:
-        """From the first token of an answer to its last, if it is as long as lately long ones.
-
-        By what answers took that ended lately, or by the steps of this moment if these are slower:
-        prompts that are computed on D stretch them at once, and answers tell of it when they end.
-        """
+        """From the first token of an answer to its last, if it is as long as lately long ones."""
         decodes = _receivers(self._fleet())
         if not decodes:
             return 0.0
         lately = decodes[0].shared
         num_tokens = min(max_tokens, lately.long_output_tokens)
         # It stays from its second token, which it may have to await for a step, to its last.
-        step_s = sum(node.lately_step_s for node in decodes) / len(decodes)
-        return (num_tokens + 1) * max(lately.residence_s / max(lately.output_tokens - 2, 1.0), step_s)
+        return (num_tokens + 1) * lately.residence_s / max(lately.output_tokens - 2, 1.0)
 
     def note_wait(self, estimated_s: float, actual_s: float) -> None:
         """A first token came so long after its request; `wait_s` had said, but for the bias, ..."""

@@ -363,8 +363,6 @@ class _OpenCall:
             find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
         )
         fleet = pool.fleet.with_room_for(query.num_prompt_tokens + 1)
-        if dispatcher.admission.is_under_pressure:  # a prompt on D is in the way of those that decode
-            fleet = fleet.pairs_only
         placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
         if placement is not None:
             dispatcher.decisions.note(call.request_id, query, placement)

@@ -112,13 +112,6 @@ class Fleet:
         return self.only(has_room, has_room)
 
     @functools.cached_property
-    def pairs_only(self) -> Fleet:
-        """Without "local on D", where there are pairs."""
-        if not self.prefills:
-            return self
-        return Fleet(self.prefills, self.decodes, self._reach, ruled_out=self._ruled_out)
-
-    @functools.cached_property
     def is_complete(self) -> bool:
         """Whether all reach all."""
         return all(self.reached_by(prefill) is self.decodes for prefill in self.prefills)

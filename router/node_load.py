@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from baton.link import NodeBeat, NodeRegistration, NodeRole
 from baton.outputs import DecodeReceipt, PrefillReceipt
 from router.line_fit import LineFit
+from router.promises import Promises
 
 # Until something is measured: one mid-range GPU with a model of some 8B parameters.
 _PREFILL_GUESS = ((0.0, 0.01), (8000.0, 0.81))
@@ -24,7 +25,6 @@ _STEP_GUESS = ((0.0, 0.01), (100_000.0, 0.02))
 # A request in a decode step costs about as much as so many tokens of context do.
 REQUEST_UNITS = 500
 _LONGEST_STEP_S = 1.0
-_STEP_FADING = 0.1
 _FADING = 0.05  # of averages, per measurement
 _LONG_FADING = 0.01
 
@@ -93,7 +93,7 @@ class NodeLoad:
         self._num_decoding_tokens = 0  # of the prompts of these
         self._foreign_units = self._foreign_running_units = 0.0
         self._stepped_at: float | None = None
-        self.lately_step_s = 0.0
+        self.promises = Promises()
         if registration.kv_bytes_per_token:
             self.shared.kv_bytes_per_token = registration.kv_bytes_per_token
         self._derive()
@@ -169,8 +169,7 @@ class NodeLoad:
         self._num_decoding_tokens -= num_decoding
         if not self._num_decoding:
             self._stepped_at = None  # a pause begins: the time until the next step is none
-            self.lately_step_s = 0.0
-        self._drop_uncomputed(num_uncomputed)
+            self._drop_uncomputed(num_uncomputed)
         self._derive()
 
     def _drop_uncomputed(self, num_uncomputed: int) -> None:
@@ -224,14 +223,13 @@ class NodeLoad:
         It is measured by what decodes now. By what is placed here, much of which is still on its
         way, the line would be flat, and a node that is thought not to mind gets all.
         """
+        self.promises.num_steps += 1
         now = self._clock()
         step_s = math.inf if self._stepped_at is None else now - self._stepped_at
         has_prompts = self._num_uncomputed or self.beat.num_uncomputed_tokens
         if step_s < _LONGEST_STEP_S and not has_prompts:
             units = REQUEST_UNITS * self._num_decoding + self._num_decoding_tokens
             self.step.measure(units + self._foreign_running_units, step_s)
-        if step_s < _LONGEST_STEP_S:
-            self.lately_step_s += _STEP_FADING * (step_s - self.lately_step_s)
         self._stepped_at = now if self._num_decoding else None
 
     def note_decoded(self, receipt: DecodeReceipt, residence_s: float) -> None:
@@ -246,6 +244,10 @@ class NodeLoad:
             shared.kv_bytes_per_token = push.num_bytes / (push.num_blocks * self.block_size)
 
     # ------------------------------------------------------------------ derived
+
+    def spare_s(self, now: float) -> float:
+        """How long steps may pause for one prompt more before a deadline here is missed."""
+        return self.promises.spare_s(now, self.step_base_s) - self.prefill_queue_s
 
     def _derive(self) -> None:
         """What policies read; made when something changes, as more is read than changes."""

@@ -96,8 +96,6 @@ class NodeView(Protocol):
         step_units: context in tokens, and some more for each request.
         step_base_s, step_s_per_unit: of a step with one more request of so many units, and what
             all others lose by each step that is longer.
-        lately_step_s: between the last steps, on average, with the prompts computed along; 0 when
-            nothing decodes there.
         num_batch: requests there, or on their way there.
         num_free_tokens: of KV, when all that is on its way has arrived; may be below 0.
         num_room_tokens: of the longest prompt that need not wait for room.
@@ -147,8 +145,6 @@ class NodeView(Protocol):
     @property
     def step_s_per_unit(self) -> float: ...
     @property
-    def lately_step_s(self) -> float: ...
-    @property
     def num_batch(self) -> int: ...
     @property
     def num_free_tokens(self) -> int: ...
@@ -156,6 +152,10 @@ class NodeView(Protocol):
     def num_room_tokens(self) -> int: ...
     @property
     def shared(self) -> Averages: ...
+
+    def spare_s(self, now: float) -> float:
+        """How long all that decodes there may pause, besides for the prompts that are before it,
+        until the first of them is expected to miss its deadline. O(requests there)."""
 
 
 class Candidate(NamedTuple):

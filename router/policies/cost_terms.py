@@ -36,6 +36,8 @@ class CostTerms:
     Attributes:
         cached: tokens of the prompt that nodes have, by engine id.
         num_steps: decode steps that are expected.
+        most_steps: that few requests exceed.
+        timeout_s: until the request's deadline.
         num_behind: prompts that this one will delay, on whichever prefill node; see BUSY_FACTOR.
         kv_bytes_per_token: 0 if unknown.
     """
@@ -43,6 +45,8 @@ class CostTerms:
     fleet: Fleet
     num_tokens: int
     num_steps: float
+    most_steps: float
+    timeout_s: float
     cached: Mapping[str, int]
     now: float
     kv_bytes_per_token: float
@@ -53,10 +57,13 @@ class CostTerms:
     def of(query: RouteQuery, fleet: Fleet) -> CostTerms:
         decodes = fleet.decodes or fleet.self_prefilling
         output_tokens = decodes[0].shared.output_tokens if decodes else 0.0
+        long_output_tokens = decodes[0].shared.long_output_tokens if decodes else 0.0
         return CostTerms(
             fleet=fleet,
             num_tokens=query.num_prompt_tokens,
             num_steps=min(query.max_tokens, output_tokens),
+            most_steps=min(query.max_tokens, long_output_tokens),
+            timeout_s=query.timeout_s,
             cached=query.find_cached_tokens(),
             now=query.now,
             kv_bytes_per_token=decodes[0].shared.kv_bytes_per_token if decodes else 0.0,
@@ -268,6 +275,16 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
     if best_pair_s < float("inf"):
         terms_s["margin_ms"] = LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s)
     return Place(sum(terms_s.values()), None, decode, terms_s)
+
+
+def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
+    """Whether a prompt may be computed on D as far as one knows when all there will end.
+
+    O(requests there): not to be asked of every node.
+    """
+    compute_s, node = place.terms_s["prefill_ms"], place.decode.node
+    needed_s = place.terms_s["local_queue_ms"] + compute_s + terms.most_steps * node.step_base_s
+    return needed_s <= terms.timeout_s and compute_s <= node.spare_s(terms.now)
 
 
 def room_wait_s(node: NodeView, num_tokens: int) -> float:
