@@ -23,6 +23,7 @@ from baton.link import (
     ServingState,
     StepDeltas,
 )
+from baton.outputs import FinishReason
 from router.health import NodeHealth
 from router.node_load import NodeLoad, SharedRates
 
@@ -223,7 +224,8 @@ class Node:
             return
         begun_at = self._begin(leg, delta.epoch) if leg.begun_at is None else leg.begun_at
         if delta.decode is not None:
-            self.load.note_decoded(delta.decode, self.clock() - begun_at)
+            is_cut = delta.output.finish_reason is FinishReason.LENGTH
+            self.load.note_decoded(delta.decode, self.clock() - begun_at, is_cut=is_cut)
 
     def _begin(self, leg: _Leg, epoch: int) -> float:
         """An attempt's first token on a decode node came."""

@@ -232,13 +232,20 @@ class NodeLoad:
             self.step.measure(units + self._foreign_running_units, step_s)
         self._stepped_at = now if self._num_decoding else None
 
-    def note_decoded(self, receipt: DecodeReceipt, residence_s: float) -> None:
-        """A request ended after so long on this decode node."""
+    def note_decoded(
+        self, receipt: DecodeReceipt, residence_s: float, *, is_cut: bool = False
+    ) -> None:
+        """A request ended after so long on this decode node.
+
+        Args:
+            is_cut: it had all the tokens that it was allowed: longer ones may be as long as ever.
+                (When few of these get in, they must not be forgotten.)
+        """
         shared, push = self.shared, receipt.push
         num_tokens = receipt.num_forwards + 1
         shared.output_tokens += _FADING * (num_tokens - shared.output_tokens)
         faded = shared.long_output_tokens + _LONG_FADING * (num_tokens - shared.long_output_tokens)
-        shared.long_output_tokens = max(num_tokens, faded)
+        shared.long_output_tokens = max(num_tokens, shared.long_output_tokens if is_cut else faded)
         shared.residence_s += _FADING * (residence_s - shared.residence_s)
         if not shared.kv_bytes_per_token and push.num_blocks:
             shared.kv_bytes_per_token = push.num_bytes / (push.num_blocks * self.block_size)
