@@ -68,8 +68,10 @@ class CostTerms:
             now=query.now,
             kv_bytes_per_token=decodes[0].shared.kv_bytes_per_token if decodes else 0.0,
             best_bytes_per_s=fleet.best_bandwidth or DEFAULT_BYTES_PER_S,
-            num_behind=BUSY_FACTOR
-            * sum([node.num_uncomputed_requests for node in fleet.prefills])
+            num_behind=(
+                BUSY_FACTOR * sum([node.num_uncomputed_requests for node in fleet.prefills])
+                + query.num_waiting
+            )
             / max(len(fleet.prefills), 1),
         )
 
