@@ -24,6 +24,7 @@ from rich.table import Table
 
 from baton.errors import BatonError, OverloadedError
 from environment import record_environment, write_results
+from resilience import NORMAL, OVERLOAD, normal_again_s
 from resilience_load import draw_case
 from router.admission import Admission, Ticket
 from router.call import Call
@@ -41,13 +42,14 @@ OPTIONS = SimOptions(timing=preset("h100-8b").scaled(5.0))
 FLEETS = {"4P+4D": (4, 4), "2P+6D": (2, 6)}
 SEEDS = (1, 2, 3, 4, 5)
 DEADLINE_S = 5.0
-NORMAL, OVERLOAD = 0.7, 3.0
 SATURATE_S, SETTLE_S, BEFORE_S, AFTER_S = 10.0, 3.0, 10.0, 20.0
 NO_DEADLINE_S = 1e6
 # Steady loads; the one with most deadlines kept shows what the fleet can do in time.
 STEADY, STEADY_S = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4), 40.0
 LEAST_KEPT, LEAST_GOODPUT = 0.99, 0.9
-NORMAL_TTFT = 1.5  # times the median of before is as before
+
+PHASES = ("before", "overload", "after")
+COLUMNS = ("kept_share", "kept_per_s", "local_share", "ttft_ms", "decode_ms")
 
 Row = dict[str, Any]
 
@@ -219,17 +221,6 @@ def summarize(answers: Sequence[Answer], seconds: float) -> Row:
     }
 
 
-def normal_again_s(before: Sequence[Answer], after: Sequence[Answer], ended_at: float) -> int:
-    """Seconds after the overload from which on each second's median TTFT is as before."""
-    limit_s = NORMAL_TTFT * statistics.median(a.ttft_s for a in before if a.ttft_s)
-    by_second: dict[int, list[float]] = {}
-    for answer in after:  # without a first token it was refused or late: not as before
-        second = int(answer.sent_at - ended_at)
-        by_second.setdefault(second, []).append(answer.ttft_s or float("inf"))
-    late = [second for second, ttfts in by_second.items() if statistics.median(ttfts) > limit_s]
-    return max(late, default=-1) + 1
-
-
 def _median_ms(seconds: Sequence[float]) -> int:
     return round(1e3 * statistics.median(seconds)) if seconds else 0
 
@@ -252,6 +243,50 @@ def _on_virtual_time(make: Callable[[], Coroutine[None, None, Any]]) -> Any:
         loop.close()
 
 
+def problems_of(row: Row) -> list[str]:
+    """What broke the promise."""
+    problems = [
+        f"{phase}: {row[phase]['kept']} of {row[phase]['accepted']} deadlines kept"
+        for phase in PHASES
+        if row[phase]["kept_share"] < LEAST_KEPT
+    ]
+    if row["overload"]["accepted"] == row["overload"]["requests"]:
+        problems.append("it was no overload")
+    if row["normal_again_s"] >= AFTER_S:
+        problems.append("it is not normal again")
+    if row["open_after"]:
+        problems.append("requests are left")
+    return problems
+
+
+def run_fleet(name: str, args: argparse.Namespace, table: Table) -> Row:
+    """All seeds, and how much steady loads get done in time."""
+    fleet, local_prefill = FLEETS[name], not args.no_local_prefill
+    rows: dict[str, Row] = {}
+    for seed in args.seeds:
+        row = run_drill(seed, fleet, args.overload_s, local_prefill=local_prefill, log=args.log)
+        rows[str(seed)] = {**row, "problems": problems_of(row)}
+        for phase in PHASES:
+            part, columns = row[phase], ("accepted", *COLUMNS)
+            cells = (str(part[column]) for column in columns)
+            table.add_row(name, str(seed), phase, *cells, str(row["normal_again_s"]))
+    result: Row = {"drills": rows}
+    if not args.no_steady:
+        rate = statistics.fmean(row["capacity_per_s"] for row in rows.values())
+        steady = {
+            f"{factor:g}": round(
+                run_steady(1, fleet, factor * rate, local_prefill=local_prefill), 2
+            )
+            for factor in STEADY
+        }
+        kept = statistics.fmean(row["overload"]["kept_per_s"] for row in rows.values())
+        best = max(steady.values())
+        result |= {"steady_kept_per_s": steady, "kept_of_best": round(kept / best, 3)}
+        if kept < LEAST_GOODPUT * best:
+            result["problems"] = [f"{kept:.1f} of {best:.1f} deadlines kept per second"]
+    return result
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
@@ -260,32 +295,25 @@ def main() -> int:
     parser.add_argument("--no-local-prefill", action="store_true")
     parser.add_argument("--no-steady", action="store_true")
     parser.add_argument("--log", action="store_true", help="A line for each deadline missed.")
+    parser.add_argument("--write", action="store_true", help="JSON in benchmarks/results.")
     args = parser.parse_args()
-    local_prefill = not args.no_local_prefill
-    environment = record_environment()
-    columns = ("kept", "kept/s", "local", "ttft ms", "decode ms")
-    table = Table("fleet", "seed", "phase", "accepted", *columns, "normal again s")
-    results: dict[str, dict[str, Row]] = {}
-    for name in args.fleets:
-        for seed in args.seeds:
-            row = run_drill(
-                seed, FLEETS[name], args.overload_s, local_prefill=local_prefill, log=args.log
-            )
-            results.setdefault(name, {})[str(seed)] = row
-            for phase in ("before", "overload", "after"):
-                part = row[phase]
-                values = [part[key] for key in list(part)[3:8]]
-                print(name, seed, phase, row["capacity_per_s"], part, row["normal_again_s"], flush=True)
-        if not args.no_steady:
-            rate = statistics.fmean(row["capacity_per_s"] for row in results[name].values())
-            steady = {
-                factor: run_steady(
-                    1, FLEETS[name], factor * rate, local_prefill=local_prefill
-                )
-                for factor in STEADY
-            }
-            print(name, rate, steady)
-    return 0
+    environment, console = record_environment(), Console(width=120)
+    table = Table("fleet", "seed", "phase", "accepted", *COLUMNS, "normal again s")
+    results = {name: run_fleet(name, args, table) for name in args.fleets}
+    console.print(table)
+    problems = []
+    for name, result in results.items():
+        console.print(name, result.get("steady_kept_per_s"), result.get("kept_of_best"))
+        problems += [f"{name}: {problem}" for problem in result.get("problems", ())]
+        problems += [
+            f"{name}, seed {seed}: {problem}"
+            for seed, row in result["drills"].items()
+            for problem in row["problems"]
+        ]
+    console.print("; ".join(problems) or "all promises kept")
+    if args.write:
+        write_results("overload_virtual", environment, {"fleets": results, "problems": problems})
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import uvloop
 from rich.console import Console
@@ -161,7 +161,7 @@ async def run_overload(sizes: Sizes, seed: int) -> Row:
                 "before": _phase(before, sizes),
                 "overload": _phase(during, sizes),
                 "after": _phase(after, sizes),
-                "normal_again_s": _normal_again_s(before, after, begins[2]),
+                "normal_again_s": normal_again_s(before, after, begins[2]),
                 "queued_after": site.stats().num_queued,
                 "open_legs_after": site.num_open_legs(),
                 "router_rss_mib": [round(rss_before, 1), round(site.router_rss_mib(), 1)],
@@ -191,15 +191,32 @@ def _phase(answers: list[Answer], sizes: Sizes) -> Row:
     }
 
 
-def _normal_again_s(before: list[Answer], after: list[Answer], ended_at: float) -> int:
-    """Seconds after the overload from which on each second's median TTFT is as before."""
-    limit_s = NORMAL_TTFT * _quantile([a.ttft_s for a in before if a.ttft_s], 0.5)
-    by_second: dict[int, list[float]] = {}
-    for answer in after:
-        # Without a first token it was refused or late: not as before.
-        by_second.setdefault(int(answer.sent_at - ended_at), []).append(answer.ttft_s or math.inf)
-    late = [second for second, ttfts in by_second.items() if statistics.median(ttfts) > limit_s]
+class Sent(Protocol):
+    """A request; its first token came ``ttft_s`` after ``sent_at``, or never: 0."""
+
+    sent_at: float
+    ttft_s: float
+
+
+def normal_again_s(before: Sequence[Sent], after: Sequence[Sent], ended_at: float) -> int:
+    """Seconds after the overload from which on each second's median TTFT is as before.
+
+    That is within `NORMAL_TTFT` times the median of before, or no slower than a second was then:
+    at 70 % of the capacity there are slow ones by chance, without any overload.
+    """
+    median_s = statistics.median(sent.ttft_s or math.inf for sent in before)
+    slowest_s = max(_median_ttfts(before, before[0].sent_at).values())
+    limit_s = max(NORMAL_TTFT * median_s, slowest_s)
+    late = [s for s, ttft_s in _median_ttfts(after, ended_at).items() if ttft_s > limit_s]
     return max(late, default=-1) + 1
+
+
+def _median_ttfts(sent: Sequence[Sent], began_at: float) -> dict[int, float]:
+    """By second; without a first token it was refused or late, and took forever."""
+    by_second: dict[int, list[float]] = {}
+    for one in sent:
+        by_second.setdefault(int(one.sent_at - began_at), []).append(one.ttft_s or math.inf)
+    return {second: statistics.median(ttfts) for second, ttfts in by_second.items()}
 
 
 def problems_of_overload(row: Row, sizes: Sizes) -> list[str]:
