@@ -24,7 +24,7 @@ from rich.table import Table
 
 from baton.errors import BatonError, OverloadedError
 from environment import record_environment, write_results
-from resilience import NORMAL, OVERLOAD, normal_again_s
+from resilience import NORMAL, OVERLOAD, WINDOW_S, normal_again_s
 from resilience_load import draw_case
 from router.admission import Admission, Ticket
 from router.call import Call
@@ -252,7 +252,7 @@ def problems_of(row: Row) -> list[str]:
     ]
     if row["overload"]["accepted"] == row["overload"]["requests"]:
         problems.append("it was no overload")
-    if row["normal_again_s"] >= AFTER_S:
+    if row["normal_again_s"] > AFTER_S - WINDOW_S:
         problems.append("it is not normal again")
     if row["open_after"]:
         problems.append("requests are left")

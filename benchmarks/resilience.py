@@ -37,6 +37,7 @@ TIME_SCALE = 5.0  # of an H100 with an 8B model: fewer and longer steps load the
 SETTLE_S = 3.0
 BUSY = 0.5  # of the capacity, while nodes die
 NORMAL, OVERLOAD = 0.7, 3.0
+WINDOW_S = 5
 NORMAL_TTFT = 1.5  # times the median of before is as before
 # Requests per second of one pair of these nodes, about: how hard the deaths drill loads them.
 PAIR_RATE = 3.5
@@ -199,24 +200,20 @@ class Sent(Protocol):
 
 
 def normal_again_s(before: Sequence[Sent], after: Sequence[Sent], ended_at: float) -> int:
-    """Seconds after the overload from which on each second's median TTFT is as before.
+    """Seconds after the overload from which on the median TTFT of each `WINDOW_S` is as before.
 
-    That is within `NORMAL_TTFT` times the median of before, or no slower than a second was then:
-    at 70 % of the capacity there are slow ones by chance, without any overload.
+    (Of single seconds some are slow by chance, without any overload.)
     """
-    median_s = statistics.median(sent.ttft_s or math.inf for sent in before)
-    slowest_s = max(_median_ttfts(before, before[0].sent_at).values())
-    limit_s = max(NORMAL_TTFT * median_s, slowest_s)
-    late = [s for s, ttft_s in _median_ttfts(after, ended_at).items() if ttft_s > limit_s]
-    return max(late, default=-1) + 1
-
-
-def _median_ttfts(sent: Sequence[Sent], began_at: float) -> dict[int, float]:
-    """By second; without a first token it was refused or late, and took forever."""
+    limit_s = NORMAL_TTFT * statistics.median(sent.ttft_s or math.inf for sent in before)
     by_second: dict[int, list[float]] = {}
-    for one in sent:
-        by_second.setdefault(int(one.sent_at - began_at), []).append(one.ttft_s or math.inf)
-    return {second: statistics.median(ttfts) for second, ttfts in by_second.items()}
+    for sent in after:  # without a first token it was refused or late, and took forever
+        by_second.setdefault(int(sent.sent_at - ended_at), []).append(sent.ttft_s or math.inf)
+    late = [-1]
+    for first in range(max(by_second, default=0) - WINDOW_S + 2):
+        window = [t for second in range(first, first + WINDOW_S) for t in by_second.get(second, ())]
+        if window and statistics.median(window) > limit_s:
+            late.append(first)
+    return max(late) + 1
 
 
 def problems_of_overload(row: Row, sizes: Sizes) -> list[str]:
@@ -234,7 +231,7 @@ def problems_of_overload(row: Row, sizes: Sizes) -> list[str]:
             problems.append(f"{name}: refusals without a hint")
     if not row["overload"]["refused"]:
         problems.append("it was no overload")
-    if row["normal_again_s"] >= sizes.after_s:
+    if row["normal_again_s"] > sizes.after_s - WINDOW_S:
         problems.append("it is not normal again")
     if row["queued_after"] or row["open_legs_after"]:
         problems.append("requests are left")
