@@ -45,7 +45,7 @@ DEADLINE_S = 5.0
 SATURATE_S, SETTLE_S, BEFORE_S, AFTER_S = 10.0, 3.0, 10.0, 20.0
 NO_DEADLINE_S = 1e6
 # Steady loads; the one with most deadlines kept shows what the fleet can do in time.
-STEADY, STEADY_S = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4), 40.0
+STEADY, STEADY_S = (0.6, 0.7, 0.8, 1.0, 1.2, 1.5), 40.0
 LEAST_KEPT, LEAST_GOODPUT = 0.99, 0.9
 
 PHASES = ("before", "overload", "after")
@@ -164,7 +164,7 @@ class Load:
 def run_drill(
     seed: int, fleet: tuple[int, int], overload_s: float, *, local_prefill: bool, log: bool = False
 ) -> Row:
-    """Saturated, then 0.7, 3 and 0.7 times that rate."""
+    """Saturated, then half, three times and half of that rate."""
 
     async def drill() -> Row:
         async with joined_fleet(*fleet, OPTIONS, local_prefill=local_prefill) as pool:
