@@ -1,0 +1,144 @@
+"""The page of figures is what its script makes of the files, and no file can break it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools.performance.page import RESULTS, anchor, write
+from tools.performance.rows import Area, Found, Json, Row, Source, number, ratio, value
+from tools.write_performance import AREAS, PAGE, main
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = [source for area in AREAS for source in area.sources]
+DAMAGES: tuple[object, ...] = (None, "text", [], {}, -1, {"a": None}, [[]])
+ENVIRONMENT = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "git_revision": "abc1234",
+    "cpu": "Test CPU",
+    "num_cores": 2,
+    "load_average": [0.5, 0, 0],
+    "load_average_after": [1.5, 0, 0],
+}
+
+
+def row(**fields: str) -> Row:
+    return Row(what="speed", measure=value("a", least=2.0), target=">= 2", **fields)
+
+
+def page_of(document: object, tmp_path: Path, *rows: Row) -> str:
+    """The page of one file, written as it is if it is text."""
+    (tmp_path / RESULTS).mkdir(parents=True, exist_ok=True)
+    text = document if isinstance(document, str) else json.dumps(document)
+    (tmp_path / RESULTS / "one.json").write_text(text, encoding="utf-8")
+    source = Source(name="one", command="benchmarks/one.py", rows=rows)
+    return write([Area(title="Area", sources=(source,))], tmp_path)
+
+
+def cells(page: str, what: str) -> list[str]:
+    (line,) = (line for line in page.splitlines() if line.startswith(f"| {what} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_page_is_what_the_script_makes_of_the_files() -> None:
+    written = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert written == write(AREAS, ROOT), "run `make performance`"
+
+
+def test_files_without_anything_give_a_page_of_what_is_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    assert main(tmp_path) == 0
+    page = (tmp_path / PAGE).read_text(encoding="utf-8")
+    num_rows = sum(len(source.rows) for source in SOURCES)
+    assert page.count("| not measured |") == num_rows + 1  # and the head of the first table
+    assert "| yes |" not in page
+    assert "missed**" not in page
+    assert "](../benchmarks/results/" not in page  # no link to a file that is not there
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"environment": 3}'])
+def test_a_file_that_is_none_of_ours_is_not_measured(
+    source: Source, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / RESULTS).mkdir(parents=True)
+    (tmp_path / RESULTS / f"{source.name}.json").write_text(text, encoding="utf-8")
+    page = write([Area(title="Area", sources=(source,))], tmp_path)
+    assert page.count("| not measured |") == len(source.rows) + 1
+
+
+def test_every_value_of_every_file_may_be_damaged(tmp_path: Path) -> None:
+    """Each subtree in turn is something else; the rest of the page stays."""
+    shutil.copytree(ROOT / RESULTS, tmp_path / RESULTS)
+    for source in SOURCES:
+        path = tmp_path / RESULTS / f"{source.name}.json"
+        if not path.exists():
+            continue
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        for key in whole:
+            for damage in DAMAGES:
+                path.write_text(json.dumps({**whole, key: damage}), encoding="utf-8")
+                page = write([Area(title="Area", sources=(source,))], tmp_path)
+                assert page.count(" |\n") >= len(source.rows)
+
+
+def test_a_row_says_what_was_measured_and_whether_that_is_enough(tmp_path: Path) -> None:
+    held = page_of({"environment": ENVIRONMENT, "a": 2}, tmp_path, row())
+    assert cells(held, "speed") == ["speed", ">= 2", "2", "yes"]
+    assert "revision abc1234, 2026-01-02 03:04 UTC, Test CPU, 2 cores" in held
+    assert "load average 0.5 before, 1.5 after." in held
+    missed = page_of({"a": 1.9}, tmp_path, row(holds_back="the reason."))
+    assert cells(missed, "speed") == ["speed", ">= 2", "1.9", "**missed**"]
+    assert "* Missed, speed: the reason." in missed
+    assert "where and when is not recorded" in missed
+
+
+def test_a_row_without_a_target_has_no_verdict(tmp_path: Path) -> None:
+    page = page_of({"a": 3, "b": 2}, tmp_path, Row(what="x", measure=ratio(("a",), ("b",))))
+    assert cells(page, "x") == ["x", "", "1.50 (3 / 2)", ""]
+    assert cells(page, "[Area](#area)") == ["[Area](#area)", "0", "0", "0"]
+
+
+def test_who_used_the_machine_and_which_options_are_told(tmp_path: Path) -> None:
+    environment = {**ENVIRONMENT, "load_average": [2.5, 0, 0], "arguments": ["--rounds", "1"]}
+    page = page_of({"environment": environment, "a": 2}, tmp_path, row())
+    assert "**others used it**, options `--rounds 1`." in page
+
+
+def test_what_is_not_measured_is_listed_with_its_reason(tmp_path: Path) -> None:
+    page = page_of({"b": 1}, tmp_path, row(unmeasured="needs a checkout."))
+    assert "* speed (`benchmarks/one.py`): needs a checkout." in page
+
+
+@pytest.mark.parametrize("damaged", [None, "3", True, [], {}, float("nan"), float("inf")])
+def test_what_is_no_number_is_not_measured(damaged: Json) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        number({"a": damaged}, "a")
+
+
+def test_a_ratio_over_nothing_is_not_measured(tmp_path: Path) -> None:
+    page = page_of({"a": 3, "b": 0}, tmp_path, Row(what="x", measure=ratio(("a",), ("b",))))
+    assert cells(page, "x")[-1] == "not measured"
+
+
+def test_a_bar_in_a_figure_breaks_no_table(tmp_path: Path) -> None:
+    page = page_of({}, tmp_path, Row(what="x", measure=lambda _: Found("a|b", True)))
+    assert "| x |  | a\\|b | yes |" in page
+
+
+def test_links_to_the_log_lead_to_headings() -> None:
+    log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    headings = {line.removeprefix("## ") for line in log.splitlines() if line.startswith("## ")}
+    assert {heading for area in AREAS for heading in area.log} <= headings
+    assert (
+        anchor("2026-11-21: a dead sender's last bytes") == "2026-11-21-a-dead-senders-last-bytes"
+    )
+
+
+def test_every_command_is_there() -> None:
+    known_elsewhere = {"benchmarks/engine_cpu.py"}
+    commands = {source.command.split()[0] for source in SOURCES} - known_elsewhere
+    assert [command for command in commands if not (ROOT / command).exists()] == []
