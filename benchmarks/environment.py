@@ -75,7 +75,8 @@ def _git_revision() -> str:
     """The short revision; with ``+`` when tracked files of the engine differ from it."""
     try:
         revision = _git("rev-parse", "--short", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":!tests", ":!docs")
+        apart = (":!tests", ":!docs", ":!benchmarks/results")  # nothing that is measured
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *apart)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return revision + ("+" if changed else "")
