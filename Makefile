@@ -54,7 +54,7 @@ resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON
 kernels: setup ## compile the Triton kernels for sm_80 and sm_90, no GPU needed; JSON in benchmarks/results
 	$(BIN)/python tools/compile_kernels.py
 
-gpu-suite: setup ## all that needs a GPU: right tokens, step times, KV in its memory; JSON in benchmarks/results
+gpu-suite: setup ## all that needs a GPU, in ten minutes: right tokens, step times, KV in its memory; JSON in benchmarks/results
 	$(BIN)/python benchmarks/gpu_suite.py
 
 check: setup .venv-proto/.ready ## lint, types, import rules, stub freshness

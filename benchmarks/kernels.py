@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch.nn import functional
 
 import baton_kernels as ops
@@ -22,6 +24,8 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.attention.cpu import CpuAttention
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.dispatch import native_ops
+from engine.kv_cache import KVCacheSpec, allocate_kv_cache
+from engine.kv_cache_groups import KVCacheGroup
 from environment import record_environment, write_results
 
 CONTEXT = 2048
@@ -67,6 +71,28 @@ def decode_step(batch: int) -> AttentionMetadata:
     )
 
 
+def read(memory: Tensor, layer: int) -> object:
+    """Touch every byte of a layer once, in order."""
+    return memory[layer].sum()
+
+
+def attend(
+    backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
+) -> object:
+    """One layer's attention."""
+    return backend.run(query, cache[:, layer], step, scale=query.shape[-1] ** -0.5)
+
+
+def multiply(x: Tensor, weights: Tensor, copy: int) -> object:
+    """One of several weights of one shape."""
+    return functional.linear(x, weights[copy])
+
+
+def multiply_packed(x: Tensor, weights: Sequence[ops.PackedWeight], copy: int) -> object:
+    """The same, packed."""
+    return ops.packed_linear(x, weights[copy])
+
+
 def measure_attention(repetitions: int) -> list[dict[str, object]]:
     """Paged decode attention, the backend in torch alone, and reading the same bytes in a row."""
     rows: list[dict[str, object]] = []
@@ -74,21 +100,19 @@ def measure_attention(repetitions: int) -> list[dict[str, object]]:
         for batch in BATCHES:
             step = decode_step(batch)
             num_blocks = batch * CONTEXT // BLOCK_SIZE
-            cache = torch.randn(num_blocks, NUM_LAYERS, 2, num_kv_heads, BLOCK_SIZE, head_dim)
+            layers = KVCacheGroup(None, tuple(range(NUM_LAYERS)))
+            spec = KVCacheSpec((layers,), num_kv_heads, BLOCK_SIZE, head_dim, torch.float32)
+            cache = allocate_kv_cache(spec, num_blocks, torch.device("cpu")).normal_()
             query = torch.randn(batch, num_heads, head_dim)
             flat = torch.randn(NUM_LAYERS, cache.numel() // NUM_LAYERS)
-            subjects: dict[str, Subject] = {"read": lambda layer, flat=flat: flat[layer].sum()}  # type: ignore[misc]
+            subjects: dict[str, Subject] = {"read": partial(read, flat)}
             backends: dict[str, AttentionBackend] = {
                 "native": NativeAttention(),
                 "torch": CpuAttention(),
             }
             for name, backend in backends.items():
                 backend.plan(step)
-                subjects[name] = (
-                    lambda layer, run=backend.run, query=query, cache=cache, step=step: (  # type: ignore[misc]
-                        run(query, cache[:, layer], step, scale=head_dim**-0.5)
-                    )
-                )
+                subjects[name] = partial(attend, backend, query, cache, step)
             seconds = take_turns(subjects, repetitions)
             gigabytes = flat[0].numel() * flat.itemsize / 1e9
             rows.append(
@@ -114,21 +138,18 @@ def measure_linear(repetitions: int) -> list[dict[str, object]]:
         weights = torch.randn(NUM_LAYERS, out_features, in_features)
         packed = {
             name: [
-                ops.PackedWeight.pack(weight, None, storage, native.panel_width)
+                ops.PackedWeight.pack(
+                    weight, None, storage, native.panel_width, native.prefer_huge_pages
+                )
                 for weight in weights
             ]
             for name, storage in STORAGE.items()
         }
-        for copies in packed.values():
-            for copy in copies:
-                native.prefer_huge_pages(copy.panels)
         for num_rows in ROWS:
             x = torch.randn(num_rows, in_features)
-            subjects: dict[str, Subject] = {
-                "F.linear": lambda copy, x=x, weights=weights: functional.linear(x, weights[copy])  # type: ignore[misc]
-            }
+            subjects: dict[str, Subject] = {"F.linear": partial(multiply, x, weights)}
             for name, copies in packed.items():
-                subjects[name] = lambda copy, x=x, copies=copies: ops.packed_linear(x, copies[copy])  # type: ignore[misc]
+                subjects[name] = partial(multiply_packed, x, copies)
             seconds = take_turns(subjects, repetitions)
             torchs = seconds["F.linear"]
             rows.append(

@@ -1,6 +1,6 @@
 """Where an engine computes, and in which type: the options and what the machine has.
 
-Refuses to know: models, memory.
+Refuses to know: what a model computes, memory.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import re
 
 import torch
 
+from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
+from baton_kernels.dispatch import enable_native_kernels
+from models.base import CausalLM
 from models.config import ModelConfig
+from models.packing import pack_for_cpu
 
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -63,3 +67,12 @@ def choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.d
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def fit_to_device(model: CausalLM, config: EngineConfig, device: torch.device) -> None:
+    """Bring the model into the form that its device computes with; raises ConfigError."""
+    if device.type == "cpu":
+        enable_native_kernels(config.native_kernels)
+        pack_for_cpu(model, config.weights)
+    elif config.weights != "auto":
+        raise ConfigError(f"weights: {config.weights} is for CPUs, got device {device}")

@@ -17,14 +17,12 @@ import torch
 
 from baton.block_hash import BlockHash, BlockHasher
 from baton.engine_config import EngineConfig
-from baton.errors import ConfigError
 from baton.link import KVCacheEvent
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from baton_kernels.attention import choose_attention_backend
-from baton_kernels.dispatch import enable_native_kernels
 from engine.cores import use_cores
-from engine.device_choice import choose_device, choose_dtype
+from engine.device_choice import choose_device, choose_dtype, fit_to_device
 from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
 from engine.graph_capture import make_captured_runner
@@ -45,7 +43,6 @@ from engine.scheduler import Scheduler
 from models import load_model
 from models.base import CausalLM
 from models.config import ModelConfig
-from models.packing import pack_for_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +60,17 @@ class Engine:
         last_scheduled: what the latest one computed, or computes, for whoever asks why it failed.
     """
 
-    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model_folder: Path,
+        config: EngineConfig,
+        *,
+        load: Callable[..., CausalLM] = load_model,
+    ) -> None:
         """Load the model and allocate the cache.
+
+        Args:
+            load: as `models.load_model`; benchmarks make weights up.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -73,7 +79,10 @@ class Engine:
         device = choose_device(config.device)
         use_cores(config)
         self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
-        model = _load(model_folder, config, device, self.dtype)
+        model = load(
+            model_folder, dtype=self.dtype, device=device, max_model_len=config.max_model_len
+        )
+        fit_to_device(model, config, device)
         self.model_config = model.config
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
             self.model_config, model.sliding_windows, config.block_size, self.dtype
@@ -367,18 +376,6 @@ class Engine:
     def check(self) -> None:
         """Assert the engine's invariants; for tests and debug runs."""
         self._scheduler.check()
-
-
-def _load(folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """The model, in the form that its device computes with."""
-    on_cpu = device.type == "cpu"
-    if not on_cpu and config.weights != "auto":
-        raise ConfigError(f"weights: {config.weights} is for CPUs, got device {device}")
-    model = load_model(folder, dtype=dtype, device=device, max_model_len=config.max_model_len)
-    if on_cpu:
-        enable_native_kernels(config.native_kernels)
-        pack_for_cpu(model, config.weights)
-    return model
 
 
 def _make_worker(device: torch.device, asynchronous: bool | None) -> ThreadPoolExecutor | None:

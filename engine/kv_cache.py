@@ -7,6 +7,7 @@ there is one group, and a block holds all layers.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Callable
@@ -152,7 +153,8 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
 
     Zeroed, so that what attention masks out is never a NaN. Allocated once and kept until the
     process ends: a peer may write into it. On a CPU the pages are the kernel's zero pages until
-    they are written, so that a large cache costs nothing before it is used.
+    they are written, so that a large cache costs nothing before it is used. Huge pages are asked
+    for: attention jumps from block to block, and each jump is another page.
     """
     shape = (num_blocks, *spec.block_shape)
     if device.type != "cpu":
@@ -162,4 +164,6 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
         memory = mmap.mmap(-1, num_bytes)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"kv_cache_bytes: {num_bytes} bytes cannot be had: {error}") from error
+    with contextlib.suppress(AttributeError, OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=spec.dtype).view(shape)

@@ -91,7 +91,7 @@ def compare(
     slo: SloOption,
     deployments: Annotated[
         str, typer.Option(help=f"What is compared, separated by commas: {NOTATION}.")
-    ] = "colocated:1,1:1",
+    ] = "colocated:2,1:1",
     repeats: Annotated[int, typer.Option(help="Runs of each, for confidence intervals.")] = 3,
     find_max_goodput: FindMaxGoodputOption = False,
     attainment: AttainmentOption = 0.9,

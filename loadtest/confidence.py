@@ -34,15 +34,17 @@ class Interval:
         return f"{self.mean:{form}} (95 %: {self.low:{form}} to {self.high:{form}})"
 
 
-def mean_interval(values: Sequence[float], least: float | None = 0.0) -> Interval:
+def mean_interval(
+    values: Sequence[float], least: float | None = 0.0, most: float = math.inf
+) -> Interval:
     """Of 1 to MAX_REPEATS independent values.
 
     Args:
-        least: no such value, and so no end of the interval, can be below.
+        least, most: no such value, and so no end of the interval, can be outside.
     """
     mean = statistics.fmean(values)
     if len(values) == 1:
         return Interval(mean=mean, low=None, high=None, values=tuple(values))
     half = _T_95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
     low = mean - half if least is None else max(mean - half, least)
-    return Interval(mean=mean, low=low, high=mean + half, values=tuple(values))
+    return Interval(mean=mean, low=low, high=min(mean + half, most), values=tuple(values))

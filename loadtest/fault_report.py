@@ -59,7 +59,7 @@ def report_faults(
 ) -> list[FaultReport]:
     """Of a run that sent requests until ``end_s``."""
     in_order = sorted(events, key=lambda event: event.began_s)
-    ends = [*(event.began_s for event in in_order[1:]), end_s]
+    ends = [event.began_s for event in in_order[1:]] + [end_s] * bool(in_order)
     return [
         _report(plan, records, event, until_s)
         for event, until_s in zip(in_order, ends, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,13 +41,14 @@ def trial_line(trial: Trial) -> str:
         cells.append(f"{title} {'-' if value is None else format(value * scale, form)}")
     errors = sum(summary.errors.values())
     late = "" if summary.lag.kept_up else ", generator late"
+    cells.append(f"machine's load {trial.result.load_average_at_end:.1f}")
     return ", ".join(cells) + (f", {errors} failed" if errors else "") + late
 
 
 def print_comparison(comparison: Comparison, values: Values, console: Console) -> None:
-    """Means of the repeats, and half the width of their 95 % intervals."""
+    """Means of the repeats, and their 95 % intervals."""
     table = Table(
-        width=WIDTH, title="mean ± 95 % interval", title_justify="right", title_style="dim"
+        width=WIDTH, title="mean, 95 % interval", title_justify="right", title_style="dim"
     )
     table.add_column("", no_wrap=True)
     for title, _, _ in _COLUMNS.values():
@@ -55,19 +57,30 @@ def print_comparison(comparison: Comparison, values: Values, console: Console) -
         own = values[deployment.name]
         table.add_row(
             deployment.name,
-            *(_cell(own[metric], scale, form) for metric, (_, scale, form) in _COLUMNS.items()),
+            *(
+                _cell(metric, own[metric], scale, form)
+                for metric, (_, scale, form) in _COLUMNS.items()
+            ),
         )
     console.print(table)
     for line in verdict_lines(judge_comparison(comparison.deployments, values)):
         console.print(line)
 
 
-def _cell(values: Sequence[float], scale: float, form: str) -> str:
-    if not values:
+def _interval(metric: str, values: Sequence[float]) -> Interval | None:
+    """No share is above 1."""
+    most = 1.0 if metric == "attainment" else math.inf
+    return mean_interval(values, most=most) if values else None
+
+
+def _cell(metric: str, values: Sequence[float], scale: float, form: str) -> str:
+    found = _interval(metric, values)
+    if found is None:
         return "-"
-    found = mean_interval([value * scale for value in values])
-    half = "" if found.high is None else f"\n± {found.high - found.mean:{form}}"
-    return f"{found.mean:{form}}{half}"
+    ends = ""
+    if found.low is not None and found.high is not None:
+        ends = f"\n{found.low * scale:{form}} to {found.high * scale:{form}}"
+    return f"{found.mean * scale:{form}}{ends}"
 
 
 def verdict_lines(verdict: Verdict | None) -> list[str]:
@@ -122,11 +135,16 @@ def comparison_to_json(
                 "num_prefill": one.num_prefill,
                 "num_decode": one.num_decode,
                 "metrics": {
-                    metric: dataclasses.asdict(mean_interval(found)) if found else None
+                    metric: interval and dataclasses.asdict(interval)
                     for metric, found in values[one.name].items()
+                    for interval in (_interval(metric, found),)
                 },
                 "runs": [
-                    {"repeat": trial.repeat, "load": run["plan"]["load"]}
+                    {
+                        "repeat": trial.repeat,
+                        "load": run["plan"]["load"],
+                        "load_average": trial.result.load_average_at_end,
+                    }
                     | {name: value for name, value in run.items() if name not in _SHARED}
                     for trial, run in zip(trials, runs, strict=True)
                     if trial.deployment is one

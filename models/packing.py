@@ -43,9 +43,8 @@ def pack_for_cpu(model: CausalLM, weights: str) -> None:
 
     def packed(linear: nn.Linear | nn.Embedding) -> PackedLinear:
         bias = linear.bias if isinstance(linear, nn.Linear) else None
-        weight = ops.PackedWeight.pack(linear.weight, bias, storage, width)
-        if native is not None:
-            native.prefer_huge_pages(weight.panels)
+        prepare = [] if native is None else [native.prefer_huge_pages]
+        weight = ops.PackedWeight.pack(linear.weight, bias, storage, width, *prepare)
         return PackedLinear(weight)
 
     for parent in list(model.modules()):

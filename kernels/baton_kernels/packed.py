@@ -5,6 +5,7 @@ Refuses to know: what computes with it, and layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,18 @@ class PackedWeight:
 
     @classmethod
     def pack(
-        cls, weight: Tensor, bias: Tensor | None, storage: torch.dtype, width: int
+        cls,
+        weight: Tensor,
+        bias: Tensor | None,
+        storage: torch.dtype,
+        width: int,
+        prepare: Callable[[Tensor], None] = lambda panels: None,
     ) -> PackedWeight:
-        """Pack ``weight``, ``[out_features, in_features]``; neither tensor is kept."""
+        """Pack ``weight``, ``[out_features, in_features]``; neither tensor is kept.
+
+        Args:
+            prepare: given the panels' memory before it is written.
+        """
         scales = None
         if storage == torch.int8:
             limits = weight.abs().amax(dim=1).float().clamp(min=1e-30)  # [out_features]
@@ -44,7 +54,9 @@ class PackedWeight:
         num_panels = -(-out_features // width)
         rows = torch.zeros(num_panels * width, in_features, dtype=storage)
         rows[:out_features] = weight
-        panels = rows.view(num_panels, width, in_features).transpose(1, 2).contiguous()
+        panels = torch.empty(num_panels, in_features, width, dtype=storage)
+        prepare(panels)
+        panels.copy_(rows.view(num_panels, width, in_features).transpose(1, 2))
         return cls(panels, scales, None if bias is None else bias.float(), out_features)
 
     def unpacked(self) -> Tensor:

@@ -8,7 +8,7 @@
 
 #define GROUP 4      /* heads that read a key together */
 #define WIDTH 4      /* vectors of a value that are summed in registers */
-#define KEYS 32      /* scores that are kept at a time */
+#define KEYS 64      /* scores that are kept at a time */
 
 typedef struct {
     const float *query; /* [group, padded], scaled */
@@ -25,7 +25,7 @@ INLINE void score_keys(int type, const decode_state *d, int heads, const float *
     for (int64_t i = 0; i < num; i++) {
         vec sum[GROUP] = {{0}};
         for (int64_t j = 0; j < d->padded; j += LANES) {
-            if (query == d->query && j % line == 0) __builtin_prefetch(at(type, next[i], j));
+            if (query == d->query && j % line == 0) __builtin_prefetch(at(type, next[i], j), 0, 2);
             vec key = load(type, rows[i], j);
 #pragma GCC unroll 4
             for (int h = 0; h < heads; h++) sum[h] += key * load(FLOAT32, query, h * d->padded + j);
@@ -54,7 +54,7 @@ INLINE void add_values(int type, const decode_state *d, int heads, float *sums,
                 sum[h][w] = load(FLOAT32, sums, h * d->padded + j + w * LANES);
         for (int64_t i = 0; i < num; i++) {
             for (int64_t w = turn; w < WIDTH; w += num_turns)
-                __builtin_prefetch(at(type, next[i], j + w * LANES));
+                __builtin_prefetch(at(type, next[i], j + w * LANES), 0, 2);
 #pragma GCC unroll 4
             for (int w = 0; w < WIDTH; w++) {
                 vec value = load(type, rows[i], j + w * LANES);

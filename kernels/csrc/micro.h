@@ -26,8 +26,8 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
     }
     for (int64_t k = 0; k < size; k++) {
         const char *here = at(type, w, k * PANEL);
-        __builtin_prefetch(f.from + k * f.step);
-        if (f.step > 64) __builtin_prefetch(f.from + k * f.step + 64);
+        __builtin_prefetch(f.from + k * f.step, 0, 2);
+        if (f.step > 64) __builtin_prefetch(f.from + k * f.step + 64, 0, 2);
         vec first = load(type, here, 0), second = load(type, here, LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {

@@ -85,6 +85,7 @@ def wait_for_answer(address: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_the_commands_of_the_page_work(addresses: dict[str, str], tmp_path: Path) -> None:
     assert [command[0] for command in COMMANDS] == ["router", "sim-node", *["loadtest"] * 8]
     short = Workload(turn_tokens=Lengths(50, 0.5), output_tokens=Lengths(10, 0.5), mean_turns=2.0)
@@ -92,7 +93,7 @@ def test_the_commands_of_the_page_work(addresses: dict[str, str], tmp_path: Path
     write_trace(tmp_path / "trace.jsonl", generate(short, starts, num_sessions=20, seed=0))
     for command in COMMANDS[2:-1]:  # the last one has a test of its own
         moved = addresses | {"examples/demo_model": str(ROOT / "examples" / "demo_model")}
-        done = baton(*at(moved, command), *ANY_LAG, cwd=tmp_path)
+        done = baton(*at(moved, command), *ANY_LAG, cwd=tmp_path, timeout_s=200)
         assert done.returncode == 0, done.stderr
         has_faults = "--fault" in command
         assert ("tokens: 0 of" in done.stdout) != ("goodput/s" in done.stdout)

@@ -86,8 +86,11 @@ class Stream:
         self._thread.join()
         if self.errors:
             raise self.errors[0]
-        assert [d.output_index for d in self.deltas] == list(range(len(self.deltas)))
-        return tuple(token_id for delta in self.deltas for token_id in delta.token_ids)
+        token_ids: list[int] = []
+        for delta in self.deltas:  # (one delta may have several tokens)
+            assert delta.output_index == len(token_ids)
+            token_ids += delta.token_ids
+        return tuple(token_ids)
 
 
 def nodes(deployment: LocalDeployment) -> dict[str, admin_pb2.NodeDescription]:

@@ -203,6 +203,7 @@ def test_what_was_not_hurt_or_does_not_recover_is_said() -> None:
     def script(number: int, length: int) -> Answer:
         return even(0.5 if number >= 300 else 0.1, 0.01)(number, length)  # from 15 s on
 
+    assert costs(script) == []
     nothing, never = costs(script, "stop d0 @5-6s", "kill d0 @15s")
     assert (nothing.recovery_s, nothing.lowest_share, nothing.num_lost) == (0.0, 1.0, 0)
     assert "no dip" in fault_line(nothing)

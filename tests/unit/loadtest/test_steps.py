@@ -201,4 +201,9 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     twenty = mean_interval([float(value) for value in range(20)])
     half = 2.093 * statistics.stdev(range(20)) / math.sqrt(20)
     assert (twenty.low, twenty.high) == pytest.approx((9.5 - half, 9.5 + half))
+    bounded = mean_interval([0.1, 0.5, 0.9], most=1.0)
+    assert (bounded.low, bounded.high) == (0.0, 1.0)
+    assert mean_interval([0.1, 0.5, 0.9], least=None).low == pytest.approx(
+        0.5 - 0.4 * 4.303 / 3**0.5
+    )
     assert mean_interval([2.0]).text() == "2.00 (one repeat: no interval)"

@@ -1,0 +1,213 @@
+"""This engine on a CPU against the engines a user could pick instead: prefill and decode, tok/s.
+
+A Qwen3 shape of about 125 million random weights, two threads, float32. Every engine runs alone,
+in a process of its own and, peers, in an environment of its own under build/ (installed on demand);
+engines take turns, and the best of the rounds counts, as others on the machine only ever slow one
+down. Refuses to know: how an engine is called, see engine_cpu_subjects.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from environment import record_environment, write_results
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "engine_cpu"
+SHAPE = {
+    "vocab_size": 32768,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+PREFILL = ("prefill 512", "prefill 2048")
+DECODE = ("decode 1", "decode 8", "decode 32")
+CASES = {"baton int8": ("decode 1", "decode 8")}  # the others: all
+# Peer: its requirements. torch and transformers are taken from this environment.
+PEERS = {
+    "openvino": ("openvino-genai", "optimum-intel[openvino]"),
+    "onnxruntime": ("onnxruntime-genai", "onnx", "onnx-ir"),
+    "vllm": ("vllm",),
+}
+# On two cores of a Cascade Lake Xeon the best engines reached these.
+TARGETS = {
+    "decode 1": 34.5,
+    "decode 8": 179.0,
+    "decode 32": 425.0,
+    "prefill 512": 810.0,
+    "prefill 2048": 672.0,
+}
+INT8_TARGET_RATIO = 1.5  # to our own float32 decode
+INSTALL_LIMIT_S = 1800
+RUN_LIMIT_S = 1800
+
+
+def make_checkpoint() -> Path:
+    """The random checkpoint, made once; with the demo model's tokenizer, which converters want."""
+    folder = BUILD / "qwen3-125m"
+    if not (folder / "model.safetensors").exists():
+        import torch
+        import transformers
+
+        torch.manual_seed(0)
+        transformers.utils.logging.disable_progress_bar()
+        config = transformers.Qwen3Config(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+        for path in (ROOT / "examples" / "demo_model").glob("tokenizer*"):
+            shutil.copy(path, folder)
+    return folder
+
+
+def python_of(peer: str) -> Path:
+    """The peer's Python, its environment installed if need be; raises CalledProcessError."""
+    folder = BUILD / "peers" / peer
+    python = folder / "bin" / "python"
+    ready = folder / "ready"
+    if not ready.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pins: list[str] = []
+        if peer != "vllm":  # which pins a torch of its own
+            pins = [f"torch=={version('torch')}"]
+            purelib = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+            (purelib / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "--quiet", *PEERS[peer], *pins],
+            check=True,
+            timeout=INSTALL_LIMIT_S,
+            stdout=sys.stderr,
+        )
+        ready.touch()
+    return python
+
+
+def run(
+    subject: str, python: Path, folder: Path, arguments: argparse.Namespace
+) -> dict[str, float]:
+    """One round of one engine; raises SubprocessError or ValueError."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    if subject not in PEERS:
+        environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    script = Path(__file__).parent / "engine_cpu_subjects.py"
+    options = {
+        "--subject": subject,
+        "--model": folder,
+        "--threads": arguments.threads,
+        "--tokens": arguments.tokens,
+        "--repetitions": arguments.repetitions,
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    done = subprocess.run(
+        [str(python), str(script), *words, "--cases", *CASES.get(subject, PREFILL + DECODE)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+        env=environment,
+    )
+    results: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return results
+
+
+def measure(
+    pythons: dict[str, Path], folder: Path, arguments: argparse.Namespace
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """The best tokens per second of each engine and case, and why engines are missing."""
+    best: dict[str, dict[str, float]] = {subject: {} for subject in pythons}
+    missing: dict[str, str] = {}
+    for _ in range(arguments.rounds):
+        for subject, python in pythons.items():
+            if subject in missing:
+                continue
+            try:
+                found = run(subject, python, folder, arguments)
+            except (subprocess.SubprocessError, ValueError, IndexError) as error:
+                text = getattr(error, "stderr", None) or str(error)
+                missing[subject] = f"does not run: {text.strip().splitlines()[-1][:200]}"
+                continue
+            for case, rate in found.items():
+                best[subject][case] = round(max(rate, best[subject].get(case, 0.0)), 1)
+            print(subject, best[subject], file=sys.stderr)
+    return {subject: cases for subject, cases in best.items() if cases}, missing
+
+
+def report(
+    console: Console, best: dict[str, dict[str, float]], missing: dict[str, str]
+) -> dict[str, float]:
+    """Print the table; returns our rate over the best peer's, by case."""
+    table = Table("engine", *PREFILL, *DECODE, title="tokens per second")
+    for subject, cases in best.items():
+        table.add_row(subject, *(str(cases.get(case, "-")) for case in PREFILL + DECODE))
+    ratios = {}
+    for case in PREFILL + DECODE:
+        peers = [rates[case] for name, rates in best.items() if not name.startswith("baton")]
+        if peers and "baton" in best:
+            ratios[case] = round(best["baton"][case] / max(peers), 3)
+    table.add_row("baton / best peer", *(str(ratios.get(case, "-")) for case in PREFILL + DECODE))
+    console.print(table)
+    for subject, reason in missing.items():
+        console.print(f"{subject}: {reason}")
+    return ratios
+
+
+def main() -> None:
+    """Install, measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", default="", help=f"of {','.join(PEERS)}, or all")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each engine")
+    parser.add_argument("--repetitions", type=int, default=2, help="of each case in a process")
+    parser.add_argument("--tokens", type=int, default=48, help="decode steps per case")
+    arguments = parser.parse_args()
+    environment = record_environment()
+    folder = make_checkpoint()
+    ours = ("baton", "baton int8", "transformers")
+    pythons = {subject: Path(sys.executable) for subject in ours}
+    not_installed: dict[str, str] = {}
+    wanted = tuple(PEERS) if arguments.peers == "all" else arguments.peers.split(",")
+    for peer in filter(None, wanted):
+        try:
+            pythons[peer] = python_of(peer)
+        except (subprocess.SubprocessError, OSError, KeyError) as error:
+            not_installed[peer] = f"cannot be installed: {error}"
+    best, missing = measure(pythons, folder, arguments)
+    ratios = report(Console(highlight=False, width=120), best, not_installed | missing)
+    int8_ratios = {
+        case: round(best["baton int8"][case] / best["baton"][case], 3)
+        for case in CASES["baton int8"]
+        if "baton int8" in best
+    }
+    write_results(
+        "engine_cpu",
+        environment,
+        {
+            "shape": SHAPE,
+            "num_threads": arguments.threads,
+            "dtype": "float32",
+            "targets": TARGETS,
+            "target_ratio_of_int8": INT8_TARGET_RATIO,
+            "tokens_per_second": best,
+            "ratio_to_best_peer": ratios,
+            "ratio_of_int8_to_fp32": int8_ratios,
+            "missing": not_installed | missing,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Parts of the GPU suite about speed: decode steps at one context, and nano-vllm's workload.
+
+Floors are bytes over bandwidth: streamed weights (the layers and the output head) and the KV of all
+requests, over what a copy on this device moves in this run. Idle is the share of the wall time of
+steady decode in which the device did not work on a step, by CUDA events around every replay.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+
+import torch
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.graph_inputs import StagedStep
+from gpu_models import add_decoding, make_engine, make_request
+from gpu_report import Report
+from gpu_timing import copy_gb_per_s
+
+CONTEXT = 1024
+STEPS, WARM_STEPS = 100, 10
+BATCHES = {"0.6B": (1, 8, 64, 256), "8B": (1, 8, 64)}
+# https://github.com/GeeeekExplorer/nano-vllm, bench.py
+NANO_REQUESTS, NANO_LENGTH, NANO_TEMPERATURE = 256, 1024, 0.6
+
+
+class ReplayTimer:
+    """CUDA events around every replay of an engine's graphs from now on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._events: list[tuple[torch.Event, torch.Event]] = []
+        graphs = engine._runner._graphs
+        if graphs is None:
+            return
+        replay = graphs.replay
+
+        def timed(staged: StagedStep) -> tuple[Tensor, Tensor]:
+            start: torch.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end: torch.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
+            launched = replay(staged)
+            end.record()
+            self._events.append((start, end))
+            return launched
+
+        graphs.replay = timed  # type: ignore[method-assign]
+
+    def take_ms(self) -> list[float]:
+        """Milliseconds of each since the last call; waits for the device."""
+        torch.cuda.synchronize()
+        events, self._events = self._events, []
+        return [start.elapsed_time(end) for start, end in events]
+
+
+def measure_decode(device: str, report: Report) -> bool:
+    """Milliseconds per decode step at 1k context, against the floor of this device."""
+    on_gpu = device != "cpu"
+    bandwidth = copy_gb_per_s(device, 2**30 if on_gpu else 2**16)
+    report["copy, GB/s"] = bandwidth
+    right = True
+    for shape, batches in BATCHES.items() if on_gpu else (("tiny", (1, 3)),):
+        context = CONTEXT if on_gpu else 20
+        tokens = context + STEPS + WARM_STEPS + 16
+        engine = make_engine(
+            shape,
+            device,
+            max_num_requests=max(batches),
+            max_num_batched_tokens=2048,
+            num_blocks=max(batches) * (tokens // 16 + 2),
+            max_model_len=tokens + 16,
+            prefix_cache=False,
+            async_scheduling=True,
+        )
+        timer = ReplayTimer(engine)
+        sizes = engine._runner.graph_sizes
+        report[f"{shape}: graphs"] = len(sizes)
+        right = right and (bool(sizes) or not on_gpu)
+        for batch in batches:
+            floor_ms = (
+                (_weight_bytes(engine) + batch * context * _kv_bytes(engine)) / bandwidth / 1e6
+            )
+            wall_ms, gpu_ms = _time_decode(engine, timer, batch, context)
+            report[f"{shape}, batch {batch}: ms per step"] = wall_ms
+            report[f"{shape}, batch {batch}: floor / measured"] = floor_ms / wall_ms
+            if gpu_ms:
+                report[f"{shape}, batch {batch}: GPU ms"] = gpu_ms
+                report[f"{shape}, batch {batch}: idle"] = 1 - gpu_ms / wall_ms
+        del engine, timer
+        gc.collect()
+    return right
+
+
+def _time_decode(
+    engine: Engine, timer: ReplayTimer, batch: int, context: int
+) -> tuple[float, float]:
+    """Milliseconds per steady step by the wall, and of them on the device (0 without graphs)."""
+    add_decoding(engine, batch, context, STEPS + WARM_STEPS + 8)
+    for _ in range(WARM_STEPS):
+        engine.step()
+    on_gpu = engine.kv_cache.is_cuda
+    if on_gpu:
+        timer.take_ms()
+    first, started = engine.num_steps, time.perf_counter()
+    for _ in range(STEPS):
+        engine.step()
+    num_steps, wall_ms = engine.num_steps - first, (time.perf_counter() - started) * 1e3
+    replays = timer.take_ms() if on_gpu else []
+    for request_id in list(engine.requests):
+        engine.abort(request_id)
+    while engine.has_work:
+        engine.step()
+    return wall_ms / num_steps, sum(replays) / max(len(replays), 1)
+
+
+def _weight_bytes(engine: Engine) -> int:
+    """What every step reads: all weights, but for an embedding that is no output head."""
+    model = engine._runner._model
+    assert isinstance(model, torch.nn.Module)
+    weights = {name: p.numel() * p.itemsize for name, p in model.named_parameters()}
+    tied = engine.model_config.tie_word_embeddings
+    return sum(n for name, n in weights.items() if tied or "embed_tokens" not in name)
+
+
+def _kv_bytes(engine: Engine) -> float:
+    """Per token."""
+    return engine.kv_cache_spec.block_bytes / engine.kv_cache_spec.block_size
+
+
+def measure_nano(device: str, report: Report) -> bool:
+    """256 requests at once, prompts and outputs of 100 to 1024 tokens, as nano-vllm draws them."""
+    on_gpu = device != "cpu"
+    shape, num_requests = ("0.6B", NANO_REQUESTS) if on_gpu else ("tiny", 4)
+    shortest, longest = (100, NANO_LENGTH) if on_gpu else (3, 12)
+    draw = random.Random(0)
+    prompts = [
+        [draw.randint(0, 10000) for _ in range(draw.randint(shortest, longest))]
+        for _ in range(num_requests)
+    ]
+    lengths = [draw.randint(shortest, longest) for _ in range(num_requests)]
+    engine = make_engine(
+        shape,
+        device,
+        max_num_requests=num_requests,
+        max_num_batched_tokens=16384,
+        long_prefill_token_threshold=16384,
+        max_model_len=4096 if on_gpu else 64,
+        prefix_cache=False,
+        **({} if on_gpu else {"num_blocks": 64}),
+    )
+    report["KV blocks"] = engine.num_blocks
+    report["graphs"] = len(engine._runner.graph_sizes)
+    report["prompt tokens"], report["output tokens"] = sum(map(len, prompts)), sum(lengths)
+    _run(engine, [prompts[0]], [8])  # compiles what prompts need
+    timer = ReplayTimer(engine)
+    wall_s = _run(engine, prompts, lengths)
+    report["seconds"] = wall_s
+    report["output tokens per second"] = sum(lengths) / wall_s
+    if on_gpu:
+        replays = timer.take_ms()
+        report["replayed steps"] = len(replays)
+        report["replays, share of the time"] = sum(replays) / 1e3 / wall_s
+    return bool(engine._runner.graph_sizes) or not on_gpu
+
+
+def _run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
+    """Seconds from the first request to the last token."""
+    vocab_size, started = engine.model_config.vocab_size, time.perf_counter()
+    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        token_ids = [token_id % vocab_size for token_id in prompt]
+        name = f"{engine.num_steps}-{index}"
+        engine.add(make_request(name, token_ids, engine, length, NANO_TEMPERATURE))
+    num_tokens = 0
+    while engine.has_work:
+        num_tokens += len(engine.step().outputs)
+    assert num_tokens == sum(lengths), f"{num_tokens} tokens came, {sum(lengths)} were asked for"
+    return time.perf_counter() - started

@@ -1,0 +1,125 @@
+"""Models of real shapes with made-up weights, made on the device, and requests for them.
+
+What is measured with them depends on shapes alone. Refuses to know: what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton.engine_config import EngineConfig
+from baton.sampling_params import SamplingParams
+from engine.engine import Engine
+from engine.request import Request
+from models.base import CausalLM
+from models.config import ModelConfig
+from models.registry import MODELS
+
+_COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151_936,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        **_COMMON,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
+    "0.6B": {
+        **_COMMON,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        **_COMMON,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def make_engine(shape: str, device: str, **options: Any) -> Engine:
+    """An engine over a shape of `SHAPES`; options are `EngineConfig`'s."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.dumps(SHAPES[shape])
+        Path(folder, "config.json").write_text(config, encoding="utf-8")
+        return Engine(Path(folder), EngineConfig(device=device, **options), load=_load)
+
+
+def make_request(
+    name: str, prompt: list[int], engine: Engine, max_tokens: int, temperature: float = 0.0
+) -> Request:
+    """One that runs until it has ``max_tokens`` tokens."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+    return Request.create(
+        name,
+        prompt,
+        params,
+        seed=zlib.crc32(name.encode()),
+        eos_token_ids=engine.eos_token_ids,
+        max_model_len=engine.max_model_len,
+    )
+
+
+def add_decoding(engine: Engine, batch: int, context: int, max_tokens: int) -> None:
+    """Requests whose prompts' KV is there; its content is whatever the cache holds (zeros)."""
+    draw = random.Random(0)
+    for row in range(batch):
+        prompt = [draw.randrange(2, 500) for _ in range(context)]
+        request = make_request(f"{engine.num_steps}-{row}", prompt, engine, max_tokens)
+        engine.park(request)
+        if engine.grant(request.request_id) is None:
+            raise RuntimeError(f"num_blocks: too few for {batch} requests of {context} tokens")
+        engine.commit(request.request_id, 2)
+
+
+def _load(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+) -> CausalLM:
+    config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)
+    with torch.device("meta"):
+        model = MODELS.load(config.architecture)(config)
+    torch.manual_seed(0)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            weight = torch.ones(parameter.shape, dtype=dtype, device=device)
+            if weight.ndim > 1:
+                weight.normal_(std=0.02)
+            setattr(module, name, nn.Parameter(weight, requires_grad=False))
+    return model.to(torch.device(device)).eval()

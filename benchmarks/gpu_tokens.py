@@ -1,0 +1,159 @@
+"""Parts of the GPU suite that ask whether what comes out is right, on the demo model.
+
+The tests of ops are those of `tests/`, run there.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+
+from baton.sampling_params import SamplingParams
+from gpu_report import Report
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = str(ROOT / "examples" / "demo_model")
+TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 40]
+KV_BYTES = 2**28
+READY_TIMEOUT_S = 80.0
+OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
+
+
+def check_ops(device: str, report: Report) -> bool:
+    """Every op in Triton and every attention backend against the reference; bf16 on a GPU."""
+    for module in ("pytest", "pytest_timeout"):
+        if find_spec(module) is None:
+            raise ModuleNotFoundError(name=module)
+    tests = OP_TESTS if device != "cpu" else OP_TESTS[1:]  # the interpreter takes minutes
+    command = [
+        sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider",
+        "--timeout=60", "-o", "addopts=--import-mode=importlib", "-W", "ignore",
+        "--ignore=tests/kernels/test_aot.py", *tests,
+    ]  # fmt: skip
+    counts, failed = Counter[str](), list[str]()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            print(line, end="", flush=True)
+            found = re.match(r"(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line)
+            if found:
+                counts[found[2].lower()] += 1
+                report["counts"] = dict(counts)
+            if found and found[2] in ("FAILED", "ERROR"):
+                failed.append(found[1])
+                report["failed tests"] = failed
+    return running.returncode == 0 and counts["passed"] > 0
+
+
+def check_engine(device: str, report: Report) -> bool:
+    """Greedy and seeded tokens on the device against those on the CPU, both in float32."""
+    from engine import LLM
+
+    tokens = {}
+    for where in dict.fromkeys(("cpu", device)):
+        llm = LLM(MODEL, dtype="float32", device=where, kv_cache_bytes=KV_BYTES)
+        tokens[where] = [c.token_ids for params in _params() for c in llm.generate(TEXTS, params)]
+    equal = sum(a == b for a, b in zip(tokens["cpu"], tokens[device], strict=True))
+    report["equal"] = f"{equal} of {len(tokens['cpu'])}"
+    return equal == len(tokens["cpu"])
+
+
+def check_graphs(device: str, report: Report) -> bool:
+    """Tokens of eager steps in turn against those of replayed steps, of steps ahead, and of both.
+
+    In float32 they must be the same; in bfloat16 padding may change how a product is rounded.
+    """
+    from engine import LLM
+
+    right = True
+    ways = {"graphs": (True, False), "ahead": (False, True), "graphs, ahead": (True, True)}
+    prompts = [[(31 * row + 7 * index) % 4000 for index in range(5 + 9 * row)] for row in range(11)]
+    for dtype in ("float32", "bfloat16"):
+        options = {"dtype": dtype, "device": device, "kv_cache_bytes": KV_BYTES}
+        llm = LLM(MODEL, cuda_graphs=False, async_scheduling=False, **options)
+        expected = [llm.generate(prompts, params) for params in _params()]
+        for name, (graphs, ahead) in ways.items():
+            llm = LLM(MODEL, cuda_graphs=graphs, async_scheduling=ahead, **options)
+            found = [llm.generate(prompts, params) for params in _params()]
+            pairs = list(zip(chain(*expected), chain(*found), strict=True))
+            equal = sum(a.token_ids == b.token_ids for a, b in pairs)
+            sizes = llm.engine._runner.graph_sizes
+            report[f"{dtype}, {name}"] = f"{equal} of {len(pairs)} equal, {len(sizes)} graphs"
+            captured = bool(sizes) or not graphs or device == "cpu"
+            right = right and captured and (equal == len(pairs) or dtype != "float32")
+    return right
+
+
+def check_split(device: str, report: Report) -> bool:
+    """Tokens of the split system with its KV in the device's memory against one process."""
+    from baton import Client
+    from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+    from engine import LLM
+
+    if find_spec("nixl") is None:
+        raise ModuleNotFoundError(name="nixl")
+    greedy = _params()[0]
+    options = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
+    expected = LLM(MODEL, **options).generate(TEXTS, greedy)
+    node_args = ["--dtype", "float32", "--device", device, "--kv-cache-memory", "256M"]
+    config = LocalDeploymentConfig(
+        model=MODEL,
+        listen=_free_address(),
+        router_args=["--no-local-prefill"],
+        node_args=node_args,
+    )
+    with LocalDeployment(config) as deployment, Client(config.listen) as client:
+        deployment.wait_ready(READY_TIMEOUT_S)
+        found = [client.generate(text, greedy) for text in TEXTS]
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, found, strict=True))
+    pushes = [c.receipt.decode.push for c in found if c.receipt and c.receipt.decode]
+    exposed = [push.exposed_transfer_s * 1e3 for push in pushes]
+    report["equal"] = f"{equal} of {len(TEXTS)}"
+    report["transport"] = pushes[0].transport if pushes else "-"
+    report["exposed transfer, ms"] = statistics.median(exposed) if exposed else "-"
+    return equal == len(TEXTS) == len(pushes)
+
+
+def measure_kernels(device: str, report: Report) -> bool:
+    """Every row of `kernels_gpu.py`; a kernel that differs from its definition ends it."""
+    from kernels_gpu import measure
+
+    return _report_rows(measure(device), report)
+
+
+def measure_attention(device: str, report: Report) -> bool:
+    """Every row of `attention_gpu.py`; attention that differs from a library's ends it."""
+    from attention_gpu import geometric_mean, measure
+
+    rows = measure(device)
+    _report_rows(rows, report)
+    report["decode, library / ours"] = geometric_mean(rows)
+    return True
+
+
+def _report_rows(rows: list[dict[str, float | str]], report: Report) -> bool:
+    for row in rows:
+        report[f"{row['part']}: {row['what']}"] = ", ".join(
+            f"{key} {value}" for key, value in row.items() if key not in ("part", "what")
+        )
+    return bool(rows)
+
+
+def _params() -> tuple[SamplingParams, ...]:
+    return (
+        SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=24, temperature=0.8, top_k=40, top_p=0.95, seed=1),
+    )
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

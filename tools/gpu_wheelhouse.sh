@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# What the GPU suite needs beside torch, triton and numpy, for a machine without a package registry
+# (Python 3.12, Linux x86-64): wheels in build/wheels, which git ignores, 48 MiB at most.
+#
+#   tools/gpu_wheelhouse.sh [PYTHON]              here: download, in the versions that PYTHON has
+#   tools/gpu_wheelhouse.sh --unpack [PYTHON]     there: unpack into build/gpu_site, then
+#   PYTHONPATH=build/gpu_site python3 benchmarks/gpu_suite.py
+set -euo pipefail
+cd "$(dirname "$0")/.."
+wheels=build/wheels
+site=build/gpu_site
+most_mib=48
+
+if [ "${1:-}" = --unpack ]; then
+    python=${2:-python3}
+    mkdir -p "$site"
+    for wheel in "$wheels"/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
+    PYTHONPATH=$site:.:kernels exec "$python" -c "
+import importlib
+for name in ('engine', 'baton.cli.app', 'nixl', 'pytest', 'pytest_timeout'):
+    try:
+        importlib.import_module(name)
+        print(f'{name}: imported')
+    except Exception as error:
+        print(f'{name}: {type(error).__name__}: {error}')
+"
+fi
+
+python=${1:-.venv/bin/python}
+engine="msgspec xxhash llguidance jinja2 markupsafe tokenizers safetensors huggingface-hub
+    rich markdown-it-py mdurl pygments"
+nodes="grpcio protobuf googleapis-common-protos grpcio-health-checking grpcio-reflection
+    prometheus-client typer click shellingham annotated-doc typing-extensions packaging
+    pydantic pydantic-core annotated-types typing-inspection
+    aiohttp aiosignal aiohappyeyeballs attrs frozenlist multidict propcache yarl idna uvloop"
+tests="pytest pluggy iniconfig pytest-timeout hypothesis sortedcontainers"
+nixl="nixl nixl-cu13"
+
+platforms=()
+for glibc in 17 24 26 27 28 31 34 35 39; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
+
+download() {
+    "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+        --python-version 312 --implementation cp --abi cp312 --abi abi3 --abi none \
+        "${platforms[@]}" --platform manylinux2014_x86_64 --dest "$wheels" "$1" 2> /dev/null
+}
+
+mkdir -p "$wheels"
+for name in $engine $nodes $tests $nixl; do
+    version=$("$python" -c "
+import importlib.metadata, sys
+try:
+    print('==' + importlib.metadata.version(sys.argv[1]))
+except importlib.metadata.PackageNotFoundError:
+    pass" "$name")
+    download "$name$version" || download "$name" || echo "no wheel: $name$version" >&2
+done
+
+# NIXL's wheel brings parts that nothing here uses: expert parallelism for three releases of torch,
+# plugins for storage and their libraries. UCX and what it is linked with stay.
+"$python" - "$wheels"/nixl_cu13-*.whl <<'PYTHON'
+import re, sys, zipfile
+from pathlib import Path
+
+unused = re.compile(
+    r"^nixl_ep_cu13/|^nixl_cu13.scripts/|/libucx_perftest|/libplugin_(?!UCX)"
+    r"|/lib(aws|azure|xml2|curl|s2n|gusli)"
+)
+path = Path(sys.argv[1])
+smaller = path.with_suffix(".smaller")
+with zipfile.ZipFile(path) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as new:
+    for entry in old.infolist():
+        if not unused.search(entry.filename):
+            new.writestr(entry, old.read(entry))
+smaller.replace(path)
+PYTHON
+
+mib=$(du -sm "$wheels" | cut -f1)
+echo "$(ls "$wheels" | wc -l) wheels, $mib MiB in $wheels"
+if [ "$mib" -gt "$most_mib" ]; then
+    echo "error: $wheels: at most $most_mib MiB can be carried beside the sources, got $mib" >&2
+    exit 1
+fi
