@@ -298,7 +298,10 @@ AREAS = (
     Area(
         title="Split or not",
         sources=(COMPARE,),
-        log=("2026-11-21: how many streams one load generator holds",),
+        log=(
+            "2026-11-21: colocated against split on two cores that others used too",
+            "2026-11-21: how many streams one load generator holds",
+        ),
         notes=("What the shapes are, and how the verdict is reached: [loadtest.md](loadtest.md).",),
     ),
     Area(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.performance import engine, gpu
 from tools.performance.page import RESULTS, anchor, write
 from tools.performance.rows import Area, Found, Json, Row, Source, number, ratio, value
 from tools.write_performance import AREAS, PAGE, main
@@ -139,6 +140,88 @@ def test_links_to_the_log_lead_to_headings() -> None:
 
 
 def test_every_command_is_there() -> None:
-    known_elsewhere = {"benchmarks/engine_cpu.py"}
-    commands = {source.command.split()[0] for source in SOURCES} - known_elsewhere
+    commands = {source.command.split()[0] for source in SOURCES}
     assert [command for command in commands if not (ROOT / command).exists()] == []
+
+
+GPU_PARTS: dict[str, dict[str, object]] = {
+    "ops": {"ok": True},
+    "engine": {"ok": True},
+    "graphs": {"ok": True},
+    "split": {"ok": False, "not run": "no module nixl"},
+    "decode": {
+        "8B, batch 1: floor / measured": 0.8,
+        "8B, batch 8: floor / measured": 0.74,
+        "0.6B, batch 1: ms per step": 0.9,
+        "0.6B, batch 256: idle": 0.02,
+    },
+    "nano": {"failed": "exit code 1", "output tokens per second": 22_000.0},
+    "push": {
+        "copy on the device, GB/s of payload": 2000.0,
+        "blocks of 16 tokens, in a row: GB/s": 1100.0,
+        "blocks of 16 tokens, in a row: ms": 0.6,
+        "blocks of 128 tokens, in a row: ms": 0.5,
+    },
+    "kernels": {
+        "stream: copy": "GB/s 4000.0, of copy 1.0",
+        "stream: silu_mul": "GB/s 3800.0, of copy 0.95",
+        "stream: add_rms_norm": "GB/s 3500.0, of copy 0.88",
+        "launch: silu_mul, 64 tokens": "us 2.1, torch us 6.3, torch / ours 3.0",
+        "sampling: top-k 50, top-p 0.9, 64 rows": "us 80.0, torch us 990.0, torch / ours 12.4",
+    },
+    "attention": {
+        "decode 32/8, batch 1, context 1024": "us 9.0, best library sdpa, of copy 0.1",
+        "decode 32/8, batch 64, context 4096": "us 500.0, library / ours 1.1, of copy 0.93",
+        "prefill 2048 behind 0": "us 90.0, best library cudnn, library / ours 0.8, TFLOP/s 400.0",
+        "decode, library / ours": 1.05,
+    },
+}
+
+
+def test_the_gpu_suite_is_read_as_it_writes(tmp_path: Path) -> None:
+    (tmp_path / RESULTS).mkdir(parents=True)
+    environment = {**ENVIRONMENT, "gpu": "Some GPU"}
+    document = {"environment": environment, "device": "cuda", "parts": GPU_PARTS}
+    (tmp_path / RESULTS / "gpu_suite.json").write_text(json.dumps(document), encoding="utf-8")
+    page = write(gpu.AREAS, tmp_path)
+    assert "Some GPU" in page
+    shown = {row.what: cells(page, row.what)[2:] for row in gpu.SUITE.rows}
+    assert [shown[row.what] for row in gpu.SUITE.rows] == [
+        ["ops yes, engine yes, graphs yes, split not run", "**missed**"],
+        ["0.93 to 0.93", "yes"],
+        ["1.05", "yes"],
+        ["0.80 to 0.80", "yes"],
+        ["0.88 to 0.95", "**missed**"],
+        ["3.0 to 3.0", "yes"],
+        ["12.4", "yes"],
+        ["0.80", "yes"],
+        ["0.74", "**missed**"],
+        ["", "not measured"],
+        ["0.90 ms", "yes"],
+        ["22,000 tok/s", "yes"],
+        ["2.0 %", "yes"],
+        ["0.55 (1100 / 2000 GB/s)", "yes"],
+        ["1.20", "**missed**"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({"baton": 35.0}, ["35.0 tok/s", "yes"]),
+        ({"baton": 34.0}, ["34.0 tok/s", "**missed**"]),
+        (
+            {"baton": 34.0, "transformers": 17.0},
+            ["34.0 tok/s; 2.00 of transformers's", "**missed**"],
+        ),
+        ({"baton": 20.0, "openvino": 16.0}, ["20.0 tok/s; 1.25 of openvino's", "yes"]),
+        ({"baton": 40.0, "openvino": 50.0}, ["40.0 tok/s; 0.80 of openvino's", "**missed**"]),
+    ],
+)
+def test_other_engines_count_where_they_ran_beside_ours(
+    rates: dict[str, float], expected: list[str], tmp_path: Path
+) -> None:
+    document = {"tokens_per_second": {name: {"decode 1": rate} for name, rate in rates.items()}}
+    page = page_of(document, tmp_path, *engine.ENGINE_CPU.rows)
+    found, verdict = cells(page, "decode 1, float32")[2:]
+    assert [found.removesuffix(" beside it"), verdict] == expected
