@@ -8,7 +8,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test property-long bench kernels gpu-suite chaos resilience check protocol-check fmt proto train-demo-model clean
+.PHONY: help setup demo test property-long bench performance kernels gpu-suite chaos resilience check protocol-check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -41,12 +41,11 @@ property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, 
 	done; \
 	for pid in $$pids; do wait $$pid || failed=1; done; test -z "$$failed"
 
-bench: setup ## measure scheduler, prefix index, engine and hand-off (some minutes); JSON in benchmarks/results
-	$(BIN)/python benchmarks/scheduler.py
-	$(BIN)/python benchmarks/prefix_index.py
-	$(BIN)/python benchmarks/engine_overhead.py
-	$(BIN)/python benchmarks/handoff.py
-	$(BIN)/python benchmarks/router_cost.py
+bench: setup ## measure the short suite (less than 10 minutes on two cores), then write docs/performance.md
+	$(BIN)/python benchmarks/short_suite.py
+
+performance: setup ## write docs/performance.md from the files in benchmarks/results
+	$(BIN)/python -m tools.write_performance
 
 chaos: setup ## kill, stop and restart real processes under load; JSON in benchmarks/results
 	$(BIN)/python benchmarks/chaos.py

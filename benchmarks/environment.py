@@ -1,4 +1,4 @@
-"""Where and when a measurement was made, and the JSON file that keeps both.
+"""Where, when and with which options a measurement was made, and the JSON file that keeps it.
 
 Records what a reader needs to judge a number. Refuses to record: host names, user names, paths.
 """
@@ -10,6 +10,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ def record_environment() -> dict[str, object]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_revision": _git_revision(),
+        "arguments": ["..." if "/" in word else word for word in sys.argv[1:]],
         "cpu": _cpu_model(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -73,7 +75,8 @@ def _git_revision() -> str:
     """The short revision; with ``+`` when tracked files of the engine differ from it."""
     try:
         revision = _git("rev-parse", "--short", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":!tests", ":!docs")
+        apart = (":!tests", ":!docs", ":!benchmarks/results")  # nothing that is measured
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *apart)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return revision + ("+" if changed else "")

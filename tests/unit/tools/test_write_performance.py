@@ -1,0 +1,227 @@
+"""The page of figures is what its script makes of the files, and no file can break it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools.performance import engine, gpu
+from tools.performance.page import RESULTS, anchor, write
+from tools.performance.rows import Area, Found, Json, Row, Source, number, ratio, value
+from tools.write_performance import AREAS, PAGE, main
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = [source for area in AREAS for source in area.sources]
+DAMAGES: tuple[object, ...] = (None, "text", [], {}, -1, {"a": None}, [[]])
+ENVIRONMENT = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "git_revision": "abc1234",
+    "cpu": "Test CPU",
+    "num_cores": 2,
+    "load_average": [0.5, 0, 0],
+    "load_average_after": [1.5, 0, 0],
+}
+
+
+def row(**fields: str) -> Row:
+    return Row(what="speed", measure=value("a", least=2.0), target=">= 2", **fields)
+
+
+def page_of(document: object, tmp_path: Path, *rows: Row) -> str:
+    """The page of one file, written as it is if it is text."""
+    (tmp_path / RESULTS).mkdir(parents=True, exist_ok=True)
+    text = document if isinstance(document, str) else json.dumps(document)
+    (tmp_path / RESULTS / "one.json").write_text(text, encoding="utf-8")
+    source = Source(name="one", command="benchmarks/one.py", rows=rows)
+    return write([Area(title="Area", sources=(source,))], tmp_path)
+
+
+def cells(page: str, what: str) -> list[str]:
+    (line,) = (line for line in page.splitlines() if line.startswith(f"| {what} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_page_is_what_the_script_makes_of_the_files() -> None:
+    written = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert written == write(AREAS, ROOT), "run `make performance`"
+
+
+def test_files_without_anything_give_a_page_of_what_is_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    assert main(tmp_path) == 0
+    page = (tmp_path / PAGE).read_text(encoding="utf-8")
+    num_rows = sum(len(source.rows) for source in SOURCES)
+    assert page.count("| not measured |") == num_rows + 1  # and the head of the first table
+    assert "| yes |" not in page
+    assert "missed**" not in page
+    assert "](../benchmarks/results/" not in page  # no link to a file that is not there
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"environment": 3}'])
+def test_a_file_that_is_none_of_ours_is_not_measured(
+    source: Source, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / RESULTS).mkdir(parents=True)
+    (tmp_path / RESULTS / f"{source.name}.json").write_text(text, encoding="utf-8")
+    page = write([Area(title="Area", sources=(source,))], tmp_path)
+    assert page.count("| not measured |") == len(source.rows) + 1
+
+
+def test_every_value_of_every_file_may_be_damaged(tmp_path: Path) -> None:
+    """Each subtree in turn is something else; the rest of the page stays."""
+    shutil.copytree(ROOT / RESULTS, tmp_path / RESULTS)
+    for source in SOURCES:
+        path = tmp_path / RESULTS / f"{source.name}.json"
+        if not path.exists():
+            continue
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        for key in whole:
+            for damage in DAMAGES:
+                path.write_text(json.dumps({**whole, key: damage}), encoding="utf-8")
+                page = write([Area(title="Area", sources=(source,))], tmp_path)
+                assert page.count(" |\n") >= len(source.rows)
+
+
+def test_a_row_says_what_was_measured_and_whether_that_is_enough(tmp_path: Path) -> None:
+    held = page_of({"environment": ENVIRONMENT, "a": 2}, tmp_path, row())
+    assert cells(held, "speed") == ["speed", ">= 2", "2", "yes"]
+    assert "revision abc1234, 2026-01-02 03:04 UTC, Test CPU, 2 cores" in held
+    assert "load average 0.5 before, 1.5 after." in held
+    missed = page_of({"a": 1.9}, tmp_path, row(holds_back="the reason."))
+    assert cells(missed, "speed") == ["speed", ">= 2", "1.9", "**missed**"]
+    assert "* Missed, speed: the reason." in missed
+    assert "where and when is not recorded" in missed
+
+
+def test_a_row_without_a_target_has_no_verdict(tmp_path: Path) -> None:
+    page = page_of({"a": 3, "b": 2}, tmp_path, Row(what="x", measure=ratio(("a",), ("b",))))
+    assert cells(page, "x") == ["x", "", "1.50 (3 / 2)", ""]
+    assert cells(page, "[Area](#area)") == ["[Area](#area)", "0", "0", "0"]
+
+
+def test_who_used_the_machine_and_which_options_are_told(tmp_path: Path) -> None:
+    environment = {**ENVIRONMENT, "load_average": [2.5, 0, 0], "arguments": ["--rounds", "1"]}
+    page = page_of({"environment": environment, "a": 2}, tmp_path, row())
+    assert "**others used it**, options `--rounds 1`." in page
+
+
+def test_what_is_not_measured_is_listed_with_its_reason(tmp_path: Path) -> None:
+    page = page_of({"b": 1}, tmp_path, row(unmeasured="needs a checkout."))
+    assert "* speed (`benchmarks/one.py`): needs a checkout." in page
+
+
+@pytest.mark.parametrize("damaged", [None, "3", True, [], {}, float("nan"), float("inf")])
+def test_what_is_no_number_is_not_measured(damaged: Json) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        number({"a": damaged}, "a")
+
+
+def test_a_ratio_over_nothing_is_not_measured(tmp_path: Path) -> None:
+    page = page_of({"a": 3, "b": 0}, tmp_path, Row(what="x", measure=ratio(("a",), ("b",))))
+    assert cells(page, "x")[-1] == "not measured"
+
+
+def test_a_bar_in_a_figure_breaks_no_table(tmp_path: Path) -> None:
+    page = page_of({}, tmp_path, Row(what="x", measure=lambda _: Found("a|b", True)))
+    assert "| x |  | a\\|b | yes |" in page
+
+
+def test_links_to_the_log_lead_to_headings() -> None:
+    log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    headings = {line.removeprefix("## ") for line in log.splitlines() if line.startswith("## ")}
+    assert {heading for area in AREAS for heading in area.log} <= headings
+    assert (
+        anchor("2026-11-21: a dead sender's last bytes") == "2026-11-21-a-dead-senders-last-bytes"
+    )
+
+
+def test_every_command_is_there() -> None:
+    commands = {source.command.split()[0] for source in SOURCES}
+    assert [command for command in commands if not (ROOT / command).exists()] == []
+
+
+GPU_PARTS: dict[str, dict[str, object]] = {
+    "ops": {"ok": True},
+    "engine": {"ok": True},
+    "graphs": {"ok": True},
+    "split": {"ok": False, "not run": "no module nixl"},
+    "decode": {
+        "8B, batch 1: floor / measured": 0.8,
+        "8B, batch 8: floor / measured": 0.74,
+        "0.6B, batch 1: ms per step": 0.9,
+        "0.6B, batch 256: idle": 0.02,
+    },
+    "nano": {"failed": "exit code 1", "output tokens per second": 22_000.0},
+    "push": {
+        "copy on the device, GB/s of payload": 2000.0,
+        "blocks of 16 tokens, in a row: GB/s": 1100.0,
+        "blocks of 16 tokens, in a row: ms": 0.6,
+        "blocks of 128 tokens, in a row: ms": 0.5,
+    },
+    "kernels": {
+        "stream: copy": "GB/s 4000.0, of copy 1.0",
+        "stream: silu_mul": "GB/s 3800.0, of copy 0.95",
+        "stream: add_rms_norm": "GB/s 3500.0, of copy 0.88",
+        "launch: silu_mul, 64 tokens": "us 2.1, torch us 6.3, torch / ours 3.0",
+        "sampling: top-k 50, top-p 0.9, 64 rows": "us 80.0, torch us 990.0, torch / ours 12.4",
+    },
+    "attention": {
+        "decode 32/8, batch 1, context 1024": "us 9.0, best library sdpa, of copy 0.1",
+        "decode 32/8, batch 64, context 4096": "us 500.0, library / ours 1.1, of copy 0.93",
+        "prefill 2048 behind 0": "us 90.0, best library cudnn, library / ours 0.8, TFLOP/s 400.0",
+        "decode, library / ours": 1.05,
+    },
+}
+
+
+def test_the_gpu_suite_is_read_as_it_writes(tmp_path: Path) -> None:
+    (tmp_path / RESULTS).mkdir(parents=True)
+    environment = {**ENVIRONMENT, "gpu": "Some GPU"}
+    document = {"environment": environment, "device": "cuda", "parts": GPU_PARTS}
+    (tmp_path / RESULTS / "gpu_suite.json").write_text(json.dumps(document), encoding="utf-8")
+    page = write(gpu.AREAS, tmp_path)
+    assert "Some GPU" in page
+    shown = {row.what: cells(page, row.what)[2:] for row in gpu.SUITE.rows}
+    assert [shown[row.what] for row in gpu.SUITE.rows] == [
+        ["ops yes, engine yes, graphs yes, split not run", "**missed**"],
+        ["0.93 to 0.93", "yes"],
+        ["1.05", "yes"],
+        ["0.80 to 0.80", "yes"],
+        ["0.88 to 0.95", "**missed**"],
+        ["3.0 to 3.0", "yes"],
+        ["12.4", "yes"],
+        ["0.80", "yes"],
+        ["0.74", "**missed**"],
+        ["", "not measured"],
+        ["0.90 ms", "yes"],
+        ["22,000 tok/s", "yes"],
+        ["2.0 %", "yes"],
+        ["0.55 (1100 / 2000 GB/s)", "yes"],
+        ["1.20", "**missed**"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({"baton": 35.0}, ["35.0 tok/s", "yes"]),
+        ({"baton": 34.0}, ["34.0 tok/s", "**missed**"]),
+        (
+            {"baton": 34.0, "transformers": 17.0},
+            ["34.0 tok/s; 2.00 of transformers's", "**missed**"],
+        ),
+        ({"baton": 20.0, "openvino": 16.0}, ["20.0 tok/s; 1.25 of openvino's", "yes"]),
+        ({"baton": 40.0, "openvino": 50.0}, ["40.0 tok/s; 0.80 of openvino's", "**missed**"]),
+    ],
+)
+def test_other_engines_count_where_they_ran_beside_ours(
+    rates: dict[str, float], expected: list[str], tmp_path: Path
+) -> None:
+    document = {"tokens_per_second": {name: {"decode 1": rate} for name, rate in rates.items()}}
+    page = page_of(document, tmp_path, *engine.ENGINE_CPU.rows)
+    found, verdict = cells(page, "decode 1, float32")[2:]
+    assert [found.removesuffix(" beside it"), verdict] == expected

@@ -1,0 +1,215 @@
+"""Rows that need a GPU, and what can be said of its kernels without one."""
+
+from __future__ import annotations
+
+import re
+
+from tools.performance.rows import Area, Found, Json, Row, Source, at, judge, number, ratio, value
+
+LEAST_BANDWIDTH = 0.90
+LARGE_KV_BYTES = 512e6  # below, a launch is a part of the time
+FUSED = ("add_rms_norm", "norm_rotary_store", "silu_mul")
+_FIGURE = re.compile(r"([^,]+) (-?[0-9.]+)(?:, |$)")
+_DECODE = re.compile(r"decode (\d+)/(\d+), batch (\d+), context (\d+)")
+HEAD_DIM, KV_ITEM_BYTES = 128, 2
+
+
+def _figures(document: Json, part: str, words: str) -> dict[str, dict[str, float]]:
+    """The rows of a part whose names contain the words: {row: {figure: value}}."""
+    rows = {
+        name: {key.strip(): float(found) for key, found in _FIGURE.findall(text)}
+        for name, text in at(document, "parts", part).items()
+        if isinstance(text, str) and words in name
+    }
+    if not rows:
+        raise LookupError(f"{part}: no row with {words!r}")
+    return rows
+
+
+def _kv_bytes(name: str) -> float:
+    match = _DECODE.search(name)
+    if match is None:
+        raise ValueError(f"attention: no decode row, got {name!r}")
+    _, kv_heads, batch, context = map(int, match.groups())
+    return 2.0 * KV_ITEM_BYTES * HEAD_DIM * kv_heads * batch * context
+
+
+def _decode_bandwidth(document: Json) -> Found:
+    shares = [
+        figures["of copy"]
+        for name, figures in _figures(document, "attention", "decode ").items()
+        if "batch" in name and _kv_bytes(name) >= LARGE_KV_BYTES
+    ]
+    return Found(
+        f"{min(shares):.2f} to {max(shares):.2f}", judge(min(shares), LEAST_BANDWIDTH, None, None)
+    )
+
+
+def _varlen(document: Json) -> Found:
+    found = [row["library / ours"] for row in _figures(document, "attention", "prefill ").values()]
+    return Found(f"{min(found):.2f} to {max(found):.2f}", judge(min(found), 0.75, None, None))
+
+
+def _stream(document: Json) -> Found:
+    rows = _figures(document, "kernels", "stream: ")
+    shares = [row["of copy"] for name, row in rows.items() if name.endswith(FUSED)]
+    return Found(f"{min(shares):.2f} to {max(shares):.2f}", judge(min(shares), 0.9, None, None))
+
+
+def _launch(document: Json) -> Found:
+    found = [row["torch / ours"] for row in _figures(document, "kernels", "launch: ").values()]
+    return Found(f"{min(found):.1f} to {max(found):.1f}", judge(min(found), 2.0, None, None))
+
+
+def _sampling(document: Json) -> Found:
+    (row,) = _figures(document, "kernels", "top-k 50, top-p 0.9, 64 rows").values()
+    found = row["torch / ours"]
+    return Found(f"{found:.1f}", judge(found, 10.0, None, None))
+
+
+def _right(document: Json) -> Found:
+    parts = {name: at(document, "parts", name) for name in ("ops", "engine", "graphs", "split")}
+    told = ", ".join(
+        f"{name} {'not run' if 'not run' in part else 'yes' if at(part, 'ok') else 'NO'}"
+        for name, part in parts.items()
+    )
+    return Found(told, all(at(part, "ok") is True for part in parts.values()))
+
+
+def _step(shape: str, batch: int) -> tuple[str, ...]:
+    return ("parts", "decode", f"{shape}, batch {batch}: floor / measured")
+
+
+def _push(block_size: int, unit: str) -> tuple[str, ...]:
+    return ("parts", "push", f"blocks of {block_size} tokens, in a row: {unit}")
+
+
+SUITE = Source(
+    name="gpu_suite",
+    command="benchmarks/gpu_suite.py",
+    absent="no GPU was at hand",
+    rows=(
+        Row(what="tokens and ops are right there", target="all", measure=_right),
+        Row(
+            what="paged decode attention, 512 MB of KV and more: share of copy bandwidth",
+            target=f">= {LEAST_BANDWIDTH:.2f}",
+            measure=_decode_bandwidth,
+        ),
+        Row(
+            what="paged decode attention: best library's time / ours, geometric mean",
+            target=">= 1.0",
+            measure=value("parts", "attention", "decode, library / ours", form="{:.2f}", least=1.0),
+        ),
+        Row(
+            what="prompt chunks over a paged prefix: best library's time / ours",
+            target=">= 0.75",
+            measure=_varlen,
+        ),
+        Row(what="fused small kernels: share of copy bandwidth", target=">= 0.90", measure=_stream),
+        Row(
+            what="unfused torch ops / one kernel, 64 and 256 tokens", target=">= 2", measure=_launch
+        ),
+        Row(
+            what="sampling, 64 x 151,936, top-k and top-p: torch's sort / ours",
+            target=">= 10",
+            measure=_sampling,
+        ),
+        *(
+            Row(
+                what=f"decode step, 8B, context 1,024, batch {batch}: floor / measured",
+                target=">= 0.75",
+                measure=value(*_step("8B", batch), form="{:.2f}", least=0.75),
+            )
+            for batch in (1, 8, 64)
+        ),
+        Row(
+            what="decode step, 0.6B, batch 1",
+            target="<= 1.0 ms",
+            measure=value(
+                *("parts", "decode", "0.6B, batch 1: ms per step"), form="{:.2f} ms", most=1.0
+            ),
+        ),
+        Row(
+            what="nano-vllm's workload, 0.6B",
+            target=">= 21,000 tok/s",
+            measure=value(
+                *("parts", "nano", "output tokens per second"), form="{:,.0f} tok/s", least=21_000.0
+            ),
+        ),
+        Row(
+            what="idle share of the GPU in steady decode, 0.6B, batch 256",
+            target="<= 3 %",
+            measure=value(
+                *("parts", "decode", "0.6B, batch 256: idle"),
+                form="{:.1f} %",
+                scale=100.0,
+                most=3.0,
+            ),
+        ),
+        Row(
+            what="KV pushed over NIXL, blocks of 16 tokens / a copy on the device",
+            target=">= 0.5",
+            measure=ratio(
+                _push(16, "GB/s"),
+                ("parts", "push", "copy on the device, GB/s of payload"),
+                form="{ratio:.2f} ({above:.0f} / {under:.0f} GB/s)",
+                least=0.5,
+            ),
+        ),
+        Row(
+            what="time to push blocks of 16 tokens / of 128",
+            target="<= 1.15",
+            measure=ratio(_push(16, "ms"), _push(128, "ms"), form="{ratio:.2f}", most=1.15),
+        ),
+    ),
+)
+
+
+def _spills(architecture: str, *, has_target: bool) -> Row:
+    def measure(document: Json) -> Found:
+        found = {
+            name: number(of, architecture, "spill_bytes")
+            for name, of in at(document, "kernels").items()
+        }
+        spilling = [name for name, spilled in found.items() if spilled]
+        text = f"{len(spilling)} of {len(found)}"
+        if spilling:
+            text += ": " + ", ".join(f"{name} ({found[name]:.0f} bytes)" for name in spilling)
+        return Found(text, not spilling if has_target else None)
+
+    return Row(
+        what=f"kernel variants for {architecture} that spill registers",
+        target="0" if has_target else "",
+        measure=measure,
+        holds_back="the tile does not fit the registers.",
+    )
+
+
+def _registers(architecture: str) -> Row:
+    def measure(document: Json) -> Found:
+        found = {
+            name: number(of, architecture, "registers")
+            for name, of in at(document, "kernels").items()
+        }
+        texts = []
+        for kind in ("decode_attention", "varlen_attention", "sampling"):
+            of_kind = [count for name, count in found.items() if name.startswith(kind)]
+            texts.append(f"{kind} {min(of_kind):.0f} to {max(of_kind):.0f}")
+        return Found(", ".join(texts))
+
+    return Row(what=f"registers per thread, {architecture}", measure=measure)
+
+
+AHEAD = Source(
+    name="kernels_aot",
+    command="tools/compile_kernels.py",
+    intro="Compiled ahead of time, without a GPU; `make kernels`. The same file everywhere.",
+    rows=(
+        _spills("sm_90", has_target=True),
+        _spills("sm_80", has_target=False),
+        _registers("sm_90"),
+        _registers("sm_80"),
+    ),
+)
+
+AREAS = (Area(title="On a GPU", sources=(SUITE, AHEAD)),)

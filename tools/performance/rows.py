@@ -1,0 +1,145 @@
+"""What a row of docs/performance.md is: a target, a way to find the figure in a file, a verdict.
+
+Knows the shape of no file: those are `handoff.py`, `fleet.py`, `engine.py` and `gpu.py` beside
+this one. A figure that is not in its file, or is no number, raises one of `NOT_THERE`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Json = Any  # what json.loads gives; its shape is checked where it is read
+Path = tuple[str | int, ...]  # keys and indices down to one value of a file
+NOT_THERE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Attributes:
+    text: the figure as it is shown.
+    holds: whether the target is kept; None where there is no target.
+    """
+
+    text: str
+    holds: bool | None = None
+
+
+Measure = Callable[[Json], Found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Attributes:
+    what: what is measured.
+    target: as people read it; empty: shown for orientation only.
+    measure: finds the figure in the file; raises one of `NOT_THERE`.
+    holds_back: one sentence of why it is missed, shown if it is.
+    unmeasured: what to know where the file does not have it.
+    """
+
+    what: str
+    measure: Measure
+    target: str = ""
+    holds_back: str = ""
+    unmeasured: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Rows of one file.
+
+    Attributes:
+    name: `benchmarks/results/<name>.json`.
+    command: what writes it.
+    absent: why there may be no such file.
+    """
+
+    name: str
+    command: str
+    rows: tuple[Row, ...]
+    intro: str = ""
+    absent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Area:
+    """One heading of the page.
+
+    Attributes:
+    log: headings of docs/log.md with what was tried, negative results too.
+    notes: what to know besides; Markdown, one paragraph each.
+    """
+
+    title: str
+    sources: tuple[Source, ...]
+    log: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def at(document: Json, *path: str | int) -> Json:
+    """What is at this place; raises LookupError or TypeError."""
+    for key in path:
+        document = document[key]
+    return document
+
+
+def number(document: Json, *path: str | int) -> float:
+    """The finite number at this place; raises one of `NOT_THERE`."""
+    value = at(document, *path)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{path}: must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{path}: must be finite, got {value}")
+    return float(value)
+
+
+def judge(
+    value: float, least: float | None, most: float | None, below: float | None
+) -> bool | None:
+    """Whether it is within the limits; None without any."""
+    if least is None and most is None and below is None:
+        return None
+    return (
+        (least is None or value >= least)
+        and (most is None or value <= most)
+        and (below is None or value < below)
+    )
+
+
+def value(
+    *path: str | int,
+    form: str = "{:.3g}",
+    scale: float = 1.0,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Measure:
+    """One number of the file, times ``scale``; limits count after that."""
+
+    def measure(document: Json) -> Found:
+        found = number(document, *path) * scale
+        return Found(form.format(found), judge(found, least, most, below))
+
+    return measure
+
+
+def ratio(
+    above: Path,
+    under: Path,
+    *,
+    form: str = "{ratio:.2f} ({above:.3g} / {under:.3g})",
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Measure:
+    """One number over another of the same run."""
+
+    def measure(document: Json) -> Found:
+        a, b = number(document, *above), number(document, *under)
+        found = a / b
+        return Found(form.format(ratio=found, above=a, under=b), judge(found, least, most, below))
+
+    return measure
