@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +37,8 @@ from sim_node.options import SimOptions
 from sim_node.timing import preset
 from sim_node.virtual_time import VirtualTimeLoop
 from virtual_fleet import MODEL, joined_fleet
+
+T = TypeVar("T")
 
 OPTIONS = SimOptions(timing=preset("h100-8b").scaled(5.0))
 FLEETS = {"4P+4D": (4, 4), "2P+6D": (2, 6)}
@@ -235,7 +237,7 @@ def _print_late(answers: Sequence[Answer]) -> None:
             )
 
 
-def _on_virtual_time(make: Callable[[], Coroutine[None, None, Any]]) -> Any:
+def _on_virtual_time(make: Callable[[], Coroutine[None, None, T]]) -> T:
     loop = VirtualTimeLoop()
     try:
         return loop.run_until_complete(make())

@@ -55,8 +55,8 @@ def test_a_part_without_its_packages_says_which_and_hides_no_other(tmp_path: Pat
 
 def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     out = tmp_path / "suite.json"
-    done = run("--only", "decode", "nano", "--budget", "6", "--out", str(out))
+    done = run("--only", "ops", "nano", "--budget", "6", "--out", str(out))
     assert done.returncode == 1
     parts = json.loads(out.read_text(encoding="utf-8"))["parts"]
-    assert parts["decode"]["failed"].startswith("stopped after")
+    assert parts["ops"]["failed"].startswith("stopped after")
     assert parts["nano"] == {"ok": False, "not run": "no time was left"}
