@@ -86,7 +86,7 @@ async def _play(
     local_prefill: bool,
 ) -> list[Outcome]:
     loop = asyncio.get_running_loop()
-    async with _joined_fleet(num_nodes, options, local_prefill) as pool:
+    async with joined_fleet(num_nodes, num_nodes, options, local_prefill=local_prefill) as pool:
         dispatcher = Dispatcher(pool, POLICIES.load(policy)())
         # First tokens, last ones and failures are heard of at once; the others every 50 ms.
         dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=loop.time)
@@ -197,9 +197,14 @@ def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
 
 
 @contextlib.asynccontextmanager
-async def _joined_fleet(
-    num_nodes: int, options: SimOptions, local_prefill: bool
+async def joined_fleet(
+    num_prefill: int, num_decode: int, options: SimOptions, *, local_prefill: bool
 ) -> AsyncIterator[NodePool]:
+    """A pool that simulated nodes have joined; to be entered on a `VirtualTimeLoop`.
+
+    Args:
+        local_prefill: whether decode nodes may compute prompts themselves.
+    """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL), "utf-8")  # noqa: ASYNC240
         pool = NodePool(
@@ -224,8 +229,8 @@ async def _joined_fleet(
         cluster = SimCluster(
             "",
             folder,
-            num_prefill=num_nodes,
-            num_decode=num_nodes,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
             options=options,
             make_links=make_links,
         )

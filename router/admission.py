@@ -192,6 +192,11 @@ class Admission:
         now = asyncio.get_running_loop().time()
         self._capacity.note_wait(ticket.expected_wait_s / ticket.bias, now - ticket.arrived_at)
 
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait."""
+        return self._num_queued
+
     def state(self) -> AdmissionState:
         return AdmissionState(
             num_queued=self._num_queued,

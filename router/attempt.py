@@ -57,7 +57,7 @@ class Attempt:
         self._finished_on: NodeRole | None = None
         self._closed = False
         self._num_cached_tokens = num_cached_tokens
-        self._send_legs(call, tuple(buffer.token_ids), timeout_s + NODE_EXTRA_TIMEOUT_S)
+        self._send_legs(call, tuple(buffer.token_ids), timeout_s)
 
     def _send_legs(self, call: Call, output_token_ids: tuple[int, ...], timeout_s: float) -> None:
         num_tokens = len(call.prompt_token_ids) + len(output_token_ids)
@@ -65,6 +65,10 @@ class Attempt:
         params = call.sampling_params
         if output_token_ids:  # the client has them
             params = dataclasses.replace(params, prompt_logprobs=None)
+        arrives_s = 0.0
+        if self.prefill is not None:
+            load = self.prefill.load
+            arrives_s = load.prefill_base_s + load.prefill_s_per_token * num_uncomputed
         if self.decode is not None:
             self.decode.open_leg(
                 call.request_id,
@@ -73,6 +77,9 @@ class Attempt:
                 self,
                 num_uncomputed=0 if self.prefill else num_uncomputed,
                 num_arriving=num_tokens,
+                max_tokens=params.max_tokens - len(output_token_ids),
+                timeout_s=timeout_s,
+                arrives_s=arrives_s,
             )
             self.decode.send(
                 DecodeCommand(
@@ -81,7 +88,7 @@ class Attempt:
                     prompt_token_ids=call.prompt_token_ids,
                     sampling_params=params,
                     prefill_engine_id=self.prefill.engine_id if self.prefill else "",
-                    timeout_s=timeout_s,
+                    timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                     output_token_ids=output_token_ids,
                 )
             )
@@ -97,7 +104,7 @@ class Attempt:
                 prompt_token_ids=call.prompt_token_ids,
                 sampling_params=params,
                 decode_engine_id=self.decode.engine_id if self.decode else "",
-                timeout_s=timeout_s,
+                timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                 output_token_ids=output_token_ids,
             )
         )

@@ -44,9 +44,8 @@ class Capacity:
         if not fleet:
             return True
         window_s = self._prefill_window_s
-        if not any(
-            node.prefill_queue_s <= window_s for node in (*fleet.prefills, *fleet.self_prefilling)
-        ):
+        prefills = fleet.prefills or fleet.self_prefilling
+        if not any(node.prefill_queue_s <= window_s for node in prefills):
             return False
         needed = self.kv_tokens(num_prompt_tokens, max_tokens)
         return any(_has_kv_room(node, needed) for node in _receivers(fleet))

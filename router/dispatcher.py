@@ -359,6 +359,7 @@ class _OpenCall:
             max_tokens=call.sampling_params.max_tokens - len(self._output_token_ids),
             session_id=call.session_id,
             timeout_s=self._expires_at - asyncio.get_running_loop().time(),
+            num_waiting=dispatcher.admission.num_queued,
             now=pool.clock(),
             find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
         )

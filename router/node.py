@@ -5,8 +5,9 @@ Takes what the node says and hands it to who waits for it. Knows no other nodes.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from baton.link import (
     ServingState,
     StepDeltas,
 )
+from baton.outputs import FinishReason
 from router.health import NodeHealth
 from router.node_load import NodeLoad, SharedRates
 
@@ -138,11 +140,22 @@ class Node:
         *,
         num_uncomputed: int = 0,
         num_arriving: int = 0,
+        max_tokens: int = 0,
+        timeout_s: float = math.inf,
+        arrives_s: float = 0.0,
     ) -> None:
-        """Have this node's deltas of an attempt given to ``reader``; see `NodeLoad.note_opened`."""
+        """Have this node's deltas of an attempt given to ``reader``; see `NodeLoad.note_opened`.
+
+        Args:
+            max_tokens: to be decoded here within ``timeout_s``.
+            arrives_s: until the KV of its prompt is expected.
+        """
         self.legs[epoch] = _Leg(request_id, reader, num_tokens, num_uncomputed, num_arriving)
         self.load.note_opened(num_tokens, num_uncomputed=num_uncomputed, num_arriving=num_arriving)
         self.health.note_open(len(self.legs))
+        if max_tokens:
+            num_steps, now = min(max_tokens, self.load.shared.long_output_tokens), self.clock()
+            self.load.promises.open(epoch, now + timeout_s, num_steps, now + arrives_s)
 
     def relieve_leg(self, epoch: int) -> None:
         """Count a leg's tokens as done, while it may still have something to say."""
@@ -155,6 +168,7 @@ class Node:
         """Drop what the node still says of an attempt; harmless when closed already."""
         leg = self.legs.pop(epoch, None)
         if leg is not None:
+            self.load.promises.close(epoch)
             self.health.note_open(len(self.legs))
             self.load.note_closed(
                 leg.num_tokens,
@@ -166,8 +180,12 @@ class Node:
 
     def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
         """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
-        leg = self.legs.get(delta.epoch)
-        if leg is not None and leg.request_id == delta.output.request_id:
+        self._note_prefilled((delta,))
+        self._hand_over(delta, node_lost=node_lost)
+
+    def _hand_over(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
+        leg = self._leg_of(delta)
+        if leg is not None:
             self._learn(leg, delta)
             leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
 
@@ -180,29 +198,41 @@ class Node:
             leg = legs.get(epoch)
             if leg is not None:
                 if leg.begun_at is None and is_decode:
-                    self._begin(leg)
+                    self._begin(leg, epoch)
                 leg.reader.take_token(role, output_index, token_id)
+        self._note_prefilled(step.deltas)
         for delta in step.deltas:
-            self.deliver(delta)
+            self._hand_over(delta)
         if is_decode:
             self.load.note_step()
+
+    def _leg_of(self, delta: RequestDelta) -> _Leg | None:
+        leg = self.legs.get(delta.epoch)
+        return leg if leg and leg.request_id == delta.output.request_id else None
+
+    def _note_prefilled(self, deltas: Sequence[RequestDelta]) -> None:
+        """All prompts that one step computed are measured together."""
+        receipts = [delta.prefill for delta in deltas if delta.prefill and self._leg_of(delta)]
+        if receipts:
+            self.load.note_prefilled(receipts)
 
     def _learn(self, leg: _Leg, delta: RequestDelta) -> None:
         """What a delta says of how busy and how fast the node is."""
         if delta.prefill is not None:
-            self.load.note_prefilled(delta.prefill)
             self.health.note_success()
         if self.registration.role is NodeRole.PREFILL or delta.error is not None:
             return
-        begun_at = self._begin(leg) if leg.begun_at is None else leg.begun_at
+        begun_at = self._begin(leg, delta.epoch) if leg.begun_at is None else leg.begun_at
         if delta.decode is not None:
-            self.load.note_decoded(delta.decode, self.clock() - begun_at)
+            is_cut = delta.output.finish_reason is FinishReason.LENGTH
+            self.load.note_decoded(delta.decode, self.clock() - begun_at, is_cut=is_cut)
 
-    def _begin(self, leg: _Leg) -> float:
+    def _begin(self, leg: _Leg, epoch: int) -> float:
         """An attempt's first token on a decode node came."""
         leg.begun_at = self.clock()
         self.health.note_success()
         self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
+        self.load.promises.begin(epoch)
         leg.num_decoding = leg.num_arriving
         leg.num_arriving = leg.num_uncomputed = 0
         return leg.begun_at

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.link import NodeBeat, NodeRegistration, NodeRole
 from baton.outputs import DecodeReceipt, PrefillReceipt
 from router.line_fit import LineFit
+from router.promises import Promises
 
 # Until something is measured: one mid-range GPU with a model of some 8B parameters.
 _PREFILL_GUESS = ((0.0, 0.01), (8000.0, 0.81))
@@ -92,6 +93,7 @@ class NodeLoad:
         self._num_decoding_tokens = 0  # of the prompts of these
         self._foreign_units = self._foreign_running_units = 0.0
         self._stepped_at: float | None = None
+        self.promises = Promises()
         if registration.kv_bytes_per_token:
             self.shared.kv_bytes_per_token = registration.kv_bytes_per_token
         self._derive()
@@ -167,7 +169,7 @@ class NodeLoad:
         self._num_decoding_tokens -= num_decoding
         if not self._num_decoding:
             self._stepped_at = None  # a pause begins: the time until the next step is none
-        self._drop_uncomputed(num_uncomputed)
+            self._drop_uncomputed(num_uncomputed)
         self._derive()
 
     def _drop_uncomputed(self, num_uncomputed: int) -> None:
@@ -199,16 +201,20 @@ class NodeLoad:
         self._foreign_units = units * max(0, num_reported - self.num_open_requests)
         self._foreign_running_units = units * max(0, beat.num_running - self._num_decoding)
 
-    def note_prefilled(self, receipt: PrefillReceipt) -> None:
-        """A prompt was computed; to be called before its tokens are no longer open.
+    def note_prefilled(self, receipts: Sequence[PrefillReceipt]) -> None:
+        """A step computed (the last of) some prompts; before their tokens are no longer open.
 
-        Prompts share steps. Each is charged with the time since the one before ended, so that the
-        sum of all is the time that the node was busy.
+        They are charged with the time since a step last did so, each with as much of it and as
+        many tokens as the others: which of them took the time nobody can tell, and the sum of all
+        is the time that the node was busy.
         """
-        busy_s = max(min(receipt.prefill_s, self._clock() - self.prefill_progress_at), 0.0)
-        if receipt.num_computed_tokens > 0:
-            self.prefill.measure(receipt.num_computed_tokens, busy_s)
-            self.prefill.refresh()
+        computed = [receipt for receipt in receipts if receipt.num_computed_tokens > 0]
+        busy_s = self._clock() - self.prefill_progress_at
+        busy_s = max(min(busy_s, max((r.prefill_s for r in computed), default=0.0)), 0.0)
+        num_tokens = sum(receipt.num_computed_tokens for receipt in computed)
+        for _ in computed:
+            self.prefill.measure(num_tokens / len(computed), busy_s / len(computed))
+        self.prefill.refresh()
         self.prefill_progress_at = self._clock()
 
     def note_step(self) -> None:
@@ -217,6 +223,7 @@ class NodeLoad:
         It is measured by what decodes now. By what is placed here, much of which is still on its
         way, the line would be flat, and a node that is thought not to mind gets all.
         """
+        self.promises.num_steps += 1
         now = self._clock()
         step_s = math.inf if self._stepped_at is None else now - self._stepped_at
         has_prompts = self._num_uncomputed or self.beat.num_uncomputed_tokens
@@ -225,18 +232,29 @@ class NodeLoad:
             self.step.measure(units + self._foreign_running_units, step_s)
         self._stepped_at = now if self._num_decoding else None
 
-    def note_decoded(self, receipt: DecodeReceipt, residence_s: float) -> None:
-        """A request ended after so long on this decode node."""
+    def note_decoded(
+        self, receipt: DecodeReceipt, residence_s: float, *, is_cut: bool = False
+    ) -> None:
+        """A request ended after so long on this decode node.
+
+        Args:
+            is_cut: it had all the tokens that it was allowed: longer ones may be as long as ever.
+                (When few of these get in, they must not be forgotten.)
+        """
         shared, push = self.shared, receipt.push
         num_tokens = receipt.num_forwards + 1
         shared.output_tokens += _FADING * (num_tokens - shared.output_tokens)
         faded = shared.long_output_tokens + _LONG_FADING * (num_tokens - shared.long_output_tokens)
-        shared.long_output_tokens = max(num_tokens, faded)
+        shared.long_output_tokens = max(num_tokens, shared.long_output_tokens if is_cut else faded)
         shared.residence_s += _FADING * (residence_s - shared.residence_s)
         if not shared.kv_bytes_per_token and push.num_blocks:
             shared.kv_bytes_per_token = push.num_bytes / (push.num_blocks * self.block_size)
 
     # ------------------------------------------------------------------ derived
+
+    def spare_s(self, now: float) -> float:
+        """How long steps may pause for one prompt more before a deadline here is missed."""
+        return self.promises.spare_s(now, self.step_base_s) - self.prefill_queue_s
 
     def _derive(self) -> None:
         """What policies read; made when something changes, as more is read than changes."""

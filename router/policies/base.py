@@ -31,6 +31,7 @@ class RouteQuery:
         max_tokens: that may follow.
         session_id: requests with the same one share a prefix; empty: unknown.
         timeout_s: until its deadline.
+        num_waiting: requests that wait at the router, and begin as nodes have room.
         now: by `time.monotonic`; 0 if nothing is to go by it.
         find_cached_tokens: how many first tokens of the prompt each node has in its prefix cache,
             by engine id; nodes that have none are not in it. Asked only by who needs it.
@@ -40,6 +41,7 @@ class RouteQuery:
     max_tokens: int
     session_id: str = ""
     timeout_s: float = math.inf
+    num_waiting: int = 0
     now: float = 0.0
     find_cached_tokens: Callable[[], Mapping[str, int]] = _nothing_cached
 
@@ -152,6 +154,10 @@ class NodeView(Protocol):
     def num_room_tokens(self) -> int: ...
     @property
     def shared(self) -> Averages: ...
+
+    def spare_s(self, now: float) -> float:
+        """How long all that decodes there may pause, besides for the prompts that are before it,
+        until the first of them is expected to miss its deadline. O(requests there)."""
 
 
 class Candidate(NamedTuple):

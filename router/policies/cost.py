@@ -23,6 +23,7 @@ from router.policies.cost_terms import (
     Place,
     decode_costs,
     decode_terms,
+    keeps_deadlines,
     local_place,
     pair_place,
     prefill_costs,
@@ -106,7 +107,8 @@ class _Search:
         ]
         best_s = min((place.cost_s for place in pairs), default=float("inf"))
         alone = (decode_terms(terms, node) for node in fleet.self_prefilling)
-        return pairs + [local_place(terms, decode, best_s) for decode in alone]
+        places = [local_place(terms, decode, best_s) for decode in alone]
+        return pairs + self._harmless(places, best_s)
 
     # ------------------------------------------------------------------ pairs
 
@@ -177,7 +179,18 @@ class _Search:
         ]
         places.update(-place for _, place in heapq.nlargest(MAX_HITS, hits))
         nodes = (fleet.self_prefilling[i] for i in sorted(places))
-        return [local_place(terms, decode_terms(terms, node), best_pair_s) for node in nodes]
+        some = [local_place(terms, decode_terms(terms, node), best_pair_s) for node in nodes]
+        return self._harmless(some, best_pair_s)
+
+    def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:
+        """Without those that would be taken, and at which somebody would miss a deadline."""
+        if best_pair_s == float("inf"):
+            return places
+        return [
+            place
+            for place in places
+            if place.cost_s >= best_pair_s or keeps_deadlines(self._terms, place)
+        ]
 
 
 def _shortlist(

@@ -36,6 +36,8 @@ class CostTerms:
     Attributes:
         cached: tokens of the prompt that nodes have, by engine id.
         num_steps: decode steps that are expected.
+        most_steps: that few requests exceed.
+        timeout_s: until the request's deadline.
         num_behind: prompts that this one will delay, on whichever prefill node; see BUSY_FACTOR.
         kv_bytes_per_token: 0 if unknown.
     """
@@ -43,6 +45,8 @@ class CostTerms:
     fleet: Fleet
     num_tokens: int
     num_steps: float
+    most_steps: float
+    timeout_s: float
     cached: Mapping[str, int]
     now: float
     kv_bytes_per_token: float
@@ -53,16 +57,21 @@ class CostTerms:
     def of(query: RouteQuery, fleet: Fleet) -> CostTerms:
         decodes = fleet.decodes or fleet.self_prefilling
         output_tokens = decodes[0].shared.output_tokens if decodes else 0.0
+        long_output_tokens = decodes[0].shared.long_output_tokens if decodes else 0.0
         return CostTerms(
             fleet=fleet,
             num_tokens=query.num_prompt_tokens,
             num_steps=min(query.max_tokens, output_tokens),
+            most_steps=min(query.max_tokens, long_output_tokens),
+            timeout_s=query.timeout_s,
             cached=query.find_cached_tokens(),
             now=query.now,
             kv_bytes_per_token=decodes[0].shared.kv_bytes_per_token if decodes else 0.0,
             best_bytes_per_s=fleet.best_bandwidth or DEFAULT_BYTES_PER_S,
-            num_behind=BUSY_FACTOR
-            * sum([node.num_uncomputed_requests for node in fleet.prefills])
+            num_behind=(
+                BUSY_FACTOR * sum([node.num_uncomputed_requests for node in fleet.prefills])
+                + query.num_waiting
+            )
             / max(len(fleet.prefills), 1),
         )
 
@@ -145,6 +154,7 @@ def prefill_costs(terms: CostTerms) -> list[float]:
     num_behind = terms.num_behind
     costs_s = [
         node.prefill_base_s
+        + num_behind * node.prefill.base
         + (node.prefill_s_per_token + num_behind * node.prefill.per_unit) * num_tokens
         - (
             0.0
@@ -208,7 +218,8 @@ def prefill_terms(terms: CostTerms, node: NodeView) -> PrefillTerms:
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
-    damage_s = terms.num_behind * node.prefill.per_unit * num_missing
+    # With the base: how a node's time splits in two is known less well than the time itself.
+    damage_s = terms.num_behind * compute_s
     is_measured = node.prefill.num_measured > 0
     wait_s = total_s - compute_s
     return PrefillTerms(node, num_missing, wait_s, compute_s, damage_s, total_s, is_measured)
@@ -266,6 +277,16 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
     if best_pair_s < float("inf"):
         terms_s["margin_ms"] = LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s)
     return Place(sum(terms_s.values()), None, decode, terms_s)
+
+
+def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
+    """Whether a prompt may be computed on D as far as one knows when all there will end.
+
+    O(requests there): not to be asked of every node.
+    """
+    compute_s, node = place.terms_s["prefill_ms"], place.decode.node
+    needed_s = place.terms_s["local_queue_ms"] + compute_s + terms.most_steps * node.step_base_s
+    return needed_s <= terms.timeout_s and compute_s <= node.spare_s(terms.now)
 
 
 def room_wait_s(node: NodeView, num_tokens: int) -> float:

@@ -23,3 +23,15 @@ def test_nodes_that_die_lose_no_request() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "deaths: all promises kept" in done.stdout
+
+
+@pytest.mark.parametrize("fleet", ["4P+4D", "2P+6D"])
+def test_under_overload_what_is_accepted_keeps_its_deadline(fleet: str) -> None:
+    """On virtual time: the same numbers on every machine."""
+    drill = RESILIENCE.with_name("overload_virtual.py")
+    options = ["--fleets", fleet, "--seeds", "1", "--overload-s", "8", "--no-steady", "--log"]
+    done = subprocess.run(
+        [sys.executable, str(drill), *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all promises kept" in done.stdout

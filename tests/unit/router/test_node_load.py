@@ -76,14 +76,12 @@ def test_prompts_that_share_steps_are_charged_with_the_time_once(book: FleetBook
     receipt = type(PREFILL_RECEIPT)(
         queue_s=0, prefill_s=1.0, num_chunks=1, num_computed_tokens=300, num_cached_tokens=0
     )
-    load.note_prefilled(receipt)
-    load.note_prefilled(receipt)  # in the same message
+    load.note_prefilled([receipt, receipt])
     assert load.prefill.num_measured == shared_before + 2
     before = load.prefill.base + 300 * load.prefill.per_unit
     for _ in range(100):
         book.now += 1.0
-        load.note_prefilled(receipt)
-        load.note_prefilled(receipt)
+        load.note_prefilled([receipt, receipt])
     after = load.prefill.base + 300 * load.prefill.per_unit
     assert after > before
     assert after == pytest.approx(0.5, rel=0.05)
