@@ -55,7 +55,7 @@ def test_files_without_anything_give_a_page_of_what_is_not_measured(tmp_path: Pa
     page = (tmp_path / PAGE).read_text(encoding="utf-8")
     num_rows = sum(len(source.rows) for source in SOURCES)
     assert page.count("| not measured |") == num_rows + 1  # and the head of the first table
-    assert "| yes |" not in page
+    assert "| yes |\n" not in page
     assert "missed**" not in page
     assert "](../benchmarks/results/" not in page  # no link to a file that is not there
 
@@ -225,3 +225,28 @@ def test_other_engines_count_where_they_ran_beside_ours(
     page = page_of(document, tmp_path, *engine.ENGINE_CPU.rows)
     found, verdict = cells(page, "decode 1, float32")[2:]
     assert [found.removesuffix(" beside it"), verdict] == expected
+
+
+@pytest.mark.parametrize(("high", "verdict"), [(-0.001, "yes"), (0.004, "**missed**")])
+def test_a_split_is_not_better_while_its_interval_has_0_in_it(
+    high: float, verdict: str, tmp_path: Path
+) -> None:
+    def one(name: str, seconds: float) -> dict[str, object]:
+        return {"name": name, "metrics": {"itl_p99_s": {"mean": seconds}}}
+
+    document = {
+        "deployments": [one("1:1", 0.1), one("colocated:2", 0.2)],
+        "verdict": {
+            "answer": "undecided",
+            "split": "1:1",
+            "colocated": "colocated:2",
+            "ratios": {"itl_p99_s": 0.5},
+            "differences": {"itl_p99_s": {"low": -0.2, "high": high}},
+        },
+        "exit_code": 3,
+    }
+    page = page_of(document, tmp_path, *engine.COMPARE.rows)
+    shown = f"0.50 (100.00 / 200.00 ms; difference -200.00 to {1e3 * high:+.2f})"
+    assert cells(page, "ITL p99: best split / best colocated")[2:] == [shown, verdict]
+    assert cells(page, "verdict by goodput")[2] == "undecided: 1:1 against colocated:2"
+    assert cells(page, "the load generator kept up")[2:] == ["no (exit code 3)", "**missed**"]
