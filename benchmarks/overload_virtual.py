@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -52,6 +52,7 @@ PHASES = ("before", "overload", "after")
 COLUMNS = ("kept_share", "kept_per_s", "local_share", "ttft_ms", "decode_ms")
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -235,7 +236,7 @@ def _print_late(answers: Sequence[Answer]) -> None:
             )
 
 
-def _on_virtual_time(make: Callable[[], Coroutine[None, None, Any]]) -> Any:
+def _on_virtual_time(make: Callable[[], Coroutine[None, None, T]]) -> T:
     loop = VirtualTimeLoop()
     try:
         return loop.run_until_complete(make())

@@ -197,8 +197,10 @@ def _phase(answers: list[Answer], sizes: Sizes) -> Row:
 class Sent(Protocol):
     """A request; its first token came ``ttft_s`` after ``sent_at``, or never: 0."""
 
-    sent_at: float
-    ttft_s: float
+    @property
+    def sent_at(self) -> float: ...
+    @property
+    def ttft_s(self) -> float: ...
 
 
 def normal_again_s(before: Sequence[Sent], after: Sequence[Sent], ended_at: float) -> int:
