@@ -54,6 +54,7 @@ PHASES = ("before", "overload", "after")
 COLUMNS = ("kept_share", "kept_per_s", "local_share", "ttft_ms", "decode_ms")
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -204,3 +205,37 @@ def test_the_log_keeps_the_terms_as_they_were_and_the_last_requests_only() -> No
     log.note("c", query_of(), placement)
     assert log.get("a") == []
     assert len(log.get("c")) == 1
+
+
+def test_a_prompt_is_computed_on_d_only_if_all_there_keep_their_deadlines() -> None:
+    book = FleetBook(1, 1)
+    open_prompt(book["p0"], 20_000)
+    query = query_of(4000)
+
+    def prefill() -> str:
+        return names(Cost().pick(query, book.fleet(may_self_prefill=True)))[0]
+
+    assert prefill() == ""
+    book["d0"].promises.open(1, finish_by=2.0, num_steps=150, arrives_at=0.0)  # of 10 ms each
+    assert prefill() == "p0"
+    assert all(c.prefill for c in Cost().explain(query, book.fleet(may_self_prefill=True)))
+    book["d0"].promises.close(1)
+    assert prefill() == ""
+    query = dataclasses.replace(query, timeout_s=2.0)  # 0.4 s, and 200 steps of its own
+    assert prefill() == "p0"
+
+
+def test_where_no_prefill_node_is_deadlines_leave_no_choice() -> None:
+    book = FleetBook(0, 1)
+    book["d0"].promises.open(1, finish_by=0.5, num_steps=100, arrives_at=0.0)
+    fleet = book.fleet(may_self_prefill=True)
+    assert names(Cost().pick(query_of(4000), fleet)) == ("", "d0")
+
+
+def test_those_that_wait_at_the_router_make_a_prompt_on_d_worth_while() -> None:
+    book = FleetBook(2, 1)
+    for _ in range(3):
+        book["d0"].note_opened(220, num_arriving=200)
+    fleet, query = book.fleet(may_self_prefill=True), query_of(4000)
+    assert names(Cost().pick(query, fleet))[0] != ""
+    assert names(Cost().pick(dataclasses.replace(query, num_waiting=20), fleet))[0] == ""

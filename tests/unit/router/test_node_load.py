@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -189,3 +190,30 @@ def test_a_pool_feeds_all_of_this_from_what_nodes_say() -> None:
     assert decode.node.load.step.num_measured == 1
     pool.take(decode.node, NodeBeat(num_uncomputed_tokens=7))
     assert decode.node.load.prefill_queue_s > 0
+
+
+def test_answers_that_were_cut_do_not_make_long_ones_forgotten(book: FleetBook) -> None:
+    load, before = book["d0"], book.shared.long_output_tokens
+    load.note_decoded(DECODE_RECEIPT, 0.5, is_cut=True)  # 3 tokens
+    assert book.shared.long_output_tokens == before
+    load.note_decoded(DECODE_RECEIPT, 0.5)
+    assert book.shared.long_output_tokens < before
+
+
+def test_a_line_sees_tokens_and_not_who_shared_a_step(book: FleetBook) -> None:
+    """Each of two prompts of a step takes its own time, though both are heard of at once."""
+    load = book["p0"]
+    draw = random.Random(1)
+    for _ in range(200):
+        receipts = [
+            dataclasses.replace(PREFILL_RECEIPT, prefill_s=9.0, num_computed_tokens=num_tokens)
+            for num_tokens in draw.choices((400, 1600), k=draw.randint(1, 2))
+        ]
+        for receipt in receipts:
+            load.note_opened(1, num_uncomputed=receipt.num_computed_tokens)
+        book.now += sum(0.02 + receipt.num_computed_tokens / 5000 for receipt in receipts)
+        load.note_prefilled(receipts)
+        for receipt in receipts:
+            load.note_computed(1, receipt.num_computed_tokens)
+    assert load.prefill.per_unit == pytest.approx(1 / 5000, rel=0.05)
+    assert load.prefill.base == pytest.approx(0.02, abs=0.01)
