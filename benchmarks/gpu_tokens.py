@@ -140,7 +140,7 @@ def measure_attention(device: str, report: Report) -> bool:
 
 def _report_rows(rows: list[dict[str, float | str]], report: Report) -> bool:
     for row in rows:
-        report[f"{row['part']}: {row['what']}"] = ", ".join(
+        report[f"{row.get('part', 'attention')}: {row['what']}"] = ", ".join(
             f"{key} {value}" for key, value in row.items() if key not in ("part", "what")
         )
     return bool(rows)
