@@ -38,8 +38,6 @@ from sim_node.timing import preset
 from sim_node.virtual_time import VirtualTimeLoop
 from virtual_fleet import MODEL, joined_fleet
 
-T = TypeVar("T")
-
 OPTIONS = SimOptions(timing=preset("h100-8b").scaled(5.0))
 FLEETS = {"4P+4D": (4, 4), "2P+6D": (2, 6)}
 SEEDS = (1, 2, 3, 4, 5)
