@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from baton import AsyncClient, BatonError, SamplingParams
 from engine.llm import LLM
 
+PATIENCE_S = 0.1
 HUNG_S = 30.0
 RETRY_PAUSE_S = 0.1  # of a client that was told UNAVAILABLE
 VOCABULARY = 4000
@@ -96,12 +97,16 @@ class Load:
 
 async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: float) -> Answer:
     """One request to its end, or to where its client leaves."""
-    leave_after = draw.randrange(len(case.expected)) if draw.random() < leaving else None
+    leave_after, patience_s = None, HUNG_S
+    if draw.random() < leaving:
+        leave_after = draw.randrange(len(case.expected))
+        if draw.random() < 0.5:  # by the clock, most of them before their first token
+            patience_s = draw.uniform(0.0, PATIENCE_S)
     got: list[int] = []
     last_at, longest, attempts = time.monotonic(), 0.0, 1
     outcome, detail = "", ""
     try:
-        async with asyncio.timeout(HUNG_S):
+        async with asyncio.timeout(patience_s):
             async with contextlib.aclosing(client.stream(case.prompt, case.params)) as deltas:
                 async for delta in deltas:
                     now = time.monotonic()
@@ -115,7 +120,8 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
     except BatonError as error:
         outcome, detail = type(error).__name__, str(error)
     except TimeoutError:
-        outcome, detail = "hung", f"{len(got)} of {len(case.expected)} tokens"
+        outcome = "hung" if patience_s == HUNG_S else "left"
+        detail = f"{len(got)} of {len(case.expected)} tokens"
     if tuple(got) != case.expected[: len(got)]:
         where = next(i for i, token in enumerate(got) if (token,) != case.expected[i : i + 1])
         outcome, detail = "wrong", f"token {where} of {len(case.expected)}, {case.name}"
