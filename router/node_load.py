@@ -169,7 +169,7 @@ class NodeLoad:
         self._num_decoding_tokens -= num_decoding
         if not self._num_decoding:
             self._stepped_at = None  # a pause begins: the time until the next step is none
-            self._drop_uncomputed(num_uncomputed)
+        self._drop_uncomputed(num_uncomputed)
         self._derive()
 
     def _drop_uncomputed(self, num_uncomputed: int) -> None:

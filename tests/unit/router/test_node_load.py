@@ -155,6 +155,18 @@ def test_a_prompt_computed_on_a_decode_node_is_measured_there(book: FleetBook) -
     assert load.prefill.num_measured == 1
 
 
+def test_a_prompt_that_ends_uncomputed_on_a_busy_decode_node_leaves_its_queue(
+    book: FleetBook,
+) -> None:
+    """A client leaves, say, while others decode there."""
+    load = book["d0"]
+    load.note_opened(120, num_arriving=100)
+    load.note_begun(100, 0)
+    load.note_opened(5020, num_uncomputed=5000, num_arriving=5000)
+    load.note_closed(5020, num_uncomputed=5000, num_arriving=5000)
+    assert (load.prefill_queue_s, load.num_uncomputed_requests) == (0, 0)
+
+
 def test_a_node_of_low_weight_looks_busier_and_slower(book: FleetBook) -> None:
     light, heavy = book["p0"], book["p1"]
     light.weight = 0.25
