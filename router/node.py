@@ -123,7 +123,7 @@ class Node:
     def watch(self) -> None:
         """Look at the node's health; to be called once per beat interval."""
         load = self.load
-        if load.prefill_queue_s and self.legs:
+        if load.num_uncomputed_requests:  # when other routers' are computed is not heard here
             stalled_s = self.clock() - load.prefill_progress_at
             if stalled_s > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
                 self.health.spare(f"no progress for {stalled_s:.0f} s")

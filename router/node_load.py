@@ -78,7 +78,7 @@ class NodeLoad:
         self.step = LineFit(0.999, shared=self.shared.step)
         self.prefill_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
-        self.prefill_progress_at = 0.0
+        self.prefill_progress_at = clock()
         self.num_batch = 0
         self.step_units = 0.0
         self.step_base_s = self.step_s_per_unit = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -46,12 +47,14 @@ def make_pool(
     eligibility: Sequence[Callable[[Node], bool]] = (),
     *,
     may_self_prefill: bool = False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> NodePool:
     return NodePool(
         model_digest=MODEL,
         max_model_len=max_model_len,
         eligibility=eligibility,
         may_self_prefill=may_self_prefill,
+        clock=clock,
     )
 
 

@@ -18,7 +18,7 @@ from baton.link import (
     SendKVSnapshot,
 )
 from baton.outputs import FinishReason
-from router.node import LegDelta, Node
+from router.node import STALLED_FACTOR, STALLED_S, LegDelta, Node
 from router.node_pool import NodePool
 from router.pairing import incompatibility
 from tests.fakes.nodes import (
@@ -29,6 +29,7 @@ from tests.fakes.nodes import (
     make_registration,
     token,
 )
+from tests.fakes.virtual_clock import VirtualClock
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 
@@ -399,3 +400,27 @@ def test_with_a_node_goes_what_it_had_and_its_next_start_is_asked_anew() -> None
     assert pool.prefix_index.match([1]) == {"p-1": 1}
     again.leave()
     assert pool.prefix_index.match([1]) == {}
+
+
+def test_a_node_whose_prompts_get_no_further_is_spared() -> None:
+    clock = VirtualClock(100_000.0)
+    pool = make_pool(clock=clock)
+    prefill, _ = join_pair(pool)
+    prefill.node.open_leg("a", 1, 10, Reader(), num_uncomputed=10)
+    clock.advance(STALLED_S - 1)
+    prefill.node.watch()
+    assert not prefill.node.health.is_unwanted(0)
+    clock.advance(STALLED_S + STALLED_FACTOR * prefill.node.load.prefill_queue_s + 1)
+    prefill.node.watch()
+    assert prefill.node.health.is_unwanted(0)
+
+
+def test_a_node_that_computes_prompts_of_other_routers_is_not_spared() -> None:
+    clock = VirtualClock(100_000.0)
+    pool = make_pool(clock=clock)
+    prefill, _ = join_pair(pool)
+    open_leg(prefill.node, "a")  # all of its prompt is cached there
+    pool.take(prefill.node, NodeBeat(num_uncomputed_tokens=1000))
+    clock.advance(1000)
+    prefill.node.watch()
+    assert not prefill.node.health.is_unwanted(0)
