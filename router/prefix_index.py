@@ -18,6 +18,7 @@ shorter, or longer, than said here.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class _Holder:
         blocks: what it holds, as far as there was room.
         num_left_out: contents that it holds beyond these.
         last_sequence: of its events; None: a snapshot is awaited.
+        was_placed: whether the placement memory has, or had, something of it.
         generation: of the placement memory when this life ended.
     """
 
@@ -51,6 +53,7 @@ class _Holder:
     blocks: set[ShortHash] = field(default_factory=set)
     num_left_out: int = 0
     last_sequence: int | None = None
+    was_placed: bool = False
     generation: int = 0
 
 
@@ -92,7 +95,8 @@ class PrefixIndex:
         self._holders: dict[str, _Holder] = {}  # by engine id
         self._kinds: set[HashKind] = set()
         self._places: list[_Holder | None] = []  # by place of the bit; None: free
-        self._leaving: list[_Holder] = []  # oldest first
+        self._leaving: deque[_Holder] = deque()  # have blocks to be dropped; oldest first
+        self._fading: deque[_Holder] = deque()  # have none; the placement memory has; oldest first
         self._exact = 0  # bits of nodes whose events are complete up to now
         self._guessed = 0  # bits of nodes for which placements count
         # Equal sets of nodes are one object: little memory, and quick to find equal.
@@ -159,6 +163,7 @@ class PrefixIndex:
         if holder is not None and holder.bit & self._guessed:
             self._placed.expire()
             self._placed.note(holder.bit, prompt.of(holder.kind))
+            holder.was_placed = True
 
     def match(self, hashes: Sequence[ShortHash]) -> dict[str, int]:
         """Blocks of the longest prefix that each node holds, by engine id; those with none are out.
@@ -216,7 +221,7 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Assert the invariants; O(num_blocks), for tests."""
-        holders = [*self._holders.values(), *self._leaving]
+        holders = [*self._holders.values(), *self._leaving, *self._fading]
         held: dict[ShortHash, int] = {}
         for holder in holders:
             assert self._places[holder.bit.bit_length() - 1] is holder
@@ -279,22 +284,27 @@ class PrefixIndex:
 
     def _sweep(self) -> None:
         """Drop a part of what nodes had that went away; free the places of those with nothing."""
-        if not self._leaving:
-            return
-        self._placed.expire()
         room = self._sweep_blocks
-        for holder in self._leaving:
+        while self._leaving:
+            holder = self._leaving[0]
             num_dropped = min(room, len(holder.blocks))
             for _ in range(num_dropped):
                 self._forget(holder.blocks.pop(), holder.bit)
             room -= num_dropped
             self.num_blocks -= num_dropped
-        for holder in self._leaving:
-            # Placements of before may not count for the next node in this place.
-            if not holder.blocks and self._placed.has_forgotten(holder.generation):
-                self._places[holder.bit.bit_length() - 1] = None
-        self._leaving = [
-            holder
-            for holder in self._leaving
-            if self._places[holder.bit.bit_length() - 1] is holder
-        ]
+            if holder.blocks:
+                break
+            holder.blocks = set()  # an emptied one keeps its memory
+            self._leaving.popleft()
+            if holder.was_placed:
+                self._fading.append(holder)
+            else:
+                self._free_place(holder)
+        if self._fading:
+            self._placed.expire()
+        # Placements of before may not count for the next node in this place.
+        while self._fading and self._placed.has_forgotten(self._fading[0].generation):
+            self._free_place(self._fading.popleft())
+
+    def _free_place(self, holder: _Holder) -> None:
+        self._places[holder.bit.bit_length() - 1] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -218,6 +219,34 @@ def test_a_new_node_does_not_inherit_the_placements_of_one_that_went_away() -> N
     scene.index.add("d", KIND)
     assert len(scene.index._places) == 3  # one of them has the place of a
     assert scene.index.match_tokens(prompt(1)) == {}
+
+
+def test_a_node_that_was_sent_nothing_leaves_its_place_at_once() -> None:
+    scene = Scene("a", "silent")
+    scene.index.note_placement("silent", prompt(1))
+    scene.snapshot("a", 1)
+    scene.index.remove("a")
+    scene.index.add("b", KIND)
+    assert len(scene.index._places) == 2
+
+
+def test_nodes_that_come_and_go_leave_no_memory_behind() -> None:
+    scene = Scene(max_blocks=10_000)
+
+    def live(number: int) -> None:
+        scene.index.add("a", KIND)
+        scene.index.note_placement("a", prompt(1))  # it has not spoken yet
+        scene.sequences.clear()
+        scene.snapshot("a", *range(number * 1000, number * 1000 + 1000))
+        scene.index.remove("a")
+
+    live(0)
+    tracemalloc.start()
+    for number in range(100):
+        live(number)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 500_000  # the blocks of one that is here take 100 kB
 
 
 # ---------------------------------------------------------------------- too much
