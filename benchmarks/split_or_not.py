@@ -19,11 +19,11 @@ from environment import record_environment, write_results
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 KEPT = ("plan", "up", "repeats", "was_stopped", "verdict", "verdict_text")
 LOAD = {
-    "--rate": "0.4",
+    "--rate": "1.5",
     "--input-tokens": "1500",
     "--output-tokens": "200",
     "--vocab-size": "4000",
-    "--slo": "ttft=6,tpot=0.1",
+    "--slo": "ttft=2,tpot=0.05",
     "--node-args": "--dtype float32",
     "--warmup-s": "5",
 }
