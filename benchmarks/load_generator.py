@@ -67,7 +67,16 @@ def server(core: int, time_scale: float) -> Iterator[str]:
     sim = ("sim-node", "--model", MODEL, "--router", address, *nodes, *scale)
     children = [start(core, *router), start(core, *sim)]
     try:
-        load = ("--num-requests", "1", "--concurrency", "1", "--input-tokens", "8", "--output-tokens", "2")
+        load = (
+            "--num-requests",
+            "1",
+            "--concurrency",
+            "1",
+            "--input-tokens",
+            "8",
+            "--output-tokens",
+            "2",
+        )
         for _ in range(30):
             ready = start(core, "loadtest", "run", "--target", f"grpc://{address}", *load)
             if ready.wait(120) == 0:
