@@ -1,9 +1,14 @@
-"""Audit: KV blocks that nobody owns, or that are held when nobody works; a router is asked."""
+"""Audit: KV blocks that nobody owns, or held for a request that has ended; a router is asked.
+
+While requests run, most blocks are held for good reasons. A look tells those apart whose request
+the router has no more; whether they are lost for good only a later look can say.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +20,9 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
 _NO_REQUEST = "null block"  # is held for ever, by nobody's fault
+_MOST_REQUESTS = 2**31 - 1  # all that are open
+
+Block = tuple[str, str, int]  # node, request that holds it (empty: none does), number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +40,20 @@ class BlockAudit:
     problems: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The blocks at one moment.
+
+    Attributes:
+        held: of some owner, or with references that nobody owns.
+        stale: of those, whose request is not open any more, or that nobody owns.
+    """
+
+    audit: BlockAudit
+    held: frozenset[Block] = frozenset()
+    stale: frozenset[Block] = frozenset()
+
+
 class Auditor:
     """Args:
     router: ``host:port``.
@@ -42,36 +64,67 @@ class Auditor:
         self._router = router
         self._metadata = bearer(token)
 
-    async def look(self) -> BlockAudit:
+    async def look(self) -> Look:
         """Never raises for a router that cannot be asked: that is a finding."""
         async with open_channel(self._router) as channel:
             stub: Any = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
             try:
-                found: admin_pb2.AuditResponse = await stub.Audit(
-                    admin_pb2.AuditRequest(), timeout=_TIMEOUT_S, metadata=self._metadata
+                found: admin_pb2.AuditResponse = await stub.Audit(admin_pb2.AuditRequest(), **call)
+                # After the audit: what ended in between was held, and is not any more.
+                listed: admin_pb2.ListRouterRequestsResponse = await stub.ListRequests(
+                    admin_pb2.ListRouterRequestsRequest(limit=_MOST_REQUESTS, open_only=True),
+                    **call,
                 )
             except grpc.RpcError as error:
                 problem = f"{self._router} does not answer: {error.details() or error.code().name}"
-                return BlockAudit(num_orphans=0, num_held=0, problems=(problem,))
-        ledgers = [one.ledger for one in found.nodes if not one.problem]
-        return BlockAudit(
-            num_orphans=sum(
-                part.num_blocks for one in ledgers for part in (*one.orphans, *one.overdrawn)
-            ),
-            num_held=sum(
-                holding.num_blocks
-                for one in ledgers
-                for holding in one.holdings
-                if holding.owner != _NO_REQUEST
-            ),
-            problems=tuple(f"{one.node_name}: {one.problem}" for one in found.nodes if one.problem),
-        )
+                return Look(audit=BlockAudit(num_orphans=0, num_held=0, problems=(problem,)))
+        nodes = [one for one in found.nodes if not one.problem]
+        problems = tuple(f"{one.node_name}: {one.problem}" for one in found.nodes if one.problem)
+        return _look(nodes, {one.request_id for one in listed.requests}, problems)
 
-    async def look_until_free(self, timeout_s: float) -> BlockAudit:
+    async def look_until_free(self, timeout_s: float) -> Look:
         """After the last request: until nothing is held, or the time is up."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             found = await self.look()
-            if not found.num_held or time.monotonic() > give_up_at:
+            if not found.audit.num_held or time.monotonic() > give_up_at:
                 return found
             await asyncio.sleep(_POLL_S)
+
+
+def _look(
+    nodes: Sequence[admin_pb2.NodeAudit], open_ids: Set[str], problems: tuple[str, ...]
+) -> Look:
+    unowned = [
+        (one.node_name, part)
+        for one in nodes
+        for part in (*one.ledger.orphans, *one.ledger.overdrawn)
+    ]
+    owned = [
+        (one.node_name, holding)
+        for one in nodes
+        for holding in one.ledger.holdings
+        if holding.owner != _NO_REQUEST
+    ]
+    orphans = {block for node, part in unowned for block in _blocks(node, "", [part])}
+    held = {
+        block
+        for node, holding in owned
+        for block in _blocks(node, holding.request_id, holding.ranges)
+    }
+    return Look(
+        audit=BlockAudit(
+            num_orphans=sum(part.num_blocks for _, part in unowned),
+            num_held=sum(holding.num_blocks for _, holding in owned),
+            problems=problems,
+        ),
+        held=frozenset(held | orphans),
+        stale=frozenset({block for block in held if block[1] not in open_ids} | orphans),
+    )
+
+
+def _blocks(node: str, request_id: str, ranges: Iterable[admin_pb2.BlockRange]) -> Iterator[Block]:
+    for part in ranges:
+        for block_id in range(part.first_block_id, part.first_block_id + part.num_blocks):
+            yield node, request_id, block_id

@@ -18,7 +18,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError
 from loadtest.confidence import MAX_REPEATS
 from loadtest.plan import LoadPlan
 from loadtest.run import RunResult
@@ -113,11 +113,16 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of one deployment; without a search, those of one repeat have the same requests."""
+    """One run of one deployment; without a search, those of one repeat have the same requests.
+
+    Attributes:
+        holds_none: no rate that was tried held the SLO; this is the run at the lowest one.
+    """
 
     deployment: Deployment
     repeat: int
     result: RunResult
+    holds_none: bool = False
 
 
 OnTrial = Callable[[Trial], None]
@@ -133,8 +138,15 @@ async def play_comparison(
     for repeat in range(comparison.repeats):
         plan = dataclasses.replace(comparison.plan, round=repeat)
         for deployment in _in_turn(comparison.deployments, repeat):
-            async with _session(comparison, deployment, options, stop) as session:
-                result = await session.play(plan)
+            if stop.is_set():
+                return trials
+            try:
+                async with _session(comparison, deployment, options, stop) as session:
+                    result = await session.play(plan)
+            except BatonError:
+                if stop.is_set():  # while it was starting
+                    return trials
+                raise
             trials.append(Trial(deployment=deployment, repeat=repeat, result=result))
             on_trial(trials[-1])
             if result.was_stopped:
@@ -152,10 +164,24 @@ async def _search(
     """Of each deployment, the run at the highest rate that it held in each repeat."""
     trials: list[Trial] = []
     for deployment in comparison.deployments:
-        async with _session(comparison, deployment, options, stop) as session:
-            found = await play_search(session.play, comparison.plan, search, lambda step: None)
-        for step in found.highest:
-            trials.append(Trial(deployment=deployment, repeat=step.repeat, result=step.result))
+        try:
+            async with _session(comparison, deployment, options, stop) as session:
+                found = await play_search(session.play, comparison.plan, search, lambda step: None)
+        except BatonError:
+            if stop.is_set():  # while it was starting
+                return trials
+            raise
+        for repeat, highest in enumerate(found.highest):
+            lowest = min(found.steps, key=lambda step: step.value)
+            result = (highest or lowest).result
+            trials.append(
+                Trial(
+                    deployment=deployment,
+                    repeat=repeat,
+                    result=result,
+                    holds_none=highest is None,
+                )
+            )
             on_trial(trials[-1])
         if found.was_stopped:
             break

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 
 from baton.errors import ConfigError
-from baton.process import run_program, stop_event
+from baton.process import print_error, run_program, stop_event
 from loadtest.compare import NOTATION, Comparison, Deployment, Trial, play_comparison
-from loadtest.execute import judge, shown
+from loadtest.execute import EXIT_STOPPED, judge, shown
 from loadtest.lengths import parse_lengths
 from loadtest.options import (
     ArrivalsOption,
@@ -79,6 +79,9 @@ async def execute_comparison(
     if trials:
         print_comparison(comparison, values_of(comparison.deployments, trials), console)
         outputs.write(plain(comparison_to_json(comparison, trials, shown(options))))
+    if stop.is_set():
+        print_error("the comparison was stopped before its end")
+        return EXIT_STOPPED
     return judge([trial.result for trial in trials])
 
 

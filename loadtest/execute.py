@@ -138,11 +138,11 @@ async def _search(job: Job, session: Session, console: Console, search: Search) 
 
     found = await play_search(session.play, job.plan, search, show)
     for line in search_lines(found, job.plan.slo.text()):
-        console.print(line)
+        console.print(line, soft_wrap=True)
     if found.steps:
         job.outputs.write(plain(search_to_json(found, shown(job.options))))
     code = judge([step.result for step in found.steps])
-    return code or (EXIT_NOTHING_CAME if found.max_rate_per_s is None else 0)
+    return code or (0 if found.holds_some else EXIT_NOTHING_CAME)
 
 
 def shown(options: TargetOptions) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class FaultReport:
             the baseline; 0: none was; None: it was still so at the next fault or the end.
         errors: of requests that were open at the fault or came after, by kind: the lost ones.
         num_retried: those that ended well by another attempt, as far as receipts say so.
-        num_orphans: see FaultEvent.
+        num_orphans, num_leaked: see FaultEvent.
     """
 
     text: str
@@ -52,6 +52,7 @@ class FaultReport:
     errors: dict[str, int]
     num_retried: int
     num_orphans: int | None
+    num_leaked: int | None
 
 
 def report_faults(
@@ -128,6 +129,7 @@ def _report(
             for r in touched
         ),
         num_orphans=event.num_orphans,
+        num_leaked=event.num_leaked,
     )
 
 
@@ -172,10 +174,10 @@ def fault_line(fault: FaultReport) -> str:
         recovery = f"recovered after {fault.recovery_s:.1f} s" if fault.recovery_s else "no dip"
     kinds = ", ".join(f"{number} {kind}" for kind, number in fault.errors.items())
     lost = f"{fault.num_lost} lost" + (f" ({kinds})" if kinds else "")
-    orphans = "" if fault.num_orphans is None else f", {fault.num_orphans} blocks of nobody"
+    leaked = "" if fault.num_leaked is None else f", {fault.num_leaked} blocks leaked"
     return (
         f"{fault.text} (at {fault.began_s:.1f} s): {dip}, {recovery}; "
-        f"{lost}, {fault.num_retried} retried{orphans}"
+        f"{lost}, {fault.num_retried} retried{leaked}"
     )
 
 

@@ -80,12 +80,16 @@ class FaultEvent:
     Attributes:
         num_orphans: KV blocks that nobody owned before the next fault, or in the end; None: not
             looked.
+        num_leaked: KV blocks that were first seen after this fault, and before the next one, to be
+            held for a request that had ended, or by nobody, and that were not free when all was
+            over; None: not looked, or not known.
     """
 
     fault: Fault
     began_s: float
     ended_s: float
     num_orphans: int | None = None
+    num_leaked: int | None = None
 
 
 def check_schedule(faults: Sequence[Fault], duration_s: float | None) -> tuple[Fault, ...]:

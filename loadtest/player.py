@@ -167,7 +167,11 @@ class Player:
             problem = f"no end within {self._plan.timeout_s:g} s"
             record.end(Outcome.ERROR, clock.now_s(), "TIMEOUT", problem)
         except asyncio.CancelledError:
-            record.end(Outcome.ERROR, clock.now_s(), "UNFINISHED", "no end before that of the run")
+            if self.was_stopped:  # the client gives up what it waits for; the server did no wrong
+                record.end(Outcome.CANCELLED, clock.now_s())
+            else:
+                problem = "no end before that of the run"
+                record.end(Outcome.ERROR, clock.now_s(), "UNFINISHED", problem)
             raise
         finally:
             self.num_open -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,9 @@ def print_summary(result: RunResult, console: Console) -> None:
         )
     if summary.latencies:
         console.print(_latency_table(summary))
+    few = few_samples_line(summary.latencies)
+    if few:
+        console.print(few)
     if summary.receipts is not None:
         console.print(_receipt_line(summary.receipts))
     console.print(_token_line(summary))
@@ -72,6 +75,15 @@ def _latency_table(summary: Summary) -> Table:
             LATENCY_NAMES[name], *(f"{cell:,.{1 if cell < 1000 else 0}f}" for cell in cells)
         )
     return table
+
+
+def few_samples_line(latencies: Mapping[str, Distribution]) -> str:
+    """What percentiles of few values are; empty for enough of them."""
+    ttft = latencies.get("ttft_s")
+    if ttft is None or ttft.count >= 1000:
+        return ""
+    same = "p99 and p99.9 are" if ttft.count < 100 else "p99.9 is"
+    return f"of {ttft.count} requests {same} the slowest one"
 
 
 def _receipt_line(receipts: ReceiptReport) -> str:

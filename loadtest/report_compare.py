@@ -36,6 +36,8 @@ def trial_line(trial: Trial) -> str:
     load = trial.result.plan.load
     if isinstance(load, OpenLoop):
         cells.append(f"rate {load.rate_per_s:.3g}")
+    if trial.holds_none:
+        cells.append("the lowest that was tried: none holds the SLO")
     for metric, (title, scale, form) in _COLUMNS.items():
         value = METRICS[metric](summary)
         cells.append(f"{title} {'-' if value is None else format(value * scale, form)}")
@@ -58,13 +60,13 @@ def print_comparison(comparison: Comparison, values: Values, console: Console) -
         table.add_row(
             deployment.name,
             *(
-                _cell(metric, own[metric], scale, form)
+                _cell(metric, list(own[metric].values()), scale, form)
                 for metric, (_, scale, form) in _COLUMNS.items()
             ),
         )
     console.print(table)
     for line in verdict_lines(judge_comparison(comparison.deployments, values)):
-        console.print(line)
+        console.print(line, soft_wrap=True)
 
 
 def _interval(metric: str, values: Sequence[float]) -> Interval | None:
@@ -101,6 +103,10 @@ def verdict_lines(verdict: Verdict | None) -> list[str]:
         if ratio is not None and found is not None:
             difference = f"{_signed(found, 1e3)} ms"
             lines.append(f"{name}: {ratio:.2f} times that of {colocated}, {difference}")
+    lines += [
+        f"{name} held the SLO at no rate that was tried: its goodput counts as 0"
+        for name in verdict.holding_none
+    ]
     return lines
 
 
@@ -137,11 +143,12 @@ def comparison_to_json(
                 "metrics": {
                     metric: interval and dataclasses.asdict(interval)
                     for metric, found in values[one.name].items()
-                    for interval in (_interval(metric, found),)
+                    for interval in (_interval(metric, list(found.values())),)
                 },
                 "runs": [
                     {
                         "repeat": trial.repeat,
+                        "holds_none": trial.holds_none,
                         "load": run["plan"]["load"],
                         "load_average": trial.result.load_average_at_end,
                     }

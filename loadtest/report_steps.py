@@ -48,11 +48,18 @@ def search_lines(found: SearchResult, slo: str) -> list[str]:
     """What the search says, last."""
     share = f"{found.search.attainment:.0%} of requests within {slo}"
     if found.max_rate_per_s is None or found.goodput_per_s is None:
-        return [f"no rate was found that holds {share}"]
+        return [f"no search came to its end: which rate holds {share} is not known"]
+    if not found.holds_some:
+        rates = sorted(step.value for step in found.steps)
+        return [
+            f"no rate that was tried ({rates[0]:.3g} to {rates[-1]:.3g} requests/s) holds {share}"
+        ]
+    num_zero = found.highest.count(None)
     return [
         f"highest rate that holds {share}: {found.max_rate_per_s.text()} requests/s",
         f"goodput there: {found.goodput_per_s.text()} requests/s; "
         f"{len(found.max_rate_per_s.values)} of {found.search.repeats} searches",
+        *([f"in {num_zero} of them no rate that was tried held: they count as 0"] * bool(num_zero)),
     ]
 
 
@@ -80,11 +87,15 @@ def steps_to_json(
 
 
 def search_to_json(found: SearchResult, target_options: Document) -> Document:
+    """Of a search with a step at least."""
     search: Search = found.search
+    slo = found.steps[0].result.plan.slo.text()
     return steps_to_json("search", "rate", found.steps, target_options) | {
         "search": {
             **dataclasses.asdict(search),
             "max_rate_per_s": found.max_rate_per_s and dataclasses.asdict(found.max_rate_per_s),
             "goodput_per_s": found.goodput_per_s and dataclasses.asdict(found.goodput_per_s),
+            "holds_some": found.holds_some,
+            "text": search_lines(found, slo),
         }
     }

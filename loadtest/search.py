@@ -47,32 +47,45 @@ class Search:
 class SearchResult:
     """Attributes:
     steps: all trials in their order, with the rate as value.
-    max_rate_per_s: the highest that held, over the repeats that are whole; None: none is, or
-        no rate holds.
-    goodput_per_s: what was measured at those rates.
-    highest: those steps, one per repeat that is whole.
+    max_rate_per_s: the highest that held, over the repeats that are whole; 0 where no rate that
+        was tried did; None: no repeat is whole.
+    goodput_per_s: what was measured at those rates; 0 where there is none.
+    highest: those steps, one per repeat that is whole; None where no rate held.
     """
 
     search: Search
     steps: list[Step]
     max_rate_per_s: Interval | None
     goodput_per_s: Interval | None
-    highest: list[Step]
+    highest: list[Step | None]
     was_stopped: bool
+
+    @property
+    def holds_some(self) -> bool:
+        return any(step is not None for step in self.highest)
 
 
 class _StoppedError(Exception):
     """From outside, in the middle of a search."""
 
 
+class _SilentError(Exception):
+    """The rate is so low that no request came in the measured time."""
+
+
 async def find_highest(
-    holds: Callable[[float], Awaitable[bool]], start: float, factor: float, precision: float
+    holds: Callable[[float], Awaitable[bool]],
+    start: float,
+    factor: float,
+    precision: float,
+    least: float,
 ) -> float | None:
-    """The highest value that holds, if all below it do; None: none does.
+    """The highest value that holds, if all below it do; None: none that was tried does.
 
     Args:
         start: tried first.
         factor: to the next one, up or down; grows until both sides are known.
+        least: nothing below is tried.
     """
     value, low, high = start, 0.0, math.inf
     for _ in range(MAX_TRIALS):
@@ -80,12 +93,12 @@ async def find_highest(
             low = value
         else:
             high = value
-        if high <= low * (1 + precision) or high < start * _GIVE_UP_AT:
+        if high <= low * (1 + precision) or (not low and high <= least):
             break
         if low and high < math.inf:
             value = math.sqrt(low * high)
             continue
-        value = low * factor if low else high / factor
+        value = low * factor if low else max(high / factor, least)
         factor = min(factor**2, _MAX_FACTOR)
     return low or None
 
@@ -101,15 +114,19 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
     """The search, so many times; raises ConfigError."""
     load = check_search(plan)
     steps: list[Step] = []
-    found: list[Step] = []
-    start, factor = load.rate_per_s, _MAX_FACTOR
+    highest: list[Step | None] = []
+    start, factor, least = load.rate_per_s, _MAX_FACTOR, load.rate_per_s * _GIVE_UP_AT
     was_stopped = False
 
     async def holds(rate_per_s: float) -> bool:
         result = await play(with_load(plan, "rate", rate_per_s, len(steps)))
         attained = result.summary.attainment
         if attained is None and not result.was_stopped:
-            raise ConfigError("duration_s: no request came in the measured time; make it longer")
+            if not steps:
+                raise ConfigError(
+                    "duration_s: no request came in the measured time; make it longer"
+                )
+            raise _SilentError
         held = attained is not None and attained >= search.attainment
         steps.append(Step(value=rate_per_s, result=result, repeat=repeat, held=held))
         on_step(steps[-1])
@@ -119,20 +136,27 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
 
     for repeat in range(search.repeats):
         try:
-            highest = await find_highest(holds, start, factor, search.precision)
+            await find_highest(holds, start, factor, search.precision, least)
         except _StoppedError:
             was_stopped = True
             break
-        if highest is None:
-            break
-        found.append(next(s for s in steps if s.repeat == repeat and s.value == highest))
-        start, factor = highest, min(1 + 2 * search.precision, _MAX_FACTOR)
-    goodputs = [step.result.summary.goodput_per_s or 0.0 for step in found]
+        except _SilentError:
+            least = min(step.value for step in steps)  # no lower one can be judged in this time
+        held = [step for step in steps if step.repeat == repeat and step.held]
+        highest.append(max(held, key=lambda step: step.value, default=None))
+        # The next search begins where this one ended: one try, if again nothing holds.
+        found = highest[-1]
+        start = min(step.value for step in steps) if found is None else found.value
+        factor = _MAX_FACTOR if found is None else min(1 + 2 * search.precision, _MAX_FACTOR)
+    rates = [0.0 if step is None else step.value for step in highest]
+    goodputs = [
+        0.0 if step is None else step.result.summary.goodput_per_s or 0.0 for step in highest
+    ]
     return SearchResult(
         search=search,
         steps=steps,
-        max_rate_per_s=mean_interval([step.value for step in found]) if found else None,
-        goodput_per_s=mean_interval(goodputs) if found else None,
-        highest=found,
+        max_rate_per_s=mean_interval(rates) if rates else None,
+        goodput_per_s=mean_interval(goodputs) if goodputs else None,
+        highest=highest,
         was_stopped=was_stopped,
     )

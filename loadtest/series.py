@@ -16,7 +16,8 @@ from loadtest.record import Outcome, RequestRecord
 from loadtest.summary import client_seconds, frame_gaps
 
 MAX_POINTS = 200  # of a curve, and then its last hundredth in full detail
-MAX_BINS = 60
+MIN_BINS, MAX_BINS = 10, 60
+MIN_PER_BIN = 5  # requests, if there are enough bins: a rate of one or none is a picket fence
 AFTER_FIRST = "tokens after the first"
 _WIDTHS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
@@ -81,7 +82,9 @@ def make_series(
     measured = [r for r in records if begin_s <= r.scheduled_s <= end_s]
     receipts = [r.receipt for r in measured if r.receipt is not None]
     last_s = max((max(r.ended_s, r.scheduled_s) for r in records), default=0.0)
-    bin_s = next((w for w in _WIDTHS_S if w * MAX_BINS >= last_s), last_s / MAX_BINS)
+    least_s = min(MIN_PER_BIN * last_s / max(len(records), 1), last_s / MIN_BINS)
+    least_s = max(least_s, last_s / MAX_BINS)
+    bin_s = next((w for w in _WIDTHS_S if w >= least_s), last_s / MAX_BINS)
     return Series(
         cdfs=_cdfs(measured),
         bin_s=bin_s,

@@ -71,7 +71,9 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"trace: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"trace: {path} cannot be read: {error}") from error
     next_id = -1
     for number, line in enumerate(lines, start=1):

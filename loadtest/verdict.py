@@ -32,6 +32,7 @@ class Verdict:
     split, colocated: names of the best of each kind, by mean goodput, then by ITL p99.
     differences: by metric, split minus colocated over the repeats.
     ratios: by metric, mean of split over mean of colocated; None where that is 0.
+    holding_none: deployments that had no goodput in any repeat.
     """
 
     answer: str
@@ -39,25 +40,40 @@ class Verdict:
     colocated: str
     differences: dict[str, Interval]
     ratios: dict[str, float | None]
+    holding_none: tuple[str, ...] = ()
 
 
-Values = dict[str, dict[str, list[float]]]
+Values = dict[str, dict[str, dict[int, float]]]
 
 
 def values_of(deployments: Sequence[Deployment], trials: Sequence[Trial]) -> Values:
-    """By deployment and metric, one value per repeat that all deployments have it in."""
-    values: Values = {one.name: {} for one in deployments}
-    for metric, value_of in METRICS.items():
-        found = {(t.deployment.name, t.repeat): value_of(t.result.summary) for t in trials}
-        repeats = sorted({repeat for _, repeat in found})
-        for one in deployments:
-            chosen = [
-                found[one.name, repeat]
+    """By deployment, metric and repeat, of the repeats that all deployments were run in.
+
+    Who held no rate had a goodput of 0, and latencies that are of no rate to be compared at.
+    """
+    found = {(trial.deployment.name, trial.repeat): trial for trial in trials}
+    repeats = sorted(
+        repeat
+        for repeat in {trial.repeat for trial in trials}
+        if all((one.name, repeat) in found for one in deployments)
+    )
+    return {
+        one.name: {
+            metric: {
+                repeat: value
                 for repeat in repeats
-                if all(found.get((other.name, repeat)) is not None for other in deployments)
-            ]
-            values[one.name][metric] = [value for value in chosen if value is not None]
-    return values
+                if (value := _value(metric, found[one.name, repeat])) is not None
+            }
+            for metric in METRICS
+        }
+        for one in deployments
+    }
+
+
+def _value(metric: str, trial: Trial) -> float | None:
+    if trial.holds_none:
+        return 0.0 if metric == "goodput_per_s" else None
+    return METRICS[metric](trial.result.summary)
 
 
 def judge_comparison(deployments: Sequence[Deployment], values: Values) -> Verdict | None:
@@ -67,22 +83,26 @@ def judge_comparison(deployments: Sequence[Deployment], values: Values) -> Verdi
 
     def rank(deployment: Deployment) -> tuple[float, float]:
         own = values[deployment.name]
-        itl = own["itl_p99_s"]
+        itl = list(own["itl_p99_s"].values())
         worst = mean_interval(itl).mean if itl else float("inf")
-        return mean_interval(own["goodput_per_s"]).mean, -worst
+        return mean_interval(list(own["goodput_per_s"].values())).mean, -worst
 
     split = max((one for one in deployments if not one.is_colocated), key=rank).name
     colocated = max((one for one in deployments if one.is_colocated), key=rank).name
     pairs = {
-        metric: (values[split][metric], values[colocated][metric])
+        metric: [
+            (value, values[colocated][metric][repeat])
+            for repeat, value in values[split][metric].items()
+            if repeat in values[colocated][metric]
+        ]
         for metric in METRICS
-        if len(values[split][metric]) >= 2
     }
     differences = {
-        metric: mean_interval([a - b for a, b in zip(*both, strict=True)], least=None)
+        metric: mean_interval([a - b for a, b in both], least=None)
         for metric, both in pairs.items()
+        if len(both) >= 2
     }
-    ratios = {metric: _ratio(*both) for metric, both in pairs.items()}
+    ratios = {metric: _ratio(pairs[metric]) for metric in differences}
     goodput = differences["goodput_per_s"]
     assert goodput.low is not None
     assert goodput.high is not None
@@ -92,9 +112,17 @@ def judge_comparison(deployments: Sequence[Deployment], values: Values) -> Verdi
     elif goodput.high < 0:
         answer = "colocate"
     return Verdict(
-        answer=answer, split=split, colocated=colocated, differences=differences, ratios=ratios
+        answer=answer,
+        split=split,
+        colocated=colocated,
+        differences=differences,
+        ratios=ratios,
+        holding_none=tuple(
+            one.name for one in deployments if not any(values[one.name]["goodput_per_s"].values())
+        ),
     )
 
 
-def _ratio(above: Sequence[float], below: Sequence[float]) -> float | None:
-    return sum(above) / sum(below) if sum(below) else None
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
+    below = sum(value for _, value in pairs)
+    return sum(value for value, _ in pairs) / below if below else None

@@ -234,7 +234,8 @@ async def _first_model(session: aiohttp.ClientSession, base_url: str) -> str:
     try:
         async with session.get(url, timeout=timeout) as response:
             if response.status != 200:
-                raise TargetError(f"HTTP_{response.status}", f"of {url}")
+                hint = "; should the target end in /v1?" if response.status == 404 else ""
+                raise TargetError(f"HTTP_{response.status}", f"is what {url} answers{hint}")
             models = msgspec.json.decode(await response.read(), type=_Models)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise TargetError("CONNECTION", f"{url} does not answer: {error}") from None

@@ -72,8 +72,8 @@ def test_a_split_that_keeps_the_slo_wins_and_its_ttft_is_told() -> None:
     comparison = compared()
     trials = trials_of(comparison, SPLIT_WINS)
     values = values_of(SHAPES, trials)
-    assert values["1:1"]["itl_p99_s"] == pytest.approx([0.02] * 3, rel=0.1)
-    assert values["colocated:1"]["itl_p99_s"] == pytest.approx([0.2] * 3, rel=0.05)
+    assert list(values["1:1"]["itl_p99_s"].values()) == pytest.approx([0.02] * 3, rel=0.1)
+    assert list(values["colocated:1"]["itl_p99_s"].values()) == pytest.approx([0.2] * 3, rel=0.05)
     verdict = judge_comparison(SHAPES, values)
     assert verdict is not None
     assert (verdict.answer, verdict.split, verdict.colocated) == (
@@ -115,6 +115,32 @@ def test_what_is_alike_is_not_decided() -> None:
     assert verdict is not None
     assert verdict.answer == "undecided"
     assert verdict_lines(verdict)[0].startswith("undecided by goodput: ")
+
+
+def test_who_holds_at_no_rate_has_a_goodput_of_0_and_no_latencies() -> None:
+    trials = [
+        dataclasses.replace(trial, holds_none=trial.deployment.is_colocated)
+        for trial in trials_of(compared(), SPLIT_WINS)
+    ]
+    values = values_of(SHAPES, trials)
+    assert list(values["colocated:1"]["goodput_per_s"].values()) == [0.0] * 3
+    assert values["colocated:1"]["itl_p99_s"] == {}
+    assert len(values["1:1"]["itl_p99_s"]) == 3
+    verdict = judge_comparison(SHAPES, values)
+    assert verdict is not None
+    assert (verdict.answer, verdict.holding_none) == ("disaggregate", ("colocated:1",))
+    lines = verdict_lines(verdict)
+    assert len(lines) == 2
+    assert lines[1].startswith("colocated:1 held the SLO at no rate that was tried")
+    assert "none holds the SLO" in trial_line(trials[0])
+    document = plain(comparison_to_json(compared(), trials, {"url": "", "model": ""}))
+    assert document["deployments"][0]["metrics"]["itl_p99_s"] is None
+    assert_numbers_are_those_of(document, render_page(document))
+    render_figures(document, "svg")
+    none = [dataclasses.replace(trial, holds_none=True) for trial in trials]
+    verdict = judge_comparison(SHAPES, values_of(SHAPES, none))
+    assert verdict is not None
+    assert (verdict.answer, len(verdict.holding_none)) == ("undecided", 3)
 
 
 def test_a_repeat_counts_when_all_deployments_have_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -155,8 +156,8 @@ def test_a_run_that_ends_early_leaves_nobody_stopped() -> None:
 
 def test_a_router_that_does_not_answer_is_a_finding() -> None:
     found = asyncio.run(Auditor("127.0.0.1:1", "").look())
-    assert len(found.problems) == 1
-    assert found.problems[0].startswith("127.0.0.1:1 does not answer")
+    assert len(found.audit.problems) == 1
+    assert found.audit.problems[0].startswith("127.0.0.1:1 does not answer")
 
 
 def costs(script: Any, *texts: str, rate: float = 20.0) -> list[FaultReport]:
@@ -214,3 +215,9 @@ def test_what_was_not_hurt_or_does_not_recover_is_said() -> None:
     assert "nobody asked before it" in fault_line(unknown)
     [few] = costs(script, "kill d0 @10s", rate=2.0)
     assert few.window_s == pytest.approx(5.0)
+
+
+def test_the_line_of_a_fault_says_what_leaked() -> None:
+    [cost] = costs(even(0.1, 0.01), "kill p0 @8s")
+    assert "leaked" not in fault_line(cost)  # nobody looked
+    assert fault_line(dataclasses.replace(cost, num_leaked=2)).endswith(", 2 blocks leaked")

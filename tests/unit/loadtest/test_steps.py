@@ -123,7 +123,7 @@ def test_the_highest_that_holds_is_found(
         tried.append(value)
         return value <= limit
 
-    found = finish(find_highest(holds, start, factor, precision))
+    found = finish(find_highest(holds, start, factor, precision, start / 1000))
     if limit < start / 1000:
         assert found is None or found <= limit
         return
@@ -177,7 +177,9 @@ def test_a_search_without_an_end_says_so() -> None:
     search = Search(repeats=2)
     found = finish(play_search(player(stop_at=3), never, search, lambda s: None))
     assert (found.max_rate_per_s, found.was_stopped) == (None, True)
-    assert search_lines(found, "x") == ["no rate was found that holds 90% of requests within x"]
+    assert search_lines(found, "x") == [
+        "no search came to its end: which rate holds 90% of requests within x is not known"
+    ]
     for wrong in (plan(slo=Slo()), plan(load=ClosedLoop(concurrency=1))):
         with pytest.raises(ConfigError, match="find_max_goodput: needs --slo, and --rate"):
             finish(play_search(player(), wrong, search, lambda s: None))
@@ -187,6 +189,45 @@ def test_a_search_without_an_end_says_so() -> None:
     for options in ({"attainment": 0.0}, {"repeats": 0}, {"precision": 0.0}, {"attainment": 1.1}):
         with pytest.raises(ConfigError, match="must be"):
             Search(**options)
+
+
+def test_a_server_that_holds_at_no_rate_is_told_so() -> None:
+    never = plan(slo=Slo.parse("ttft=0.05"), load=OpenLoop(rate_per_s=8.0))
+    found = finish(play_search(player(), never, Search(repeats=3), lambda step: None))
+    # Down to where no request comes in ten seconds; then one try for each repeat, or none that says
+    # anything.
+    rates = [step.value for step in found.steps if step.repeat == 0]
+    assert rates == sorted(rates, reverse=True)
+    assert 0.01 < rates[-1] < 1
+    assert all(len([s for s in found.steps if s.repeat == repeat]) <= 2 for repeat in (1, 2))
+    assert found.highest == [None] * 3
+    assert not found.holds_some
+    assert found.max_rate_per_s is not None
+    assert found.goodput_per_s is not None
+    assert (found.max_rate_per_s.mean, found.goodput_per_s.values) == (0.0, (0.0,) * 3)
+    [line] = search_lines(found, "ttft 0.05 s")
+    assert line.startswith(f"no rate that was tried ({min(s.value for s in found.steps):.3g} to 8 ")
+    document = plain(search_to_json(found, {"url": "x", "model": ""}))
+    page = render_page(document)
+    assert_numbers_are_those_of(document, page)
+    assert line in page
+
+
+def test_a_repeat_in_which_nothing_held_counts_as_0() -> None:
+    numbers = itertools.count()
+
+    async def play(plan: LoadPlan) -> RunResult:
+        late = next(numbers) != 1  # only the second try holds
+        return run_virtually(plan, ScriptedTarget(even(0.5 if late else 0.1, 0.0)))
+
+    search = Search(repeats=2, precision=1.0)
+    found = finish(play_search(play, plan(load=OpenLoop(rate_per_s=4.0)), search, lambda s: None))
+    first, second = found.highest
+    assert first is not None
+    assert second is None
+    assert found.max_rate_per_s is not None
+    assert found.max_rate_per_s.values == (first.value, 0.0)
+    assert search_lines(found, "x")[-1].startswith("in 1 of them no rate that was tried held")
 
 
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:

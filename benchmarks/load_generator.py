@@ -1,0 +1,163 @@
+"""How many streams one load generator holds on one core: its lag, its CPU per token, its count.
+
+A router and simulated nodes on one core, `baton loadtest run --concurrency N` on another. The nodes
+make a token about every so many milliseconds for each stream, by `--time-scale`. Says what is held
+with a lag p99 under 5 ms, and what is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from environment import record_environment, write_results
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = "examples/demo_model"
+STREAMS = (500, 1000, 2000)
+NUM_PREFILL, NUM_DECODE = 4, 12
+TARGET_LAG_MS = 5.0
+INPUT_TOKENS = 16
+
+
+def start(core: int, *words: str) -> subprocess.Popen[bytes]:
+    """`baton` with these words, on one core; its log is not of interest."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "baton", *words],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", ""))
+            ),
+        },
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextmanager
+def server(core: int, time_scale: float) -> Iterator[str]:
+    """A router with simulated nodes; its address, once it answers."""
+    address = free_address()
+    router = ("router", "--model", MODEL, "--listen", address, "--max-open-requests", "100000")
+    nodes = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
+    scale = ("--time-scale", f"{time_scale:g}")
+    sim = ("sim-node", "--model", MODEL, "--router", address, *nodes, *scale)
+    children = [start(core, *router), start(core, *sim)]
+    try:
+        load = (
+            "--num-requests",
+            "1",
+            "--concurrency",
+            "1",
+            "--input-tokens",
+            "8",
+            "--output-tokens",
+            "2",
+        )
+        for _ in range(30):
+            ready = start(core, "loadtest", "run", "--target", f"grpc://{address}", *load)
+            if ready.wait(120) == 0:
+                break
+            time.sleep(1)
+        else:
+            raise SystemExit("the simulated deployment does not answer")
+        yield address
+    finally:
+        for child in reversed(children):
+            child.send_signal(signal.SIGTERM)
+        for child in children:
+            child.wait(30)
+
+
+def measure(address: str, core: int, streams: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One run of so many users; what its own report says of the generator."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        child = start(
+            core,
+            *("loadtest", "run", "--target", f"grpc://{address}", "--json", str(path)),
+            *("--concurrency", str(streams), "--warmup-s", str(arguments.warmup_s)),
+            *("--duration-s", str(arguments.warmup_s + arguments.seconds)),
+            *("--input-tokens", str(INPUT_TOKENS), "--output-tokens", arguments.output_tokens),
+            *("--connections", str(arguments.connections), "--max-lag-ms", "1000000"),
+        )
+        child.wait()
+        document = json.loads(path.read_text(encoding="utf-8"))
+    summary, where = document["summary"], document["environment"]
+    lag = summary["lag"]
+    tokens_per_s = summary["output_tokens_per_s"]
+    cpu = where["generator_cpu_share"]
+    frames = summary["latencies"]["frame_gap_s"]["count"]
+    gaps = summary["latencies"]["itl_s"]["count"]
+    return {
+        "streams": streams,
+        "output_tokens_per_s": round(tokens_per_s),
+        "tokens_per_frame": round(gaps / frames, 2),
+        "core_share": round(cpu, 2),
+        "cpu_us_per_token": round(cpu / tokens_per_s * 1e6, 1) if tokens_per_s else None,
+        "loop_lag_ms": {name: round(lag["loop"][name] * 1e3, 2) for name in ("p50", "p90", "p99")},
+        "send_lag_p99_ms": round(lag["send"]["p99"] * 1e3, 2) if lag["send"] else None,
+        "num_failed": sum(summary["errors"].values()),
+        "num_checked": summary["tokens"]["num_checked"],
+        "num_miscounted": summary["tokens"]["num_miscounted"],
+        "load_average": where["load_average"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=list(STREAMS))
+    parser.add_argument("--seconds", type=float, default=15.0, help="measured, of each run")
+    parser.add_argument("--warmup-s", type=float, default=8.0)
+    parser.add_argument("--time-scale", type=float, default=30.0)
+    parser.add_argument("--output-tokens", default="uniform:30-90")
+    parser.add_argument("--connections", type=int, default=1)
+    parser.add_argument("--save", action="store_true", help="write results/load_generator.json")
+    arguments = parser.parse_args()
+    environment = record_environment()
+    cores = sorted(os.sched_getaffinity(0))
+    rows = []
+    with server(cores[0], arguments.time_scale) as address:
+        for streams in arguments.streams:
+            rows.append(measure(address, cores[-1], streams, arguments))
+            print(json.dumps(rows[-1]), flush=True)
+    table = Table("streams", "tokens/s", "of a core", "us per token", "loop lag p99 ms", "send lag")
+    for row in rows:
+        keys = ("streams", "output_tokens_per_s", "core_share", "cpu_us_per_token")
+        lags = (row["loop_lag_ms"]["p99"], row["send_lag_p99_ms"])
+        table.add_row(*(str(cell) for cell in (*(row[key] for key in keys), *lags)))
+    Console(width=100).print(table)
+    held = [r["streams"] for r in rows if r["loop_lag_ms"]["p99"] < TARGET_LAG_MS]
+    print(f"held with a loop lag p99 under {TARGET_LAG_MS:g} ms: {max(held, default=0)} streams")
+    if arguments.save:
+        write_results(
+            "load_generator", environment, {"time_scale": arguments.time_scale, "runs": rows}
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
