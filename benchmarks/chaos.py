@@ -78,12 +78,16 @@ Action = Callable[[Site], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """Something that happens to a site under load; ``prepare`` comes before the load."""
+    """Something that happens to a site under load; ``prepare`` comes before the load.
+
+    Attributes:
+        num_leavers: see `Load`.
+    """
 
     name: str
     action: Action
     prepare: Action | None = None
-    leaving: float = 0.15
+    num_leavers: int = 0
     in_short: bool = False
 
 
@@ -182,7 +186,7 @@ def drills() -> list[Drill]:
                         f"arrow {arrow}: {name} dies at {point}",
                         partial(wait_for_death, name=name, point=point),
                         prepare=partial(arm, name=name, point=point),
-                        leaving=0.5 if arrow in (9, 10) else 0.15,
+                        num_leavers=4 if arrow in (9, 10) else 0,
                     )
                 )
     return found
@@ -214,7 +218,7 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
         await asyncio.to_thread(flush_caches, site.address)
     except BatonError as error:
         result.broken.append(str(error))
-    load = Load(site.address, site.cases, concurrency, seed, leaving=drill.leaving)
+    load = Load(site.address, site.cases, concurrency, seed, num_leavers=drill.num_leavers)
     running = asyncio.create_task(load.run())
     try:
         await site.some_time()

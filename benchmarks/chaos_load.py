@@ -19,6 +19,7 @@ from engine.llm import LLM
 PATIENCE_S = 0.1
 HUNG_S = 30.0
 RETRY_PAUSE_S = 0.1  # of a client that was told UNAVAILABLE
+LEAVER_TOKENS = 700  # of a prompt that is left amid its hand-off
 VOCABULARY = 4000
 # Most prompts have several, so that watermarks travel.
 CHUNK_TOKENS = 64
@@ -60,6 +61,7 @@ class Load:
     Attributes:
         leaving: share of the requests whose client leaves in the middle.
         most: requests until it stops by itself.
+        num_leavers: more lanes, of clients that leave amid the hand-off, all of them.
     """
 
     address: str
@@ -68,6 +70,7 @@ class Load:
     seed: int
     leaving: float = 0.15
     most: float = float("inf")
+    num_leavers: int = 0
     answers: list[Answer] = field(default_factory=list)
     _stopping: bool = False
 
@@ -75,7 +78,8 @@ class Load:
         """Ends when each lane's last request has ended, after `stop`."""
         async with AsyncClient(self.address) as client:
             lanes = [self._lane(client, lane) for lane in range(self.concurrency)]
-            await asyncio.gather(*lanes)
+            leavers = [self._leaver_lane(client, lane) for lane in range(self.num_leavers)]
+            await asyncio.gather(*lanes, *leavers)
 
     def stop(self) -> None:
         self._stopping = True
@@ -90,6 +94,24 @@ class Load:
             self.answers.append(answer)
             if answer.outcome == "NodeUnavailableError":
                 await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _leaver_lane(self, client: AsyncClient, lane: int) -> None:
+        draw = random.Random(f"{self.seed}-leaver-{lane}")
+        while not self._stopping:
+            # A prompt that nobody has seen, so that all of it travels.
+            prompt = [draw.randrange(VOCABULARY) for _ in range(LEAVER_TOKENS)]
+            # From before the first chunk to behind the last, be the machine fast or slow.
+            patience_s = PATIENCE_S * 10 ** draw.uniform(-1, 1)
+            try:
+                async with asyncio.timeout(patience_s):
+                    stream = client.stream(prompt, SamplingParams(max_tokens=2))
+                    async with contextlib.aclosing(stream) as deltas:
+                        await anext(deltas)  # the hand-off is over, or nearly
+            except BatonError:  # others count it
+                await asyncio.sleep(RETRY_PAUSE_S)
+            except TimeoutError:
+                pass
+            self.answers.append(Answer("left", "", time.monotonic(), 0.0))
 
     def counts(self) -> Counter[str]:
         return Counter(answer.outcome for answer in self.answers)

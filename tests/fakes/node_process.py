@@ -72,7 +72,7 @@ class NodeProcess:
         stopped: it stands still; what is sent to it waits, and what it posted goes on.
         muted: nothing passes between it and the router, and neither end is told.
         num_copies: how often the next message about the prefix cache reaches the router.
-        is_misheard: one was lost, and no other told all since.
+        is_misheard: the last one was lost; or a snapshot was, and no other came since.
     """
 
     def __init__(self, name: str, clock: VirtualClock, loop: VirtualLoop, pool: NodePool) -> None:
@@ -81,7 +81,7 @@ class NodeProcess:
         self.registration: NodeRegistration
         self.link: Link | None = None
         self.num_copies = 1
-        self.is_misheard = False
+        self.is_misheard = self._lacks_snapshot = False
         self.stopped = self.muted = self.dead = False
         self._clock = clock
         self._loop = loop  # of the router
@@ -129,7 +129,11 @@ class NodeProcess:
         num_copies = 1
         if isinstance(event, KVCacheEvents):
             num_copies, self.num_copies = self.num_copies, 1
-            self.is_misheard = num_copies == 0 or (self.is_misheard and not event.snapshot)
+            is_lost = num_copies == 0
+            if event.snapshot:
+                self._lacks_snapshot = is_lost
+            # Else the router sees at the next message that it missed one.
+            self.is_misheard = is_lost or self._lacks_snapshot
         self.link.up += [message] * num_copies
 
     # ------------------------------------------------------------------ the threads

@@ -1,0 +1,163 @@
+"""Router, nodes and clients of the whole-system machine, their right answers, and what must hold.
+
+Knows not what may happen to them: those rules are in `test_whole_system.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
+
+import engine.engine
+from baton.block_hash import BlockHash
+from baton.decode_options import DecodeOptions
+from baton.engine_config import PREEMPTION
+from baton.errors import DeadlineExceededError, OverloadedError
+from baton.outputs import FinishReason
+from baton.push_mode import PushMode
+from baton.sampling_params import SamplingParams
+from decode_node import gone_peers
+from models import load_model
+from router.policies import POLICIES
+from tests.fakes.cache_contents import contents_of
+from tests.fakes.checked_client import Client
+from tests.fakes.handoff_cluster import BLOCK_SIZE
+from tests.fakes.whole_system import Setup, System, num_pairs
+from tests.property.test_handoff import folder, prompt_of, reference, reference_kv
+
+MAX_PROMPT_TOKENS = 18
+FAMILIES = range(3)  # of prompts that are prefixes of each other
+LONG_S = 10_000.0  # nobody may need it
+
+shared_model = functools.cache(load_model)  # weights only, and nobody writes them
+
+
+@functools.cache
+def expected_output(
+    prompt: tuple[int, ...], params: SamplingParams, *, max_model_len: int, mixed: bool
+) -> tuple[tuple[int, ...], FinishReason]:
+    completion = reference(mixed=mixed).generate([list(prompt)], params)[0]
+    assert completion.finish_reason is not None
+    room = max_model_len - len(prompt)
+    if len(completion.token_ids) > room:  # nodes with so little memory take no more
+        return completion.token_ids[:room], FinishReason.LENGTH
+    return completion.token_ids, completion.finish_reason
+
+
+@functools.cache
+def known_contents() -> dict[BlockHash, torch.Tensor]:
+    """Of prompts' blocks; in a model with several KV cache groups names hide more."""
+    prompts = [prompt_of(family, MAX_PROMPT_TOKENS) for family in FAMILIES]
+    return contents_of(((p, reference_kv(tuple(p))) for p in prompts), BLOCK_SIZE)
+
+
+class SystemMachine(RuleBasedStateMachine):
+    """A cluster to which nothing happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.system: System
+        self.is_faulty = False  # something happened that may fail a call
+
+    @initialize(
+        num_blocks=st.sampled_from([7, 9, 20]),
+        mixed=st.booleans(),
+        async_scheduling=st.booleans(),
+        push_mode=st.sampled_from(PushMode),
+        kv_digests=st.booleans(),
+        max_receiving_requests=st.sampled_from([1, 64]),
+        local_prefill_threshold=st.sampled_from([0, 6]),
+        preemption=st.sampled_from(PREEMPTION),
+        policy=st.sampled_from(POLICIES.names()),
+        router_is_busy=st.booleans(),
+        sometimes_alone=st.booleans(),
+        rounds_per_step=st.sampled_from([1, 4]),
+        chunk_s=st.sampled_from([0.0, 0.12]),
+        index_is_small=st.booleans(),
+        restarts_at_end=st.booleans(),
+    )
+    def make(
+        self,
+        mixed: bool,
+        kv_digests: bool,
+        max_receiving_requests: int,
+        local_prefill_threshold: int,
+        restarts_at_end: bool,
+        **choices: Any,
+    ) -> None:
+        """The others are as `Setup` has them."""
+        self.mixed, self.kv_digests = mixed, kv_digests
+        self.restarts_at_end = restarts_at_end
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(secrets, "randbelow", lambda limit: limit // 2)
+        self.patch.setattr(engine.engine, "load_model", shared_model)
+        self.system = System(
+            Setup(
+                folder=folder(mixed=mixed),
+                expected_kv=lambda prompt: reference_kv(tuple(prompt), mixed=mixed),
+                num_groups=reference(mixed=mixed).engine.kv_cache_spec.num_groups,
+                kv_digests=kv_digests,
+                options=DecodeOptions(
+                    max_receiving_requests=max_receiving_requests,
+                    local_prefill_threshold=local_prefill_threshold,
+                ),
+                contents={} if mixed else known_contents(),
+                **choices,
+            )
+        )
+        dead = self.system.dead
+        self.patch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in dead)
+
+    def _call(
+        self, request_id: str, prompt: list[int], params: SamplingParams, timeout_s: float = LONG_S
+    ) -> Client:
+        expected = expected_output(
+            tuple(prompt), params, max_model_len=self.system.max_model_len, mixed=self.mixed
+        )
+        return self.system.call(request_id, prompt, params, timeout_s, expected)
+
+    # ------------------------------------------------------------ what must hold
+
+    @invariant()
+    def it_is_sound(self) -> None:
+        if hasattr(self, "system"):
+            self.system.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "system"):
+            return
+        try:
+            self.drain()
+        finally:
+            self.system.abandon()
+            self.patch.undo()
+
+    def drain(self) -> None:
+        system = self.system
+        system.heal(restart=self.restarts_at_end)
+        system.network.release()
+        system.settle()
+        system.check()
+        system.check_clean()
+        for client in system.clients:
+            late = client.call.timeout_s < LONG_S and isinstance(
+                client.error, DeadlineExceededError | OverloadedError
+            )
+            if not (self.is_faulty or client.left or late):
+                assert client.error is None, f"nothing went wrong, and yet: {client.error!r}"
+            if client.call.timeout_s == LONG_S:
+                assert not isinstance(client.error, DeadlineExceededError), "it was left to wait"
+        if all(not process.dead for process in system.processes.values()):
+            assert num_pairs(system.pool) == 4, "not all are together again"
+            params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+            last = self._call("last", prompt_of(1, 9), params)
+            system.settle()
+            assert last.error is None, "the next call fails"
+            system.check_clean()
+        system.close()
