@@ -84,10 +84,12 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
                 _end_group(child)
         figures = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
         result: dict[str, object] = {"ok": False, **figures}
-        if returned != "0" and "failed" not in result and "not run" not in result:
-            result["failed"] = (
-                f"exit code {returned}" if returned.lstrip("-").isdigit() else returned
-            )
+        if returned != "0":
+            result["ok"] = False  # what ends badly after its last figure is not right either
+            if "failed" not in result and "not run" not in result:
+                result["failed"] = (
+                    f"exit code {returned}" if returned.lstrip("-").isdigit() else returned
+                )
         if not result["ok"]:
             text = log.read_text(encoding="utf-8", errors="replace")
             result["log"] = text.splitlines()[-LOG_LINES:]
@@ -123,7 +125,7 @@ def run_child(name: str, device: str, path: Path) -> int:
         function = getattr(importlib.import_module(part.module), part.function)
         report["ok"] = bool(function(device, report))
     except ModuleNotFoundError as error:
-        report["not run"] = f"no module {error.name}"
+        report["not run"] = f"no module {error.name}" if error.name else str(error)
     except Exception as error:
         traceback.print_exc()
         report["failed"] = f"{type(error).__name__}: {error}"
