@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +26,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         check=False,
         env={**os.environ, **environment},
     )
+
+
+def commands_of_processes() -> Iterator[str]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            yield path.read_text(encoding="utf-8", errors="replace")
 
 
 @pytest.mark.slow
@@ -115,5 +123,4 @@ def test_a_suite_that_is_stopped_ends_its_part_and_prints_its_table(tmp_path: Pa
         assert suite.stdout is not None
         assert "figure" in suite.stdout.read()
     assert suite.returncode == 1
-    commands = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline"))
-    assert not any(str(tmp_path).encode() in command for command in commands)
+    assert not any(str(tmp_path) in command for command in commands_of_processes())
