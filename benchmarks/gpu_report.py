@@ -19,5 +19,7 @@ class Report:
 
     def __setitem__(self, name: str, figure: object) -> None:
         self.figures[name] = round(figure, 4) if isinstance(figure, float) else figure
-        self._path.write_text(json.dumps(self.figures), encoding="utf-8")
+        whole = self._path.with_suffix(".part")  # whoever is killed now leaves the last whole one
+        whole.write_text(json.dumps(self.figures), encoding="utf-8")
+        whole.replace(self._path)
         print(f"{name}: {self.figures[name]}", flush=True)

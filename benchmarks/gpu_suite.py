@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,20 @@ PARTS = {
 }
 
 
+def run_parts(
+    names: Sequence[str], device: str, budget_s: float
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Each part's name and result, when it has ended; those for which no time is left, too."""
+    deadline = time.monotonic() + budget_s
+    for name in names:
+        left_s = deadline - time.monotonic()
+        if left_s < 5:
+            yield name, {"ok": False, "not run": "no time was left"}
+        else:
+            print(f"{name} ...", flush=True)
+            yield name, run_part(name, device, left_s)
+
+
 def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
     """Run one part in a process of its own; returns its figures and how it ended."""
     part, started = PARTS[name], time.monotonic()
@@ -84,10 +99,12 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
                 _end_group(child)
         figures = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
         result: dict[str, object] = {"ok": False, **figures}
-        if returned != "0" and "failed" not in result and "not run" not in result:
-            result["failed"] = (
-                f"exit code {returned}" if returned.lstrip("-").isdigit() else returned
-            )
+        if returned != "0":
+            result["ok"] = False  # what ends badly after its last figure is not right either
+            if "failed" not in result and "not run" not in result:
+                result["failed"] = (
+                    f"exit code {returned}" if returned.lstrip("-").isdigit() else returned
+                )
         if not result["ok"]:
             text = log.read_text(encoding="utf-8", errors="replace")
             result["log"] = text.splitlines()[-LOG_LINES:]
@@ -123,7 +140,7 @@ def run_child(name: str, device: str, path: Path) -> int:
         function = getattr(importlib.import_module(part.module), part.function)
         report["ok"] = bool(function(device, report))
     except ModuleNotFoundError as error:
-        report["not run"] = f"no module {error.name}"
+        report["not run"] = f"no module {error.name}" if error.name else str(error)
     except Exception as error:
         traceback.print_exc()
         report["failed"] = f"{type(error).__name__}: {error}"
@@ -162,21 +179,19 @@ def main() -> int:
     environment = record_environment()
     if device != "cpu":
         environment["gpu"] = torch.cuda.get_device_name(device)
-    deadline = time.monotonic() + arguments.budget
+    # Whoever stops the suite ends the part that runs, and still reads what the others found.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     results: dict[str, dict[str, object]] = {}
-    for name in arguments.only:
-        left_s = deadline - time.monotonic()
-        if left_s < 5:
-            results[name] = {"ok": False, "not run": "no time was left"}
-        else:
-            print(f"{name} ...", flush=True)
-            results[name] = run_part(name, device, left_s)
-        document = {"environment": environment, "device": device, "parts": results}
-        if arguments.out:
-            arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        if device != "cpu":
-            write_results("gpu_suite", environment, {"device": device, "parts": results})
-    print_table(results)
+    try:
+        for name, result in run_parts(arguments.only, device, arguments.budget):
+            results[name] = result
+            document = {"environment": environment, "device": device, "parts": results}
+            if arguments.out:
+                arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            if device != "cpu":
+                write_results("gpu_suite", environment, {"device": device, "parts": results})
+    finally:
+        print_table(results)
     return 0 if all(result["ok"] for result in results.values()) else 1
 
 

@@ -6,6 +6,7 @@ small kernels cost. On a CPU a time means nothing: there the benchmarks only pro
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -60,6 +61,13 @@ def copy_gb_per_s(device: str, num_bytes: int) -> float:
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return gb_per_s(2 * num_bytes, median_us([lambda: target.copy_(source)], device))
+
+
+def excess_error(found: Tensor, expected: Tensor, atol: float, rtol: float) -> float:
+    """The largest error beyond ``atol + rtol * |expected|``; infinite where one is no number."""
+    found, expected = found.float(), expected.float()
+    excess = (found - expected).abs() - (atol + rtol * expected.abs())
+    return float(excess.nan_to_num(nan=math.inf).max())
 
 
 def gb_per_s(num_bytes: int, microseconds: float) -> float:

@@ -5,14 +5,15 @@
     sampling   64 and 256 rows of 151,936 logits: torch, with a sort where it filters / our three
 
 `--dry-run` runs all of it on tiny shapes on a CPU through Triton's interpreter; nothing is written.
-What a kernel gives is compared with its definition before it is timed.
+What a kernel gives is compared with its definition before it is timed; where a part fails, the
+others are measured all the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from environment import record_environment, write_results
 from gpu_timing import (
     Row,
     copy_gb_per_s,
+    excess_error,
     gb_per_s,
     interpret_without_gpu,
     median_us,
@@ -33,12 +35,17 @@ from gpu_timing import (
 
 interpret_without_gpu()
 
+from triton import TritonError  # noqa: E402
+
 from baton_kernels import reference  # noqa: E402
 from baton_kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks  # noqa: E402
 from baton_kernels.triton.norm import add_rms_norm  # noqa: E402
 from baton_kernels.triton.norm_rotary_store import norm_rotary_store  # noqa: E402
 from baton_kernels.triton.sampling import sample_tokens  # noqa: E402
 from baton_kernels.triton.silu_mul import silu_mul  # noqa: E402
+
+# The definition rounds to bfloat16 between norm, products and sum, each time by 2^-9.
+ATOL, RTOL = 6e-2, 2e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +163,16 @@ def torch_chains_of(step: Step, sizes: Sizes) -> dict[str, Callable[[], object]]
 # ------------------------------------------------------------------ the three parts
 
 
-def stream(sizes: Sizes) -> list[Row]:
+def stream(sizes: Sizes) -> Iterator[Row]:
     """Bytes per second of inputs that no cache holds, against a copy of as many in this run."""
     copied = copy_gb_per_s(sizes.device, 2 * sizes.stream_bytes)
-    rows: list[Row] = [{"part": "stream", "what": "copy", "GB/s": copied, "of copy": 1.0}]
+    yield {"part": "stream", "what": "copy", "GB/s": copied, "of copy": 1.0}
     width = max(sizes.hidden_size, sizes.intermediate_size // 3)
     num_tokens = sizes.stream_bytes // (width * sizes.dtype.itemsize)
     step = Step.of(sizes, num_tokens)
-    timed = {
-        name: (gb_per_s(moved, median_us([call], sizes.device)))
-        for name, (call, moved) in {**kernels_of(step, sizes), **_moves(sizes)}.items()
-    }
-    for name, found in timed.items():
-        rows.append({"part": "stream", "what": name, "GB/s": found, "of copy": found / copied})
-    return rows
+    for name, (call, moved) in {**kernels_of(step, sizes), **_moves(sizes)}.items():
+        found = gb_per_s(moved, median_us([call], sizes.device))
+        yield {"part": "stream", "what": name, "GB/s": found, "of copy": found / copied}
 
 
 def _moves(sizes: Sizes) -> dict[str, tuple[Callable[[], object], int]]:
@@ -188,30 +191,25 @@ def _moves(sizes: Sizes) -> dict[str, tuple[Callable[[], object], int]]:
     }
 
 
-def launch(sizes: Sizes) -> list[Row]:
+def launch(sizes: Sizes) -> Iterator[Row]:
     """Microseconds of one step's op in a graph, by torch ops and by one kernel."""
-    rows: list[Row] = []
     for num_tokens in sizes.step_tokens:
         step = Step.of(sizes, num_tokens)
         chains = torch_chains_of(step, sizes)
         for name, (kernel, _) in kernels_of(step, sizes).items():
             _check(name, kernel(), chains[name]())
             ours, theirs = (median_us([x] * 20, sizes.device) for x in (kernel, chains[name]))
-            rows.append(
-                {
-                    "part": "launch", "what": f"{name}, {num_tokens} tokens", "us": ours,
-                    "torch us": theirs, "torch / ours": theirs / ours,
-                }
-            )  # fmt: skip
-    return rows
+            yield {
+                "part": "launch", "what": f"{name}, {num_tokens} tokens", "us": ours,
+                "torch us": theirs, "torch / ours": theirs / ours,
+            }  # fmt: skip
 
 
 def _check(name: str, found: object, expected: object) -> None:
     """A kernel that is wrong has no speed; 16-bit chains round at more places than one kernel."""
-    pairs = zip(_tensors(found), _tensors(expected), strict=True)
-    errors = [(a.float() - b.float()).abs().max().item() for a, b in pairs]
-    if not max(errors) < 0.1:
-        raise RuntimeError(f"{name}: differs from its definition by {max(errors)}")
+    for a, b in zip(_tensors(found), _tensors(expected), strict=True):
+        if (excess := excess_error(a, b, ATOL, RTOL)) > 0:
+            raise RuntimeError(f"{name}: differs by {excess:.3g} more than rounding explains")
 
 
 def _tensors(value: object) -> tuple[Tensor, ...]:
@@ -221,10 +219,9 @@ def _tensors(value: object) -> tuple[Tensor, ...]:
     return value
 
 
-def sampling(sizes: Sizes) -> list[Row]:
+def sampling(sizes: Sizes) -> Iterator[Row]:
     """Microseconds of one token per row, and how many reads of the logits that is."""
     copied = copy_gb_per_s(sizes.device, 2 * sizes.stream_bytes)
-    rows: list[Row] = []
     for num_rows in sizes.sampling_rows:
         # Peaked, as a model's: some hundred tokens have nearly all the weight.
         logits = sizes.random(num_rows, sizes.vocab_size, dtype=torch.float32)
@@ -241,13 +238,10 @@ def sampling(sizes: Sizes) -> list[Row]:
             ours = median_us([call] * 5, sizes.device)
             theirs = median_us([_in_torch(values, temperature, top_k, top_p)], sizes.device)
             floor = num_bytes(values) / copied / 1e3
-            rows.append(
-                {
-                    "part": "sampling", "what": f"{name}, {num_rows} rows", "us": ours,
-                    "torch us": theirs, "torch / ours": theirs / ours, "reads": ours / floor,
-                }
-            )  # fmt: skip
-    return rows
+            yield {
+                "part": "sampling", "what": f"{name}, {num_rows} rows", "us": ours,
+                "torch us": theirs, "torch / ours": theirs / ours, "reads": ours / floor,
+            }  # fmt: skip
 
 
 def _sampler(values: Tensor, temperature: float, top_k: int, top_p: float) -> Callable[[], Tensor]:
@@ -282,7 +276,7 @@ def _in_torch(values: Tensor, temperature: float, top_k: int, top_p: float) -> C
     return draw
 
 
-PARTS: dict[str, Callable[[Sizes], list[Row]]] = {
+PARTS: dict[str, Callable[[Sizes], Iterator[Row]]] = {
     "stream": stream,
     "launch": launch,
     "sampling": sampling,
@@ -290,14 +284,18 @@ PARTS: dict[str, Callable[[Sizes], list[Row]]] = {
 
 
 @torch.inference_mode()
-def measure(device: str, parts: tuple[str, ...] = tuple(PARTS)) -> list[Row]:
-    """All rows; on a CPU tiny ones, whose times mean nothing."""
+def measure(device: str, parts: tuple[str, ...] = tuple(PARTS)) -> Iterator[Row]:
+    """Rows as they come; on a CPU tiny ones, whose times mean nothing.
+
+    What fails is a row with the key "failed", and ends its part.
+    """
     sizes = Sizes.of(device)
-    return [
-        {key: value if isinstance(value, str) else round(value, 2) for key, value in row.items()}
-        for part in parts
-        for row in PARTS[part](sizes)
-    ]
+    for part in parts:
+        try:
+            for row in PARTS[part](sizes):
+                yield {k: v if isinstance(v, str) else round(v, 2) for k, v in row.items()}
+        except (RuntimeError, TritonError) as error:
+            yield {"part": part, "what": "the rest", "failed": str(error)}
 
 
 def main() -> int:
@@ -311,12 +309,12 @@ def main() -> int:
         return 2
     device = "cpu" if arguments.dry_run else "cuda"
     environment = record_environment()
-    rows = measure(device, tuple(arguments.parts))
+    rows = list(measure(device, tuple(arguments.parts)))
     Console(width=110).print(table_of(rows))
     if not arguments.dry_run:
         environment["gpu"] = torch.cuda.get_device_name(device)
         write_results("kernels_gpu", environment, {"rows": rows})
-    return 0
+    return 1 if any("failed" in row for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from torch import Tensor
 
 # Beyond these float32 overflows; below, sampling is greedy, above, all tokens are as probable.
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
+# As a float32 a smaller one is 0, which keeps no token at all; this one keeps the best.
+LEAST_TOP_P = 1e-30
 
 # The kernel's parameters by name, each `[num_requests]` but for the keys, `[num_requests, 2]`.
 PARAMETER_TYPES: Mapping[str, torch.dtype] = {
@@ -40,7 +42,7 @@ def kernel_arrays(
     return {
         "temperatures": np.where(temperatures == 0, 0, clipped).astype(np.float32),
         "top_k": parameters["top_k"].clip(0, 2**31 - 1).astype(np.int32),
-        "top_p": parameters["top_p"].astype(np.float32),
+        "top_p": parameters["top_p"].clip(LEAST_TOP_P, 1).astype(np.float32),
         "min_p": parameters["min_p"].astype(np.float32),
         "keys": keys.view(np.int32),
     }

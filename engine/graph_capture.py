@@ -37,10 +37,13 @@ class DeviceCapture:
         self._warm_up(body)
         graph = torch.cuda.CUDAGraph()
         # Other threads (of a connector, say) may use the device meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            body()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                body()
+        except RuntimeError as error:
+            raise CaptureError(f"a decode step cannot be captured: {error}") from error
         return graph.replay
 
     def _warm_up(self, body: Callable[[], None]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton_kernels.dispatch import native_ops
+from baton_kernels.native import build
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = """
@@ -22,8 +25,16 @@ llm = LLM(sys.argv[1], dtype="float32", num_threads=1, weights=sys.argv[2])
 print(llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=6, temperature=0))[0].token_ids)
 """
 LOAD = """
+import os
+if "WITHOUT_HOME" in os.environ:
+    del os.environ["HOME"]
+    os.getuid = lambda: 2**30  # a user whom nothing on this machine knows, as containers have
 from baton_kernels.dispatch import native_ops
 print(native_ops() is not None)
+"""
+PANEL = """
+from baton_kernels.dispatch import native_ops
+print(native_ops().panel_width)
 """
 needs_compiler = pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
 
@@ -63,13 +74,20 @@ def test_without_a_compiler_torch_computes_and_one_line_says_so(
     [
         ({"CC": "/bin/false"}, "/bin/false: exit status 1"),
         ({"PATH": ""}, "no C compiler (cc, gcc, clang)"),
+        ({"BATON_CACHE": "", "WITHOUT_HOME": "1"}, "a folder where there is no home, got none"),
     ],
 )
 def test_the_log_says_why_there_is_no_library(
     tmp_path: Path, environment: Mapping[str, str], reason: str
 ) -> None:
-    out, log = finish(start(LOAD, BATON_CACHE=str(tmp_path), **environment))
+    out, log = finish(start(LOAD, **{"BATON_CACHE": str(tmp_path), **environment}))
     assert (out, log.endswith(reason), len(log.splitlines())) == ("False", True, 1)
+
+
+@pytest.mark.skipif(shutil.which("clang") is None, reason="no clang here")
+def test_clang_is_refused_where_its_threads_would_need_a_second_openmp(tmp_path: Path) -> None:
+    out, log = finish(start(LOAD, BATON_CACHE=str(tmp_path), CC="clang"))
+    assert out == "True" or "clang's OpenMP does not run on torch's libgomp" in log
 
 
 def test_a_cache_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
@@ -87,6 +105,27 @@ def test_processes_may_build_at_once_and_the_next_one_does_not_build(tmp_path: P
     built = library.stat().st_mtime_ns
     assert finish(start(LOAD, BATON_CACHE=str(tmp_path)))[0] == "True"
     assert library.stat().st_mtime_ns == built
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86")
+@pytest.mark.parametrize(("level", "lanes"), [("x86-64", 4), ("x86-64-v3", 8)])
+def test_cc_chooses_the_instruction_set_and_each_has_a_library_of_its_own(
+    tmp_path: Path, level: str, lanes: int
+) -> None:
+    for compiler, found in ((f"cc -march={level}", 2 * lanes), ("cc -march=x86-64", 8)):
+        out, _ = finish(start(PANEL, BATON_CACHE=str(tmp_path), CC=compiler))
+        assert int(out) == found
+    assert len(list((tmp_path / "native").iterdir())) == (1 if level == "x86-64" else 2)
+
+
+def test_the_key_of_a_library_tells_cpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home that two machines share: code for the one is an illegal instruction on the other."""
+    keys = set()
+    for flags in ("flags : avx512f", "flags : avx2"):
+        monkeypatch.setattr(build, "_cpu_flags", lambda flags=flags: flags)
+        keys.add(build._key([], ["true"], ["-O3"]))
+    assert len(keys) == 2
 
 
 def test_the_environment_can_forbid_native_kernels() -> None:

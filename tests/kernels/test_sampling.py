@@ -97,6 +97,8 @@ def test_any_parameters_in_one_batch(
         (1.0, {"top_k": MOST // 2, "top_p": 0.9}),
         (1.0, {"top_p": 0.9}),  # flat: more than `choose` can hold
         (1.0, {"top_p": 0.3, "min_p": 1e-4}),
+        (1.0, {"top_p": 1e-300}),  # no float32, but a request may ask for it
+        (0.0, {"top_p": 1e-300}),  # all tokens alike: more than `choose` can hold
         (1.0, {"min_p": 0.01}),
         (1.0, {"min_p": 1e-5}),
         (1.0, {"top_k": 3000}),

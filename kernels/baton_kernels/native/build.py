@@ -19,11 +19,16 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FLAGS = (
-    "-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math",
-    "-ffp-contract=fast", "-fvisibility=default", "-w",
+    "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
+    "-fvisibility=default", "-w",
 )  # fmt: skip
-# GCC would use half of the registers' width otherwise.
-_X86_FLAGS = ("-mprefer-vector-width=512",)
+# By platform.machine(); GCC would use half of the registers' width of an x86 otherwise.
+_X86_FLAGS = ("-march=native", "-mprefer-vector-width=512")
+_ARM_FLAGS = ("-mcpu=native",)  # clang has learned -march=native there in release 16
+_CPU_FLAGS = {
+    "x86_64": _X86_FLAGS, "AMD64": _X86_FLAGS, "aarch64": _ARM_FLAGS, "arm64": _ARM_FLAGS
+}  # fmt: skip
+_CHOOSES_CPU = ("-march", "-mcpu")  # in CC: the user knows better
 _TIME_LIMIT_S = 120.0
 
 
@@ -31,28 +36,39 @@ class BuildError(Exception):
     """There is no library; the message is one line that says why."""
 
 
-def cached_library(*, openmp: bool) -> Path:
+def cached_library(openmp_runtime: str | None) -> Path:
     """The library for this machine, built if it is not there yet.
 
+    ``CC`` in the environment names the compiler, and may choose another instruction set than that
+    of this CPU: ``CC="gcc -march=x86-64-v3"``.
+
     Args:
-        openmp: whether the process has an OpenMP runtime that the library can use.
+        openmp_runtime: file of the OpenMP runtime that the library can use; None: there is none.
 
     Raises:
-        BuildError: no sources, no compiler, or it failed.
+        BuildError: no sources, no compiler, no place for the library, or the compiler failed.
     """
-    sources, compiler = _sources(), _compiler()
-    flags = [*_FLAGS, "-fopenmp" if openmp else "-fopenmp-simd"]
-    if platform.machine() in ("x86_64", "AMD64"):
-        flags += _X86_FLAGS
-    folder = Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton") / "native"
+    sources, compiler = _sources(), _compiler(openmp_runtime)
+    flags = [*_FLAGS, "-fopenmp-simd" if openmp_runtime is None else "-fopenmp"]
+    if not any(word.startswith(_CHOOSES_CPU) for word in compiler):
+        flags += _CPU_FLAGS.get(platform.machine(), ())
+    folder = _folder()
     library = folder / f"{_key(sources, compiler, flags)}.so"
     if not library.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _build(sources, [*compiler, *flags], library)
+            _build(sources, compiler, flags, library)
         except OSError as error:
             raise BuildError(f"{folder}: {error.strerror or error}") from error
     return library
+
+
+def _folder() -> Path:
+    cache = os.environ.get("BATON_CACHE")
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache" / "baton") / "native"
+    except RuntimeError as error:  # a user without an entry, as containers have
+        raise BuildError("BATON_CACHE: a folder where there is no home, got none") from error
 
 
 def _sources() -> list[Path]:
@@ -64,19 +80,33 @@ def _sources() -> list[Path]:
     raise BuildError(f"no C sources beside {_PACKAGE}")
 
 
-def _compiler() -> list[str]:
-    wanted = os.environ.get("CC")
+def _compiler(openmp_runtime: str | None) -> list[str]:
+    """The first that is there and whose code runs on the OpenMP runtime; its words."""
+    wanted, unfit = os.environ.get("CC"), ""
     for name in [wanted] if wanted else ["cc", "gcc", "clang"]:
         words = name.split()
-        if words and (path := shutil.which(words[0])):
-            return [path, *words[1:]]
-    raise BuildError(f"no C compiler ({f'CC={wanted}' if wanted else 'cc, gcc, clang'})")
+        path = shutil.which(words[0]) if words else None
+        if path is None:
+            continue
+        # GCC's code runs on LLVM's runtime and Intel's too, clang's on these alone.
+        if (
+            openmp_runtime
+            and "libgomp" in openmp_runtime
+            and "clang" in _version([path, *words[1:]])
+        ):
+            unfit = f"{path}: clang's OpenMP does not run on torch's {Path(openmp_runtime).name}"
+            continue
+        return [path, *words[1:]]
+    raise BuildError(unfit or f"no C compiler ({f'CC={wanted}' if wanted else 'cc, gcc, clang'})")
+
+
+def _version(compiler: Sequence[str]) -> str:
+    return _run([*compiler, "--version"], time.monotonic() + _TIME_LIMIT_S)
 
 
 def _key(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    version = _run([*compiler, "--version"], time.monotonic() + _TIME_LIMIT_S)
-    for text in (*compiler, version, *flags, platform.machine(), _cpu_flags()):
+    for text in (*compiler, _version(compiler), *flags, platform.machine(), _cpu_flags()):
         digest.update(text.encode() + b"\0")
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -84,7 +114,7 @@ def _key(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str])
 
 
 def _cpu_flags() -> str:
-    """What -march=native looks at."""
+    """What the compiler looks at to find out about this CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor()
@@ -93,17 +123,19 @@ def _cpu_flags() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(names)}))
 
 
-def _build(sources: Sequence[Path], compile_command: Sequence[str], library: Path) -> None:
+def _build(
+    sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str], library: Path
+) -> None:
     deadline = time.monotonic() + _TIME_LIMIT_S
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
         objects = []
         for source in sources:
             if source.suffix == ".c":
                 objects.append(f"{folder}/{source.stem}.o")
-                _run([*compile_command, "-c", str(source), "-o", objects[-1]], deadline)
+                _run([*compiler, *flags, "-c", str(source), "-o", objects[-1]], deadline)
         # Without -fopenmp: the runtime is torch's own, which the process has loaded already.
         finished = f"{folder}/{library.name}"
-        _run([compile_command[0], "-shared", "-o", finished, *objects, "-lm"], deadline)
+        _run([*compiler, "-shared", "-o", finished, *objects, "-lm"], deadline)
         Path(finished).replace(library)
 
 
@@ -111,7 +143,11 @@ def _run(command: Sequence[str], deadline: float) -> str:
     """Standard output; raises BuildError with the first line of what went wrong."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=max(0.1, deadline - time.monotonic())
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=max(0.1, deadline - time.monotonic()),
         )
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{command[0]}: not done after {_TIME_LIMIT_S:g} s") from error

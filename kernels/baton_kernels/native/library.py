@@ -76,7 +76,7 @@ def load_library() -> ctypes.CDLL | None:
         if runtime is not None:
             # Two OpenMP runtimes in a process would fight for its cores: ours is torch's.
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        library = ctypes.CDLL(str(cached_library(openmp=runtime is not None)))
+        library = ctypes.CDLL(str(cached_library(runtime)))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments

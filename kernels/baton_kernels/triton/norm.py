@@ -55,7 +55,7 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 4), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # it would be compiled anew in the middle of serving
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, num_rows, size,
     eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
