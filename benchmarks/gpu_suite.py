@@ -139,9 +139,11 @@ def run_child(name: str, device: str, path: Path) -> int:
     try:
         function = getattr(importlib.import_module(part.module), part.function)
         report["ok"] = bool(function(device, report))
-    except ModuleNotFoundError as error:
-        report["not run"] = f"no module {error.name}" if error.name else str(error)
     except Exception as error:
+        missing = error.__cause__ or error  # one that tells of it may be raised in its place
+        if isinstance(missing, ModuleNotFoundError):
+            report["not run"] = f"no module {missing.name}" if missing.name else str(missing)
+            return 0
         traceback.print_exc()
         report["failed"] = f"{type(error).__name__}: {error}"
         report["traceback"] = traceback.format_exc().splitlines()

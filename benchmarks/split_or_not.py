@@ -23,7 +23,7 @@ LOAD = {
     "--input-tokens": "1500",
     "--output-tokens": "200",
     "--vocab-size": "4000",
-    "--slo": "ttft=2,tpot=0.05",
+    "--slo": "ttft=2,gap=0.1",
     "--node-args": "--dtype float32",
     "--warmup-s": "5",
 }

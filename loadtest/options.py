@@ -36,7 +36,7 @@ DrainTimeoutOption = Annotated[
     float, typer.Option(help="What has no answer so long after the last is sent is given up.")
 ]
 SloOption = Annotated[
-    str, typer.Option(help="What a good request keeps, seconds: ttft=0.5,tpot=0.05,e2e=10.")
+    str, typer.Option(help="What a good request keeps, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10.")
 ]
 MaxLagOption = Annotated[
     float,

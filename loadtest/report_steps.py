@@ -13,12 +13,13 @@ from loadtest.steps import Step
 
 Document = dict[str, Any]
 _HEADINGS = ("ended/s", "goodput/s", "attained", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
+_WIDTHS = (9, 10, 9, 9, 9, 9, 9, 9)
 _SHARED = ("format", "plan", "target", "environment", "faults", "audit")
 
 
 def step_heading(variable: str) -> str:
     """Above the lines of steps; 100 columns at most."""
-    return "".join([f"{variable:>12}", *(f"{heading:>10}" for heading in _HEADINGS)])
+    return f"{variable:>11}" + _in_columns(_HEADINGS)
 
 
 def step_line(step: Step) -> str:
@@ -34,10 +35,14 @@ def step_line(step: Step) -> str:
         f"{summary.output_tokens_per_s:.0f}",
         *(_ms(values, name) for values in (ttft, itl) for name in ("p50", "p99")),
     ]
-    marks = "" if summary.lag.kept_up else "  generator late"
-    if step.held is not None:
-        marks = f"  {'held' if step.held else 'failed'}{marks}"
-    return f"{step.value:>12.4g}" + "".join(f"{cell:>10}" for cell in cells) + marks
+    marks = [] if step.held is None else ["held" if step.held else "failed"]
+    if not summary.lag.kept_up:
+        marks.append("late")  # the generator: said in full at the end
+    return "  ".join([f"{step.value:>11.4g}{_in_columns(cells)}", *marks])
+
+
+def _in_columns(cells: Sequence[str]) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
 
 
 def _ms(values: Distribution | None, name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
-LIMITED = ("ttft", "tpot", "e2e")
+LIMITED = ("ttft", "tpot", "gap", "e2e")
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,12 +121,16 @@ class Summary:
 
 
 def client_seconds(record: RequestRecord) -> dict[str, float | None]:
-    """TTFT, TPOT and E2E of one request, None for what it did not come to."""
+    """TTFT, TPOT, longest gap between frames and E2E of one request.
+
+    None: it did not come to that.
+    """
     times, tokens = record.frame_times_s, record.frame_tokens
     num_after = record.num_tokens - tokens[0] if tokens else 0
     return {
         "ttft": times[0] - record.scheduled_s if times else None,
         "tpot": (times[-1] - times[0]) / num_after if num_after > 0 else None,
+        "gap": max((gap_s for gap_s, _ in frame_gaps(record)), default=None),
         "e2e": record.ended_s - record.scheduled_s if record.outcome is Outcome.OK else None,
     }
 

@@ -17,18 +17,29 @@ from loadtest.slo import Slo
 from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
 
 
-def play(script: ScriptedTarget) -> tuple[RunResult, Series]:
+def play(script: ScriptedTarget, slo: str = "ttft=0.5") -> tuple[RunResult, Series]:
     plan = LoadPlan(
         load=OpenLoop(rate_per_s=20.0, arrivals="constant"),
         input_lengths=Lengths(4),
         output_lengths=Lengths(10),
         warmup_s=2.0,
         duration_s=10.0,
-        slo=Slo.parse("ttft=0.5"),
+        slo=Slo.parse(slo),
         max_lag_s=2 * TICK_S,
     )
     result = run_virtually(plan, script)
     return result, make_series(plan, result.records, result.summary.window_s)
+
+
+def test_an_answer_that_stands_still_once_breaks_an_slo_on_gaps_alone() -> None:
+    def script(number: int, length: int) -> Answer:
+        frames = even(0.1, 0.01)(number, length).frames
+        stalled = (*frames[:5], (0.3, 1), *frames[6:])
+        return Answer(frames=stalled if number % 4 == 0 else frames)
+
+    for slo, attainment in {"tpot=0.05": 1.0, "tpot=0.05,gap=0.2": 0.75, "gap=0.4": 1.0}.items():
+        result, _ = play(ScriptedTarget(script), slo)
+        assert result.summary.attainment == pytest.approx(attainment), slo
 
 
 def test_a_cdf_has_the_percentiles_of_all_values() -> None:
