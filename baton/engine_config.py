@@ -8,6 +8,7 @@ from baton.errors import ConfigError
 
 PREEMPTION = ("recompute", "hand-back")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "int8")
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
@@ -19,7 +20,10 @@ class EngineConfig:
     """Checked when made; raises ConfigError naming the option.
 
     Attributes:
-        dtype: of weights and KV cache; ``auto`` is float32 on a CPU, else the checkpoint's own.
+        dtype: of weights and computation; ``auto`` is float32 on a CPU, else the checkpoint's own.
+        kv_cache_dtype: of keys and values in the cache: ``auto`` as ``dtype``, or ``fp8`` (e4m3),
+            which takes half or a quarter of the bytes, with the checkpoint's scales where it has
+            any.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         block_size: tokens per KV block.
         num_blocks: KV blocks; None: as many as ``kv_cache_bytes`` holds.
@@ -56,6 +60,7 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
@@ -81,6 +86,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            known = ", ".join(KV_CACHE_DTYPES)
+            raise ConfigError(
+                f"kv_cache_dtype: must be one of {known}, got {self.kv_cache_dtype!r}"
+            )
         if self.weights not in WEIGHTS:
             raise ConfigError(f"weights: must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
         parse_cpu_list(self.cpu_list)

@@ -12,6 +12,7 @@ import torch
 
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
+from baton_kernels import FP8
 from baton_kernels.dispatch import enable_native_kernels
 from models.base import CausalLM
 from models.config import ModelConfig
@@ -60,13 +61,18 @@ def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
 
 
 def choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
-    """Of weights and KV cache."""
+    """Of weights and computation."""
     if name == "auto":
         # Most CPUs have no 16-bit arithmetic: there a smaller type is slower, not faster.
         name = "float32" if device.type == "cpu" else model.dtype
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values in the cache of a model that computes in ``dtype``."""
+    return FP8 if name == "fp8" else dtype
 
 
 def fit_to_device(model: CausalLM, config: EngineConfig, device: torch.device) -> None:

@@ -22,7 +22,12 @@ from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from baton_kernels.attention import choose_attention_backend
 from engine.cores import use_cores
-from engine.device_choice import choose_device, choose_dtype, fit_to_device
+from engine.device_choice import (
+    choose_device,
+    choose_dtype,
+    choose_kv_cache_dtype,
+    fit_to_device,
+)
 from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
 from engine.graph_capture import make_captured_runner
@@ -85,10 +90,15 @@ class Engine:
         fit_to_device(model, config, device)
         self.model_config = model.config
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
-            self.model_config, model.sliding_windows, config.block_size, self.dtype
+            self.model_config,
+            model.sliding_windows,
+            config.block_size,
+            choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
         )
         override = None if config.attention_backend == "auto" else config.attention_backend
-        backend_name, reason = choose_attention_backend(device, override, config.block_size)
+        backend_name, reason = choose_attention_backend(
+            device, override, config.block_size, fp8=config.kv_cache_dtype == "fp8"
+        )
         logger.info("attention backend %s: %s", backend_name, reason)
         self.num_blocks = choose_num_blocks(
             self.kv_cache_spec,

@@ -64,13 +64,14 @@ def load_engine(
     engine = Engine(folder, config)
     spec = engine.kv_cache_spec
     logger.info(
-        "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens (%.0f MiB), %d threads",
+        "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens in %s (%.0f MiB), %d threads",
         model,
         time.perf_counter() - started,
         str(engine.dtype).removeprefix("torch."),
         engine.kv_cache.device,
         engine.num_blocks,
         spec.block_size,
+        str(spec.dtype).removeprefix("torch."),
         engine.num_blocks * spec.block_bytes / 2**20,
         torch.get_num_threads(),
     )
@@ -78,6 +79,7 @@ def load_engine(
         "model": config_digest(folder),
         "weights": weights_digest(folder),
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(spec.dtype).removeprefix("torch."),
         "block_size": str(spec.block_size),
         "kv_connector": kv_connector,
         "kv_digests": "on" if kv_digests else "off",

@@ -143,11 +143,30 @@ def _architecture(fields: Fields) -> str:
 def _refuse_unsupported(fields: Fields) -> None:
     """What no code here reads, but would change the result, is an error and not a surprise."""
     for name in _UNSUPPORTED:
-        if fields.has(name):
-            raise fields.wrong(name, "not supported")
+        if fields.has(name) and not _is_of_kv_cache_only(fields.child(name)):
+            raise fields.wrong(name, "not supported, but for scales of an fp8 KV cache")
     activation = fields.text("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise fields.wrong("hidden_act", f"{activation!r} is not supported; supported: silu")
+
+
+def _is_of_kv_cache_only(quantization: Fields) -> bool:
+    """Whether nothing is quantized but keys and values, in float8 with one scale per layer each.
+
+    As compressed-tensors writes it; the scales, which `models.loader` finds among the weights, are
+    used where the KV cache is one of float8, and do not matter elsewhere.
+    """
+    if not quantization.has("kv_cache_scheme"):
+        return False
+    if quantization.has("config_groups"):
+        groups = quantization.child("config_groups")
+        parts = ("weights", "input_activations", "output_activations")
+        if any(groups.child(name).has(part) for name in groups.names() for part in parts):
+            return False
+    scheme = quantization.child("kv_cache_scheme")
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    alike = all(scheme.get(name) == value for name, value in wanted.items())
+    return alike and not scheme.get("dynamic")
 
 
 def _head_dim(fields: Fields, num_heads: int) -> int:

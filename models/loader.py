@@ -7,6 +7,7 @@ Refuses to know: architectures, pickled checkpoints (they run code).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from models.base import CausalLM
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
 from models.fields import Fields
+from models.layers.attention import Attention
 from models.layers.linear import JoinedLinear
 from models.registry import MODELS
 
@@ -29,6 +31,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Buffers that old checkpoints carry and that every model computes itself.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _SHOWN_NAMES = 3
+# Where checkpoints keep the scales of an fp8 KV cache, within a layer's attention: one number each.
+_SCALES = {
+    **dict.fromkeys(("k_scale", "attn.k_scale", "k_proj.k_scale"), "k_scale"),
+    **dict.fromkeys(("v_scale", "attn.v_scale", "v_proj.v_scale"), "v_scale"),
+}
 
 
 def load_model(
@@ -85,10 +92,21 @@ def _checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, _Place]]:
                 yield f"{path}.{attribute}", _Place(module, attribute, slice(None))
 
 
+def _kv_scales(model: nn.Module) -> dict[str, tuple[Attention, str]]:
+    """Every scale that a checkpoint may have, by its names there."""
+    return {
+        f"{path}.{name}": (module, attribute)
+        for path, module in model.named_modules()
+        if isinstance(module, Attention)
+        for name, attribute in _SCALES.items()
+    }
+
+
 def _load_weights(
     model: DecoderForCausalLM, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> None:
     missing = dict(_checkpoint_parameters(model))
+    scales = _kv_scales(model)
     unknown: list[str] = []
     tied_head: Tensor | None = None
     for path, name, tensor in _read_tensors(_weight_files(folder)):
@@ -97,6 +115,9 @@ def _load_weights(
             _check_tensor(path, name, tensor, place.shape)
             # A copy, because the file's pages would otherwise stay the weight's memory.
             place.weight(device, dtype).copy_(tensor)
+        elif name in scales:
+            owner, attribute = scales[name]
+            setattr(owner, attribute, _read_scale(path, name, tensor))
         elif name == "lm_head.weight" and model.lm_head is None:
             tied_head = tensor
         elif not name.endswith(_IGNORED_SUFFIXES):
@@ -144,6 +165,15 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, shape: torch.Size) -> N
     if tensor.dtype not in _FLOATS:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise ModelLoadError(f"{path}: {name}: dtype {kind} is not supported (quantized weights?)")
+
+
+def _read_scale(path: Path, name: str, tensor: Tensor) -> float:
+    """The scale of a layer, with which its stored numbers are to be multiplied."""
+    scale = float(tensor) if tensor.numel() == 1 else math.nan
+    if not 0 < scale < math.inf:
+        found = scale if tensor.numel() == 1 else f"shape {list(tensor.shape)}"
+        raise ModelLoadError(f"{path}: {name}: must be one number above 0, got {found}")
+    return scale
 
 
 def _check_tied(folder: Path, embedding: Tensor, head: Tensor) -> None:

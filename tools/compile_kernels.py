@@ -76,7 +76,8 @@ def compile_all(only: str) -> Found:
         for module in modules()
         for case in cases_of(module)
         if only in case.name
-        for architecture in ARCHITECTURES
+        for architecture, capability in ARCHITECTURES.items()
+        if capability >= case.min_capability
     ]
     found: Found = {}
     with (

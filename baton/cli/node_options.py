@@ -13,7 +13,7 @@ import typer
 from baton.block_hash import HASH_ALGORITHMS
 from baton.cli.run_node import NodeOptions, run_node
 from baton.client import DEFAULT_ADDRESS
-from baton.engine_config import DTYPES, WEIGHTS, EngineConfig
+from baton.engine_config import DTYPES, KV_CACHE_DTYPES, WEIGHTS, EngineConfig
 from baton.errors import ConfigError
 from baton.process import print_error
 from baton.push_mode import PushMode
@@ -88,8 +88,15 @@ def node_command(
         ] = "",
         kv_connector: Annotated[str, typer.Option(help="How KV blocks travel.")] = "nixl",
         dtype: Annotated[
-            str, typer.Option(help=f"Weights and KV cache: {', '.join(DTYPES)}.")
+            str, typer.Option(help=f"Weights and computation: {', '.join(DTYPES)}.")
         ] = _DEFAULTS.dtype,
+        kv_cache_dtype: Annotated[
+            str,
+            typer.Option(
+                help=f"KV cache: {', '.join(KV_CACHE_DTYPES)}; auto: as --dtype. The same on all "
+                "nodes."
+            ),
+        ] = _DEFAULTS.kv_cache_dtype,
         device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = _DEFAULTS.device,
         num_threads: Annotated[
             int, typer.Option(help="Threads for computing; 0: all cores.", min=0)
@@ -189,6 +196,7 @@ def node_command(
                 kv_connector=kv_connector,
                 engine=EngineConfig(
                     dtype=dtype,
+                    kv_cache_dtype=kv_cache_dtype,
                     device=device,
                     block_size=block_size,
                     num_blocks=num_blocks or None,

@@ -33,7 +33,10 @@ def up(
         str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
     ] = "",
     policy: Annotated[str, typer.Option(help="Routing policy.")] = "cost",
-    dtype: Annotated[str, typer.Option(help="Weights and KV cache.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Weights and computation.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="KV cache: auto (as --dtype) or fp8, half the bytes or less.")
+    ] = "auto",
     kv_cache_memory: Annotated[
         str, typer.Option(help="KV memory of each node, such as 2G; auto: measured at start.")
     ] = "auto",
@@ -63,7 +66,10 @@ def up(
         num_prefill=prefill,
         num_decode=decode,
         router_args=["--policy", policy, "--served-model-name", served_model_name],
-        node_args=["--dtype", dtype, "--kv-cache-memory", kv_cache_memory, *node_args.split()],
+        node_args=[
+            *("--dtype", dtype, "--kv-cache-dtype", kv_cache_dtype),
+            *("--kv-cache-memory", kv_cache_memory, *node_args.split()),
+        ],
         decode_args=decode_args.split(),
         log_folder=log_folder,
         admin_token=admin_token,

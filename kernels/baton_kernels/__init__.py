@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton_kernels.dispatch import ops_for
 from baton_kernels.packed import PackedWeight
-from baton_kernels.reference import gather_kv, paged_attention, rotary, store_kv
+from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -42,6 +42,8 @@ def norm_rotary_store(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     eps: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Head norms, rotation and storing of keys and values; the rotated query."""
     query: Tensor = ops_for(qkv).norm_rotary_store(
@@ -49,6 +51,8 @@ def norm_rotary_store(
         query_weight=query_weight,
         key_weight=key_weight,
         eps=eps,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
     return query
 
@@ -60,6 +64,7 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 __all__ = [
+    "FP8",
     "PackedWeight",
     "add_rms_norm",
     "gather_kv",

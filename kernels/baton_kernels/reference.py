@@ -15,6 +15,11 @@ from torch.nn import functional
 
 from baton_kernels.packed import PackedWeight
 
+# What a quantized KV cache stores (Micikevicius et al., arXiv:2209.05433). A float8 number is also
+# one of every wider type, so that reading it rounds nothing.
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang and Sennrich, arXiv:1910.07467).
@@ -92,7 +97,20 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def quantize_fp8(x: Tensor, scale: float) -> Tensor:
+    """``x / scale`` to the nearest float8; what is too large becomes +-448, NaN stays NaN."""
+    return (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
     """Write this step's keys and values into one layer of the paged cache, in place.
 
     Args:
@@ -101,7 +119,12 @@ def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; -1 marks a
             padding token, which is not written.
+        key_scale: in a cache of ``FP8``, a key is what is stored times this; whoever reads has to
+            know. Other caches have no scales.
+        value_scale: the same for values.
     """
+    if kv_cache.dtype == FP8:
+        key, value = quantize_fp8(key, key_scale), quantize_fp8(value, value_scale)
     block_size = kv_cache.shape[3]
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")  # [num_tokens]
     offsets = slot_mapping - blocks * block_size  # [num_tokens]
@@ -126,6 +149,8 @@ def norm_rotary_store(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     eps: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """All that lies between the joined projection and attention: norms, rotation, storing.
 
@@ -139,6 +164,8 @@ def norm_rotary_store(
         query_weight: ``[head_dim]`` of the norm over each query head; None: the model has none.
         key_weight: the same for key heads.
         eps: see :func:`rms_norm`.
+        key_scale: see :func:`store_kv`.
+        value_scale: see :func:`store_kv`.
 
     Returns:
         The rotated query, ``[num_tokens, num_heads, head_dim]``, a new tensor.
@@ -152,7 +179,7 @@ def norm_rotary_store(
     if key_weight is not None:
         key = rms_norm(key, key_weight, eps)
     query, key = rotary(query, key, cos, sin)
-    store_kv(key, value, kv_cache, slot_mapping)
+    store_kv(key, value, kv_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale)
     return query
 
 
@@ -212,7 +239,9 @@ def paged_attention(
         query: ``[num_tokens, num_heads, head_dim]``, requests one after another; rows behind the
             last request are padding and come back as zeros.
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides, this
-            step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``.
+            step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``. Of
+            ``FP8``: the numbers as they are stored; the caller has the scale of keys in ``scale``
+            and multiplies the result with that of values.
         block_table: ``[num_requests, max_blocks]`` integers.
         query_lens: tokens of each request in this step; 0 marks a padding request.
         seq_lens: tokens of each request in the cache, this step's included.

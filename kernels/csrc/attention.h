@@ -13,7 +13,8 @@
 #define SERIAL_WORK 65536
 
 typedef struct {
-    int64_t type, num_threads, num_tokens, num_requests, max_blocks;
+    int64_t type, cache_type; /* of query and out; of the cache, FLOAT8 where it is another */
+    int64_t num_threads, num_tokens, num_requests, max_blocks;
     int64_t num_heads, num_kv_heads, head_dim, block_size;
     int64_t block_stride, kv_stride, head_stride, token_stride; /* of the cache, in elements */
     int64_t sliding_window;                                     /* 0: none */
@@ -32,7 +33,7 @@ typedef struct {
 INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t position,
                              int is_value) {
     int64_t block = c->block_table[p->request * c->max_blocks + position / c->block_size];
-    return at(c->type, c->kv_cache,
+    return at(c->cache_type, c->kv_cache,
               block * c->block_stride + is_value * c->kv_stride + p->kv_head * c->head_stride +
                   position % c->block_size * c->token_stride);
 }

@@ -127,8 +127,8 @@ INLINE void attend_keys(int type, const attention_call *c, const decode_state *d
 /* Pointers to keys (first KEYS) and values (last KEYS). */
 static void find_rows(const attention_call *c, const piece *p, int64_t begin, int64_t num,
                       const void **rows) {
-    int64_t kv_bytes = c->kv_stride * size_of(c->type);
-    int64_t token_bytes = c->token_stride * size_of(c->type);
+    int64_t kv_bytes = c->kv_stride * size_of(c->cache_type);
+    int64_t token_bytes = c->token_stride * size_of(c->cache_type);
     for (int64_t i = 0; i < num;) {
         int64_t stop = min64(num, i + c->block_size - (begin + i) % c->block_size);
         const char *key = cache_row(c, p, begin + i, 0);
@@ -156,7 +156,8 @@ static void finish(const attention_call *c, const piece *p, const decode_state *
     }
 }
 
-INLINE void decode(int type, const attention_call *c, const piece *p, float *partial) {
+INLINE void decode(int type, int cache_type, const attention_call *c, const piece *p,
+                   float *partial) {
     int64_t group = c->num_heads / c->num_kv_heads;
     int64_t padded = ceil_div(c->head_dim, LANES) * LANES;
     float query[group * padded], sums[group * padded], tops[group], totals[group];
@@ -170,7 +171,9 @@ INLINE void decode(int type, const attention_call *c, const piece *p, float *par
         read_row(type, at(type, c->query, from), query + h * padded, c->head_dim);
         for (int64_t j = 0; j < c->head_dim; j++) query[h * padded + j] *= (float)c->scale;
     }
-    int copies = padded != c->head_dim; /* a vector would read the neighbour's, or nobody's, memory */
+    /* A vector would read the neighbour's, or nobody's, memory; and float8 is unpacked only once
+     * for all heads. */
+    int copies = padded != c->head_dim || cache_type != type;
     float wide[copies ? 2 * KEYS * padded : 1];
     memset(wide, 0, sizeof wide);
     const void *buffers[2][2 * KEYS], **rows = buffers[0], **next = buffers[1];
@@ -183,7 +186,7 @@ INLINE void decode(int type, const attention_call *c, const piece *p, float *par
         if (copies) {
             for (int64_t i = 0; i < 2 * KEYS; i++) {
                 if (i % KEYS >= num) continue;
-                read_row(type, rows[i], wide + i * padded, c->head_dim);
+                read_row(cache_type, rows[i], wide + i * padded, c->head_dim);
                 rows[i] = wide + i * padded;
             }
             attend_keys(FLOAT32, c, &d, rows, rows, num);
@@ -197,8 +200,12 @@ INLINE void decode(int type, const attention_call *c, const piece *p, float *par
 }
 
 void baton_attend_decode(const attention_call *c, const piece *p, float *partial) {
-    if (c->type == BFLOAT16)
-        decode(BFLOAT16, c, p, partial);
+    if (c->cache_type == FLOAT8 && c->type == BFLOAT16)
+        decode(BFLOAT16, FLOAT8, c, p, partial);
+    else if (c->cache_type == FLOAT8)
+        decode(FLOAT32, FLOAT8, c, p, partial);
+    else if (c->type == BFLOAT16)
+        decode(BFLOAT16, BFLOAT16, c, p, partial);
     else
-        decode(FLOAT32, c, p, partial);
+        decode(FLOAT32, FLOAT32, c, p, partial);
 }

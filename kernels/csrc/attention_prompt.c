@@ -135,7 +135,8 @@ static void attend_block(const attention_call *c, const piece *p, const tiles *t
     }
 }
 
-INLINE void prompt(int type, const attention_call *c, const piece *p, float *scratch) {
+INLINE void prompt(int type, int cache_type, const attention_call *c, const piece *p,
+                   float *scratch) {
     tiles t = place(c, scratch);
     int64_t group = c->num_heads / c->num_kv_heads, dim = c->head_dim, padded = padded_dim(c);
     int64_t count = p->num_tokens * group, num_blocks = ceil_div(count, MAX_ROWS);
@@ -153,7 +154,7 @@ INLINE void prompt(int type, const attention_call *c, const piece *p, float *scr
     for (int64_t r = 0; r < count; r++) t.tops[r] = -INFINITY, t.totals[r] = 0;
     for (int64_t begin = p->begin; begin < p->end; begin += TILE) {
         int64_t num = min64(TILE, p->end - begin);
-        pack_tile(type, c, p, &t, begin, num);
+        pack_tile(cache_type, c, p, &t, begin, num);
         for (int64_t b = 0; b < num_blocks; b++) {
             int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
             attend_block(c, p, &t, start, rows, begin, num);
@@ -172,8 +173,12 @@ INLINE void prompt(int type, const attention_call *c, const piece *p, float *scr
 }
 
 void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch) {
-    if (c->type == BFLOAT16)
-        prompt(BFLOAT16, c, p, scratch);
+    if (c->cache_type == FLOAT8 && c->type == BFLOAT16)
+        prompt(BFLOAT16, FLOAT8, c, p, scratch);
+    else if (c->cache_type == FLOAT8)
+        prompt(FLOAT32, FLOAT8, c, p, scratch);
+    else if (c->type == BFLOAT16)
+        prompt(BFLOAT16, BFLOAT16, c, p, scratch);
     else
-        prompt(FLOAT32, c, p, scratch);
+        prompt(FLOAT32, FLOAT32, c, p, scratch);
 }

@@ -103,7 +103,15 @@ typedef struct {
     void *kv_cache, *out;
     const int64_t *slots;
     double eps;
+    int64_t cache_type; /* FLOAT8 where it is another than that of qkv */
+    double key_factor, value_factor; /* of what is stored as FLOAT8 */
 } store_call;
+
+/* What is stored as FLOAT8 is rounded to the type of qkv first, as if it had been a tensor. */
+INLINE void store_float8(int type, float *head, float factor, uint8_t *to, int64_t size) {
+    for (int64_t i = 0; i < size; i++) head[i] = round_to(type, head[i]) * factor;
+    write_row(FLOAT8, head, to, size);
+}
 
 INLINE void norm_rotary_store_token(int type, const store_call *c, int64_t token) {
     float head[c->head_dim], cos[c->rotary_dim], sin[c->rotary_dim];
@@ -126,14 +134,18 @@ INLINE void norm_rotary_store_token(int type, const store_call *c, int64_t token
             }
             rotate(head, cos, sin, c->rotary_dim);
         }
-        const void *to;
         if (h < c->num_heads) {
-            to = at(type, c->out, (token * c->num_heads + h) * c->head_dim);
-        } else {
-            int64_t is_value = h >= num_rotated, kv_head = (h - c->num_heads) % c->num_kv_heads;
-            to = at(type, c->kv_cache, place + is_value * c->kv_stride + kv_head * c->head_stride);
+            const void *to = at(type, c->out, (token * c->num_heads + h) * c->head_dim);
+            write_row(type, head, (void *)to, c->head_dim);
+            continue;
         }
-        write_row(type, head, (void *)to, c->head_dim);
+        int64_t is_value = h >= num_rotated, kv_head = (h - c->num_heads) % c->num_kv_heads;
+        int64_t index = place + is_value * c->kv_stride + kv_head * c->head_stride;
+        if (c->cache_type == FLOAT8)
+            store_float8(type, head, is_value ? c->value_factor : c->key_factor,
+                         (uint8_t *)c->kv_cache + index, c->head_dim);
+        else
+            write_row(type, head, (void *)at(type, c->kv_cache, index), c->head_dim);
     }
 }
 

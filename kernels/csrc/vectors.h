@@ -19,7 +19,7 @@ static inline int omp_get_num_threads(void) { return 1; }
 #endif
 
 /* Element types of tensors; the Python side counts alike. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT8 = 3 /* e4m3 */ };
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -130,12 +130,38 @@ INLINE uint16_t to_bf16(float x) {
     return x != x ? 0x7fc0 : (uint16_t)rounded;
 }
 
+/* e4m3 (Micikevicius et al., arXiv:2209.05433): exponents of 7, no infinity, 0x7f is not a number.
+ * No subnormal float is made on the way, which would be slow, or flushed to zero. */
+INLINE float from_e4m3(uint8_t x) {
+    uint32_t rest = x & 0x7f;
+    union { uint32_t bits; float value; } normal = {(rest << 20) + (120u << 23)}, result;
+    result.value = rest < 8 ? (float)(int32_t)rest * 0x1p-9f : normal.value;
+    if (rest == 0x7f) result.bits = 0x7fc00000;
+    result.bits |= (uint32_t)(x & 0x80) << 24;
+    return result.value;
+}
+
+/* To the nearest, ties to even; what is too large becomes the largest number, 448. */
+INLINE uint8_t to_e4m3(float x) {
+    union { float value; uint32_t bits; } u = {x}, low;
+    uint32_t sign = u.bits >> 24 & 0x80, is_nan = x != x;
+    u.bits &= 0x7fffffff;
+    low.value = u.value + 16384.0f; /* whose last place is 2^-9, the smallest number */
+    uint32_t high = ((u.bits + 0x7ffff + (u.bits >> 20 & 1)) >> 20) - (120u << 3);
+    uint32_t rounded = u.value < 0x1p-6f ? low.bits & 0xf : u.value >= 448.0f ? 0x7e : high;
+    return (uint8_t)(is_nan ? 0x7f : sign | rounded);
+}
+
 /* A row of floats out of a tensor, and back. */
 INLINE void read_row(int type, const void *from, float *to, int64_t size) {
     if (type == BFLOAT16) {
         const uint16_t *p = from;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) to[i] = from_bf16(p[i]);
+    } else if (type == FLOAT8) {
+        const uint8_t *p = from;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) to[i] = from_e4m3(p[i]);
     } else {
         memcpy(to, from, size * sizeof(float));
     }
@@ -146,6 +172,10 @@ INLINE void write_row(int type, const float *from, void *to, int64_t size) {
         uint16_t *p = to;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) p[i] = to_bf16(from[i]);
+    } else if (type == FLOAT8) {
+        uint8_t *p = to;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) p[i] = to_e4m3(from[i]);
     } else {
         memcpy(to, from, size * sizeof(float));
     }

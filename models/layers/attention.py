@@ -33,6 +33,10 @@ class Attention(nn.Module):
         options: the architecture's variant.
         layer_index: which layer of the cache is this one's.
         sliding_window: see ``AttentionBackend.run``.
+
+    Attributes:
+        k_scale: of keys in a cache of float8, from the checkpoint where it has one.
+        v_scale: the same of values.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Attention(nn.Module):
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = JoinedLinear(config.hidden_size, parts, bias=options.qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=options.output_bias)
+        self.k_scale = self.v_scale = 1.0
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if options.qk_norm:
@@ -73,6 +78,9 @@ class Attention(nn.Module):
         """
         # kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]
         attention, backend, kv_cache = context.layer(self._layer_index)
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if kv_cache.dtype != ops.FP8:
+            k_scale = v_scale = 1.0
         query = ops.norm_rotary_store(
             self.qkv_proj(hidden),
             self._num_heads,
@@ -83,13 +91,17 @@ class Attention(nn.Module):
             query_weight=None if self.q_norm is None else self.q_norm.weight,
             key_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self._eps,
+            key_scale=k_scale,
+            value_scale=v_scale,
         )  # [num_tokens, num_heads, head_dim]
         attended = backend.run(
             query,
             kv_cache,
             attention,
-            scale=self._scale,
+            scale=self._scale * k_scale,
             sliding_window=self._sliding_window,
         )  # [num_tokens, num_heads, head_dim]
+        if v_scale != 1.0:
+            attended = attended * v_scale
         out: Tensor = self.o_proj(attended.flatten(1))
         return out

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
-from baton_kernels import reference
+from baton_kernels import FP8, reference
 from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.dispatch import native_ops
@@ -135,6 +135,20 @@ def test_bfloat16_stays_close_to_float32(backend: AttentionBackend) -> None:
     torch.testing.assert_close(out.float(), step.expected(), rtol=0.03, atol=0.03)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("lens", [PROMPT, CHUNK, DECODES, MIXED])
+def test_a_cache_of_float8_means_the_numbers_in_it(
+    backend: AttentionBackend, lens: tuple[list[int], list[int]], window: int | None
+) -> None:
+    step = make_step(lens, window=window)
+    assert backend.reason_against_fp8(step.kv_cache.device) is None
+    # Triton's interpreter makes zeros of the smallest numbers of float8.
+    cache = torch.where(step.kv_cache.abs() < 2**-6, 0, step.kv_cache).to(FP8)
+    out = Step(step.query, cache, step.metadata, window).run(backend)
+    expected = Step(step.query, cache.float(), step.metadata, window).expected()
+    torch.testing.assert_close(out, expected)
+
+
 @pytest.mark.parametrize("lens", [DECODES, MIXED])
 def test_a_request_does_not_depend_on_its_neighbours(
     backend: AttentionBackend, lens: tuple[list[int], list[int]]
@@ -219,6 +233,27 @@ def test_flash_attn_is_chosen_where_its_block_sizes_allow(
     (tmp_path / "flash_attn_interface.py").touch()
     importlib.invalidate_caches()
     assert choose_attention_backend("cuda:0", "flash_attn", block_size=16)[0] == "flash_attn"
+
+
+def test_fp8_goes_to_a_backend_that_takes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert choose_attention_backend("cpu", fp8=True) == choose_attention_backend("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose_attention_backend("cuda:0", fp8=True)[0] == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    name, reason = choose_attention_backend("cuda:0", fp8=True)
+    assert name == "reference"
+    assert reason == (
+        "the KV cache is fp8, and triton: float8 needs a GPU of compute capability 8.9 or newer"
+    )
+    with pytest.raises(ConfigError, match=r"^kv_cache_dtype: fp8 with triton: float8 needs a GPU"):
+        choose_attention_backend("cuda:0", "triton", fp8=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "flash_attn_interface.py").touch()
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"^kv_cache_dtype: fp8 with flash_attn: it takes"):
+        choose_attention_backend("cuda:0", "flash_attn", fp8=True)
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:

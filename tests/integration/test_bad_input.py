@@ -129,6 +129,7 @@ def test_node_with_another_model(broken_model: Path, deployment: LocalDeployment
         ("--memory-utilization", "0.000001"),
         ("--block-size", "0"),
         ("--dtype", "float8"),
+        ("--kv-cache-dtype", "fp4"),
         ("--device", "abacus"),
         ("--attention-backend", "magic"),
         ("--kv-connector", "pigeon"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,7 +66,7 @@ def test_norm_rotary_store(
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(like)
     cos, sin = angles(num_tokens, rotary_dim, like)
     ours, meant = caches(num_kv_heads, head_dim, like)
-    weights = {
+    weights: dict[str, Any] = {
         "query_weight": torch.randn(head_dim).to(like) if norms in ("both", "query") else None,
         "key_weight": torch.randn(head_dim).to(like) if norms in ("both", "key") else None,
     }

@@ -170,6 +170,7 @@ def _spills(architecture: str, *, has_target: bool) -> Row:
         found = {
             name: number(of, architecture, "spill_bytes")
             for name, of in at(document, "kernels").items()
+            if architecture in of  # older GPUs have no float8
         }
         spilling = [name for name, spilled in found.items() if spilled]
         text = f"{len(spilling)} of {len(found)}"
@@ -190,6 +191,7 @@ def _registers(architecture: str) -> Row:
         found = {
             name: number(of, architecture, "registers")
             for name, of in at(document, "kernels").items()
+            if architecture in of  # older GPUs have no float8
         }
         texts = []
         for kind in ("decode_attention", "varlen_attention", "sampling"):

@@ -29,7 +29,11 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
 
 
 def choose_attention_backend(
-    device: torch.device | str, override: str | None = None, block_size: int = 16
+    device: torch.device | str,
+    override: str | None = None,
+    block_size: int = 16,
+    *,
+    fp8: bool = False,
 ) -> tuple[str, str]:
     """Pick the attention backend for a device.
 
@@ -37,6 +41,7 @@ def choose_attention_backend(
         device: where the KV cache lives, for example ``"cpu"`` or ``"cuda:0"``.
         override: a name from ``ATTENTION_BACKENDS`` that the user insists on.
         block_size: tokens per block of the KV cache.
+        fp8: the KV cache is of float8.
 
     Returns:
         ``(name, reason)``; the reason is one phrase for the log.
@@ -46,7 +51,18 @@ def choose_attention_backend(
     """
     if override is not None:
         _check(override, block_size)
+        problem = _reason_against_fp8(override, device) if fp8 else None
+        if problem is not None:
+            raise ConfigError(f"kv_cache_dtype: fp8 with {override}: {problem}")
         return override, "asked for by the user"
+    name, reason = _fastest(device)
+    problem = _reason_against_fp8(name, device) if fp8 else None
+    if problem is not None:
+        return "reference", f"the KV cache is fp8, and {name}: {problem}"
+    return name, reason
+
+
+def _fastest(device: torch.device | str) -> tuple[str, str]:
     kind = str(device).partition(":")[0]
     if kind == "cpu":
         from baton_kernels.dispatch import native_ops  # here, because it imports torch
@@ -59,6 +75,12 @@ def choose_attention_backend(
     if find_spec("triton") is None:
         return "reference", "triton is not installed"
     return "triton", "the KV cache is on an NVIDIA GPU"
+
+
+def _reason_against_fp8(name: str, device: torch.device | str) -> str | None:
+    import torch  # here, so that importing this imports no torch
+
+    return ATTENTION_BACKENDS.load(name).reason_against_fp8(torch.device(device))
 
 
 def _check(name: str, block_size: int) -> None:

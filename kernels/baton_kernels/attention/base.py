@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -38,7 +39,14 @@ class AttentionBackend(Protocol):
     One instance belongs to one model runner and is used by one thread. What a request gets back
     does not depend on which other requests are in the step, up to float rounding. What it means
     exactly is ``baton_kernels.reference.paged_attention``.
+
+    Every backend takes a cache of the query's dtype; which others, it says itself.
     """
+
+    @staticmethod
+    def reason_against_fp8(device: torch.device) -> str | None:
+        """Why it takes no cache of float8 on that device, as a phrase; None: it does."""
+        ...
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of the step share; must precede the step's first ``run``."""

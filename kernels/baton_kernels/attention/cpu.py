@@ -29,6 +29,11 @@ class CpuAttention:
         # A fresh large buffer per call costs 2-4x the gather itself in page faults.
         self._buffer = torch.empty(0)
 
+    @staticmethod
+    def reason_against_fp8(device: torch.device) -> str | None:
+        """None: what is gathered is converted."""
+        return None
+
     def plan(self, metadata: AttentionMetadata) -> None:
         """See ``AttentionBackend.plan``.
 
@@ -82,7 +87,7 @@ class CpuAttention:
         scale: float,
         soft_cap: float | None,
     ) -> None:
-        tokens = self._gather(cache, chunk.block_ids)[:, None, :, : chunk.seq_len]
+        tokens = self._gather(cache, chunk.block_ids, query.dtype)[:, None, :, : chunk.seq_len]
         key, value = tokens.unbind(0)  # [1, num_kv_heads, seq_len, head_dim]
         attended = _attend(
             query[chunk.rows].transpose(0, 1).unsqueeze(0),  # [1, num_heads, query_len, head_dim]
@@ -105,7 +110,7 @@ class CpuAttention:
         scale: float,
         soft_cap: float | None,
     ) -> None:
-        tokens = self._gather(cache, group.block_ids)
+        tokens = self._gather(cache, group.block_ids, query.dtype)
         if group.pad_slots is not None:
             # The mask hides pads, but a NaN left behind by another request would come through.
             tokens.index_fill_(2, group.pad_slots, 0.0)
@@ -125,7 +130,7 @@ class CpuAttention:
         )  # [num_requests, num_kv_heads, num_heads / num_kv_heads, head_dim]
         out[group.rows] = attended.flatten(1, 2)
 
-    def _gather(self, cache: Tensor, block_ids: Tensor) -> Tensor:
+    def _gather(self, cache: Tensor, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy blocks into the buffer: ``[2, num_kv_heads, n * block_size, head_dim]``."""
         _, num_kv_heads, _, block_size, head_dim = cache.shape
         shape = (2, num_kv_heads, len(block_ids), block_size, head_dim)
@@ -137,7 +142,7 @@ class CpuAttention:
                 self._buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)
         gathered = self._buffer[:size].view(shape)
         torch.index_select(cache, 2, block_ids, out=gathered)
-        return gathered.view(2, num_kv_heads, -1, head_dim)
+        return gathered.view(2, num_kv_heads, -1, head_dim).to(dtype)  # a copy of float8 only
 
     def _prompt_mask(
         self, index: int, chunk: PromptChunk, window: int | None, query: Tensor

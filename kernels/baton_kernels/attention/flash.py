@@ -44,6 +44,11 @@ class FlashAttention:
         self._key_starts = torch.empty(0, dtype=torch.int32)  # [num_requests + 1], for 2
         self._num_rows = 0  # where padding begins
 
+    @staticmethod
+    def reason_against_fp8(device: torch.device) -> str | None:
+        """The packages would want queries of float8, too."""
+        return "it takes a cache of the model's dtype only"
+
     def plan(self, metadata: AttentionMetadata) -> None:
         """See ``AttentionBackend.plan``."""
         self._num_rows = sum(metadata.query_lens)

@@ -6,6 +6,7 @@ does everything where there is no library. Refuses to know: models, schedulers, 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
@@ -20,6 +21,11 @@ class NativeAttention:
         self._ops = native_ops()
         self._fallback = CpuAttention()
         self._planned: AttentionMetadata | None = None  # by the fallback
+
+    @staticmethod
+    def reason_against_fp8(device: torch.device) -> str | None:
+        """None: the op unpacks what it reads."""
+        return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Nothing: the op reads the metadata's tensors itself."""

@@ -5,6 +5,7 @@ Refuses to know: everything but how to call ``baton_kernels.reference.paged_atte
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from baton_kernels import reference
@@ -13,6 +14,11 @@ from baton_kernels.attention.base import AttentionMetadata
 
 class ReferenceAttention:
     """``AttentionBackend`` by the definition; has nothing to plan."""
+
+    @staticmethod
+    def reason_against_fp8(device: torch.device) -> str | None:
+        """None: the definition takes anything."""
+        return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Nothing: the definition reads the metadata directly."""

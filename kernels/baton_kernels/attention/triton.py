@@ -11,6 +11,7 @@ from torch import Tensor
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.triton.attention_tile import PagedShape
 from baton_kernels.triton.decode_attention import DecodeBuffers, launch_decodes, launch_plan
+from baton_kernels.triton.fp8 import has_fp8
 from baton_kernels.triton.varlen_attention import Tiles, launch_tiles, plan_step
 
 
@@ -38,6 +39,13 @@ class TritonAttention:
         self._planned: set[int | None] = set()  # windows whose work is shared out for this step
         self._tiles: dict[int | None, Tiles] = {}  # of this step, by window
         self._num_rows = 0  # where padding begins
+
+    @staticmethod
+    def reason_against_fp8(device: torch.device) -> str | None:
+        """Triton converts float8 by the GPU's own instructions, which came with 8.9."""
+        if has_fp8(device):
+            return None
+        return "float8 needs a GPU of compute capability 8.9 or newer"
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """See ``AttentionBackend.plan``; what depends on shapes is planned by the first ``run``."""

@@ -32,6 +32,8 @@ class StoreCall(Structure):
         *((name, c_void_p) for name in ("qkv", "query_weight", "key_weight", "cos", "sin")),
         *((name, c_void_p) for name in ("kv_cache", "out", "slots")),
         ("eps", c_double),
+        ("cache_type", c_int64),
+        *((name, c_double) for name in ("key_factor", "value_factor")),
     )
 
 
@@ -39,7 +41,8 @@ class AttentionCall(Structure):
     """``attention_call`` in attention.h."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("type", "num_threads", "num_tokens", "num_requests")),
+        *((name, c_int64) for name in ("type", "cache_type")),
+        *((name, c_int64) for name in ("num_threads", "num_tokens", "num_requests")),
         *((name, c_int64) for name in ("max_blocks", "num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int64) for name in ("block_size", "block_stride", "kv_stride", "head_stride")),
         *((name, c_int64) for name in ("token_stride", "sliding_window")),

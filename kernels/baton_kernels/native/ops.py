@@ -15,9 +15,10 @@ from baton_kernels import reference
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.native.library import AttentionCall, StoreCall, load_library
 from baton_kernels.packed import PackedWeight
+from baton_kernels.reference import FP8
 
 # As in vectors.h.
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3}
 
 
 class NativeOps:
@@ -79,11 +80,13 @@ class NativeOps:
         query_weight: Tensor | None = None,
         key_weight: Tensor | None = None,
         eps: float = 0.0,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         """See the reference."""
         weights = [weight for weight in (query_weight, key_weight) if weight is not None]
         _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-        fits = _plain(qkv, cos, sin, *weights) and kv_cache.dtype == qkv.dtype
+        fits = _plain(qkv, cos, sin, *weights) and kv_cache.dtype in (qkv.dtype, FP8)
         fits = fits and kv_cache.stride(4) == 1 and slot_mapping.is_contiguous()
         if not (fits and all(weight.shape == (head_dim,) for weight in weights)):
             return reference.norm_rotary_store(
@@ -91,6 +94,8 @@ class NativeOps:
                 query_weight=query_weight,
                 key_weight=key_weight,
                 eps=eps,
+                key_scale=key_scale,
+                value_scale=value_scale,
             )
         assert slot_mapping.dtype == torch.int64
         out = qkv.new_empty(len(qkv), num_heads, head_dim)
@@ -101,7 +106,7 @@ class NativeOps:
             None if query_weight is None else query_weight.data_ptr(),
             None if key_weight is None else key_weight.data_ptr(),
             *(cos.data_ptr(), sin.data_ptr(), kv_cache.data_ptr(), out.data_ptr()),
-            *(slot_mapping.data_ptr(), eps),
+            *(slot_mapping.data_ptr(), eps, _CODES[kv_cache.dtype], 1 / key_scale, 1 / value_scale),
         )
         self._library.baton_norm_rotary_store(_CODES[qkv.dtype], torch.get_num_threads(), call)
         return out
@@ -142,14 +147,15 @@ class NativeOps:
     ) -> Tensor | None:
         """``reference.paged_attention``; None where tensors are not of the kind this takes."""
         table = metadata.block_table
-        fits = _plain(query) and kv_cache.dtype == query.dtype and kv_cache.stride(4) == 1
+        fits = _plain(query) and kv_cache.dtype in (query.dtype, FP8) and kv_cache.stride(4) == 1
         if not (fits and table.dtype == torch.int32 and table.stride(-1) == 1):
             return None
         num_tokens, num_heads, head_dim = query.shape
         block_stride, kv_stride, head_stride, token_stride, _ = kv_cache.stride()
         out = torch.empty_like(query)
         call = AttentionCall(
-            *(_CODES[query.dtype], torch.get_num_threads(), num_tokens, metadata.num_requests),
+            *(_CODES[query.dtype], _CODES[kv_cache.dtype]),
+            *(torch.get_num_threads(), num_tokens, metadata.num_requests),
             *(table.stride(0), num_heads, kv_cache.shape[2], head_dim, kv_cache.shape[3]),
             *(block_stride, kv_stride, head_stride, token_stride, sliding_window or 0),
             *(query.data_ptr(), kv_cache.data_ptr(), out.data_ptr()),

@@ -9,6 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+FP8 = "fp8e4nv"  # what Triton calls float8 in a signature
+
+
+def fp8_suffix(cache: str) -> str:
+    """Of the name of a case, by the type of its cache."""
+    return " fp8 cache" if cache == FP8 else ""
+
 
 @dataclass(frozen=True, slots=True)
 class AotCase:
@@ -20,3 +27,4 @@ class AotCase:
     constants: Mapping[str, int | float | bool | str | None]  # of the "constexpr" arguments
     num_warps: int = 4
     num_stages: int = 2
+    min_capability: int = 80  # older GPUs are not compiled for

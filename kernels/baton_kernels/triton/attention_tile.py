@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.triton.aot import AotCase
+from baton_kernels import reference
+from baton_kernels.triton.aot import FP8, AotCase
 
 _LOG2_E = math.log2(math.e)
 
@@ -33,6 +34,7 @@ class PagedShape:
     group: int  # query heads that share a KV head
     head_dim: int
     block_size: int
+    is_fp8: bool = False  # the cache, and not the query
 
     @classmethod
     def of(cls, query: Tensor, kv_cache: Tensor) -> PagedShape:
@@ -51,7 +53,8 @@ class PagedShape:
         # Rows of 16 bytes are what a thread loads at once.
         assert kv_cache.stride(0) % 8 == 0, f"stride of blocks is odd: {kv_cache.stride(0)}"
         assert num_heads % num_kv_heads == 0
-        return cls(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size)
+        group, is_fp8 = num_heads // num_kv_heads, kv_cache.dtype == reference.FP8
+        return cls(num_kv_heads, group, head_dim, block_size, is_fp8)
 
     @property
     def padded_head_dim(self) -> int:
@@ -68,15 +71,17 @@ class TileSize:
     num_stages: int  # steps of the pipeline: the block table takes up to two, the rest is tiles
 
 
-def choose_tile(sizes: Mapping[int, TileSize], padded_head_dim: int, element_size: int) -> TileSize:
+def choose_tile(sizes: Mapping[int, TileSize], shape: PagedShape, element_size: int) -> TileSize:
     """The entry of a head size; ``sizes`` is for two bytes per element, as models have.
 
     float32 has no tensor cores (TensorFloat-32 is something else), so all it gets is to be right.
+    Keys that are converted take registers: a shorter pipeline, where they would be spilled.
     """
-    size = sizes[padded_head_dim]
+    size = sizes[shape.padded_head_dim]
     if element_size <= 2:
-        return size
-    return TileSize(max(16, size.tokens // 4), size.num_warps, 2)
+        is_large = shape.is_fp8 and shape.padded_head_dim == 256
+        return replace(size, num_stages=min(size.num_stages, 4)) if is_large else size
+    return TileSize(max(16, size.tokens // 4), size.num_warps, 1 if shape.is_fp8 else 2)
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -179,4 +184,7 @@ def aot_case(
     types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    return AotCase(name, kernel, signature, constants, tile.num_warps, tile.num_stages)
+    min_capability = 89 if FP8 in pointers.values() else 80
+    return AotCase(
+        name, kernel, signature, constants, tile.num_warps, tile.num_stages, min_capability
+    )

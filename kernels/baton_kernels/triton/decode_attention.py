@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
-from baton_kernels.triton.aot import AotCase
+from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
 from baton_kernels.triton.attention_tile import (
     PagedShape,
     TileSize,
@@ -157,8 +157,8 @@ def decode_attention(
     for first in range(start, end, TILE):
         tokens = first + tl.arange(0, TILE)
         offsets = key_offsets(table_row, tokens, end, block_stride, BLOCK_SIZE, HEAD_DIM)
-        k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, True)
-        v = load_rows(values + offsets, tokens, end, HEAD_DIM, D, True)
+        k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, True).to(q.dtype)
+        v = load_rows(values + offsets, tokens, end, HEAD_DIM, D, True).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32")
         scores = scaled_scores(products, score_scale, cap, HAS_SOFT_CAP)
         scores = tl.where((tokens < end)[None, :], scores, -float("inf"))
@@ -250,7 +250,7 @@ def launch_plan(
     """Fill ``work`` and ``first_slot`` for :func:`launch_decodes`; no tensor is read here."""
     spare = spare_slots(shape, metadata.seq_lens.device)
     num_slots = metadata.num_requests + spare
-    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size)
+    tile = choose_tile(_TILE_SIZES, shape, element_size)
     plan_decodes[1,](
         buffers.work,
         buffers.first_slot,
@@ -288,7 +288,7 @@ def launch_decodes(
         soft_cap: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, query.element_size())
+    tile = choose_tile(_TILE_SIZES, shape, query.element_size())
     num_slots = metadata.num_requests + spare_slots(shape, query.device)
     score_scale, cap = score_factors(scale, soft_cap)
     decode_attention[shape.num_kv_heads, num_slots](
@@ -333,23 +333,25 @@ def _constants(
         "BLOCK_SIZE": shape.block_size,
         "M": padded_side(shape.group),
         "D": shape.padded_head_dim,
-        "TILE": choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size).tokens,
+        "TILE": choose_tile(_TILE_SIZES, shape, element_size).tokens,
         "HAS_SOFT_CAP": has_soft_cap,
         "IEEE": element_size == 4,
     }
 
 
-def _aot_case(head_dim: int, num_heads: int, num_kv_heads: int, dtype: str) -> AotCase:
-    shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size=16)
+def _aot_case(
+    head_dim: int, num_heads: int, num_kv_heads: int, dtype: str, cache: str = ""
+) -> AotCase:
+    shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, 16, bool(cache))
     element_size = 4 if dtype == "fp32" else 2
     parts = dict.fromkeys(("part_out", "part_lse"), "fp32")
     tables = dict.fromkeys(("block_table", "query_start_loc", "work"), "i32")
     return aot_case(
-        f"decode_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}",
+        f"decode_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{fp8_suffix(cache)}",
         decode_attention,
-        dict.fromkeys(("out", "query", "kv_cache"), dtype) | parts | tables,
+        dict.fromkeys(("out", "query"), dtype) | {"kv_cache": cache or dtype} | parts | tables,
         _constants(shape, element_size, has_soft_cap=False),
-        choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size),
+        choose_tile(_TILE_SIZES, shape, element_size),
     )
 
 
@@ -358,6 +360,8 @@ AOT_CASES = (
     *(_aot_case(128, *heads, "bf16") for heads in ((16, 8), (40, 8), (64, 8), (32, 4), (32, 32))),
     _aot_case(128, 32, 8, "fp16"),
     _aot_case(128, 32, 8, "fp32"),
+    *(_aot_case(head_dim, 32, 8, "bf16", FP8) for head_dim in (64, 80, 128, 256)),
+    *(_aot_case(128, 32, 8, dtype, FP8) for dtype in ("fp16", "fp32")),
     aot_case(
         "plan_decodes r256",
         plan_decodes,

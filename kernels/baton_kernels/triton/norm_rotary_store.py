@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.triton.aot import AotCase
+from baton_kernels import reference
+from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
+from baton_kernels.triton.fp8 import has_fp8, to_stored
 
 HEADS = 8  # of one program
 
@@ -26,8 +28,18 @@ def norm_rotary_store(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     eps: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
-    """See `baton_kernels.reference.norm_rotary_store`; in one launch."""
+    """See `baton_kernels.reference.norm_rotary_store`; in one launch.
+
+    A cache of float8 on a GPU without it is left to the definition.
+    """
+    if kv_cache.dtype == reference.FP8 and not has_fp8(kv_cache.device):
+        return reference.norm_rotary_store(
+            *(qkv, num_heads, cos, sin, kv_cache, slot_mapping), query_weight=query_weight,
+            key_weight=key_weight, eps=eps, key_scale=key_scale, value_scale=value_scale,
+        )  # fmt: skip
     num_tokens = len(qkv)
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     out = qkv.new_empty((num_tokens, num_heads, head_dim))
@@ -35,10 +47,11 @@ def norm_rotary_store(
         return out
     rotary_dim = cos.shape[-1]
     assert qkv.stride(1) == kv_cache.stride(4) == 1
-    assert qkv.dtype == kv_cache.dtype, f"kv_cache: {qkv.dtype}, got {kv_cache.dtype}"
+    known = (qkv.dtype, reference.FP8)
+    assert kv_cache.dtype in known, f"kv_cache: {qkv.dtype} or float8, got {kv_cache.dtype}"
     norm_rotary_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS))](
         qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, slot_mapping, out,
-        kv_cache, qkv.stride(0), *kv_cache.stride()[:4], eps,
+        kv_cache, qkv.stride(0), *kv_cache.stride()[:4], eps, 1 / key_scale, 1 / value_scale,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         HALF=rotary_dim // 2, HEADS=HEADS, num_warps=2, **_blocks(head_dim, rotary_dim),
     )  # fmt: skip
@@ -64,14 +77,22 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
     """See `baton_kernels.reference.store_kv`."""
     num_tokens, num_kv_heads, head_dim = key.shape
     assert key.stride(2) == value.stride(2) == kv_cache.stride(4) == 1
     if num_tokens:
         store_kv_kernel[(num_tokens, 2)](
             key, value, slot_mapping, kv_cache, key.stride(0), key.stride(1), value.stride(0),
-            value.stride(1), *kv_cache.stride()[:4],
+            value.stride(1), *kv_cache.stride()[:4], 1 / key_scale, 1 / value_scale,
             NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[3],
             HEADS=triton.next_power_of_2(num_kv_heads), DIMS=triton.next_power_of_2(head_dim),
             num_warps=2,
@@ -121,6 +142,7 @@ def normalize(
 def norm_rotary_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, slots_ptr, out_ptr, cache_ptr,
     qkv_stride, block_stride, plane_stride, head_stride, token_stride, eps,
+    key_factor, value_factor,  # of what is stored as float8
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
     TAIL_BLOCK: tl.constexpr,
@@ -130,6 +152,7 @@ def norm_rotary_store_kernel(
     | x1 (HALF) | x2 (HALF) | tail (HEAD_DIM - 2 * HALF) |
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    stored_dtype: tl.constexpr = cache_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
@@ -168,9 +191,11 @@ def norm_rotary_store_kernel(
     place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
     cache_ptrs = cache_ptr + place + (is_value * plane_stride + kv_head * head_stride)[:, None]
     out_ptrs = out_ptr + (token * NUM_HEADS + head)[:, None] * HEAD_DIM
+    factor = tl.where(is_value, value_factor, key_factor)[:, None]
     queries, stored = is_query[:, None], ~is_query[:, None] & (slot >= 0)
     tl.store(out_ptrs + pair[None, :], x1, mask=exists & queries)
     tl.store(out_ptrs + HALF + pair[None, :], x2, mask=exists & queries)
+    x1, x2 = to_stored(x1, factor, stored_dtype), to_stored(x2, factor, stored_dtype)
     tl.store(cache_ptrs + pair[None, :], x1, mask=exists & stored)
     tl.store(cache_ptrs + HALF + pair[None, :], x2, mask=exists & stored)
     if TAIL_BLOCK > 0:
@@ -179,6 +204,7 @@ def norm_rotary_store_kernel(
             tail < HEAD_DIM, dtype,
         ).to(dtype)  # fmt: skip
         tl.store(out_ptrs + tail[None, :], rest, mask=tail_exists & queries)
+        rest = to_stored(rest, factor, stored_dtype)
         tl.store(cache_ptrs + tail[None, :], rest, mask=tail_exists & stored)
 
 
@@ -211,6 +237,7 @@ def rotary_kernel(
 def store_kv_kernel(
     key_ptr, value_ptr, slots_ptr, cache_ptr, key_token_stride, key_head_stride,
     value_token_stride, value_head_stride, block_stride, plane_stride, head_stride, token_stride,
+    key_factor, value_factor,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
@@ -219,22 +246,30 @@ def store_kv_kernel(
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, DIMS)[None, :]
     slot = tl.load(slots_ptr + token)
     stored = (head < NUM_KV_HEADS) & (dim < HEAD_DIM) & (slot >= 0)
+    factor = key_factor
     if plane == 0:
         x = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=stored)
     else:
         x = tl.load(
             value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=stored
         )
+        factor = value_factor
     place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
     target = cache_ptr + place + plane * plane_stride + head * head_stride + dim
-    tl.store(target, x.to(cache_ptr.dtype.element_ty), mask=stored)
+    tl.store(target, to_stored(x, factor, cache_ptr.dtype.element_ty), mask=stored)
 
 
 # ------------------------------------------------------------------ ahead of time
 
 
 def _case(
-    name: str, num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, with_norm: bool
+    name: str,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    with_norm: bool,
+    cache: str = "bf16",
 ) -> AotCase:
     weights = ("query_weight_ptr", "key_weight_ptr")
     constants: dict[str, int | float | bool | None] = {
@@ -245,15 +280,18 @@ def _case(
     pointers = ("qkv_ptr", "cos_ptr", "sin_ptr", *weights, "out_ptr", "cache_ptr")
     strides = ("qkv_stride", "block_stride", "plane_stride", "head_stride", "token_stride")
     signature = {
-        **dict.fromkeys(pointers, "*bf16"), "slots_ptr": "*i64",
-        **dict.fromkeys(strides, "i32:16"), "eps": "fp32", **dict.fromkeys(constants, "constexpr"),
+        **dict.fromkeys(pointers, "*bf16"), "cache_ptr": f"*{cache}", "slots_ptr": "*i64",
+        **dict.fromkeys(strides, "i32:16"),
+        **dict.fromkeys(("eps", "key_factor", "value_factor"), "fp32"),
+        **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     return AotCase(
-        f"norm_rotary_store {name} bf16",
+        f"norm_rotary_store {name} bf16{fp8_suffix(cache)}",
         norm_rotary_store_kernel,
         signature,
         constants,
         num_warps=2,
+        min_capability=89 if cache == FP8 else 80,
     )
 
 
@@ -262,4 +300,6 @@ AOT_CASES = (
     _case("d128", 32, 8, 128, 128, False),
     _case("d96 of which 48", 32, 8, 96, 48, False),
     _case("d256 with norms", 16, 8, 256, 256, True),
+    _case("d128 with norms", 32, 8, 128, 128, True, FP8),
+    _case("d96 of which 48", 32, 8, 96, 48, False, FP8),
 )

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
-from baton_kernels.triton.aot import AotCase
+from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
 from baton_kernels.triton.attention_tile import (
     PagedShape,
     TileSize,
@@ -76,8 +76,8 @@ def attend_tile(
     """Fold in the keys ``[first, first + TILE)``; unless MASKED, every row sees all of them."""
     tokens = first + tl.arange(0, TILE)
     offsets = key_offsets(table_row, tokens, end, block_stride, BLOCK_SIZE, HEAD_DIM)
-    k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, MASKED)
-    v = load_rows(values + offsets, tokens, end, HEAD_DIM, D, MASKED)
+    k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, MASKED).to(q.dtype)
+    v = load_rows(values + offsets, tokens, end, HEAD_DIM, D, MASKED).to(q.dtype)
     products = tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32")
     scores = scaled_scores(products, score_scale, cap, HAS_SOFT_CAP)
     if MASKED:
@@ -257,7 +257,7 @@ def plan_step(
         metadata.query_lens,
         metadata.seq_lens_host,
         tokens_per_tile=tile_rows(shape, element_size) // shape.group,
-        keys_per_step=choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size).tokens,
+        keys_per_step=choose_tile(_TILE_SIZES, shape, element_size).tokens,
         block_size=shape.block_size,
         num_programs=-(-num_multiprocessors(device) // shape.num_kv_heads),
         sliding_window=sliding_window,
@@ -293,7 +293,7 @@ def launch_tiles(
         soft_cap: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    tile = choose_tile(_TILE_SIZES, shape.padded_head_dim, query.element_size())
+    tile = choose_tile(_TILE_SIZES, shape, query.element_size())
     score_scale, cap = score_factors(scale, soft_cap)
     num_rows = tile_rows(shape, query.element_size())
     slots = (tiles.num_slots, shape.num_kv_heads, num_rows)
@@ -346,7 +346,7 @@ def _constants(
         "BLOCK_SIZE": shape.block_size,
         "M": tile_rows(shape, element_size),
         "D": shape.padded_head_dim,
-        "TILE": choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size).tokens,
+        "TILE": choose_tile(_TILE_SIZES, shape, element_size).tokens,
         "HAS_WINDOW": has_window,
         "HAS_SOFT_CAP": has_soft_cap,
         "IEEE": element_size == 4,
@@ -358,21 +358,22 @@ def _aot_case(
     num_heads: int = 32,
     num_kv_heads: int = 8,
     dtype: str = "bf16",
+    cache: str = "",
     *,
     has_window: bool = False,
     has_soft_cap: bool = False,
 ) -> AotCase:
-    shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size=16)
+    shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, 16, bool(cache))
     element_size = 4 if dtype == "fp32" else 2
     tables = dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "parts"), "i32")
     tables |= dict.fromkeys(("part_out", "part_lse"), "fp32")
-    options = " window" * has_window + " soft_cap" * has_soft_cap
+    options = fp8_suffix(cache) + " window" * has_window + " soft_cap" * has_soft_cap
     return aot_case(
         f"varlen_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{options}",
         varlen_attention,
-        dict.fromkeys(("out", "query", "kv_cache"), dtype) | tables,
+        dict.fromkeys(("out", "query"), dtype) | {"kv_cache": cache or dtype} | tables,
         _constants(shape, element_size, has_window, has_soft_cap),
-        choose_tile(_TILE_SIZES, shape.padded_head_dim, element_size),
+        choose_tile(_TILE_SIZES, shape, element_size),
     )
 
 
@@ -383,6 +384,8 @@ AOT_CASES = (
     _aot_case(256, 16, has_window=True, has_soft_cap=True),
     _aot_case(128, dtype="fp16"),
     _aot_case(128, dtype="fp32"),
+    *(_aot_case(head_dim, cache=FP8) for head_dim in (64, 80, 128, 256)),
+    *(_aot_case(128, dtype=dtype, cache=FP8) for dtype in ("fp16", "fp32")),
     aot_case(
         "merge_tiles d128 bf16",
         merge_tiles,

@@ -98,6 +98,28 @@ def test_missing_field_is_named(name: str) -> None:
         ModelConfig.from_dict(values)
 
 
+KV_ONLY: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    },
+}
+
+
+def with_group(group: dict[str, Any]) -> dict[str, Any]:
+    return KV_ONLY | {"config_groups": {"group_0": {"targets": [], **group}}}
+
+
+@pytest.mark.parametrize("quantization", [KV_ONLY, with_group({"weights": None})])
+def test_a_quantized_kv_cache_is_all_that_may_be_quantized(quantization: dict[str, Any]) -> None:
+    assert config_of(quantization_config=quantization) == config_of()
+
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": "100"}, "vocab_size: expected an integer >= 1, found '100'"),
@@ -115,6 +137,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"architectures": "LlamaForCausalLM"}, "architectures: expected a list of strings"),
     ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
     ({"quantization_config": {"bits": 4}}, "quantization_config: not supported"),
+    ({"quantization_config": KV_ONLY | {"kv_cache_scheme": {"num_bits": 4}}}, "not supported"),
+    ({"quantization_config": with_group({"weights": {"num_bits": 8}})}, "not supported"),
     ({"dtype": "int8"}, "dtype: 'int8' is not supported"),
     ({"eos_token_id": "</s>"}, "eos_token_id: expected token ids"),
     ({"layer_types": ["full_attention"]}, "layer_types: 1 entries for 3 layers"),

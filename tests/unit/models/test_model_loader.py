@@ -95,6 +95,25 @@ def test_known_buffers_are_ignored(folder: Path) -> None:
     load_model(folder)
 
 
+@pytest.mark.parametrize("form", ["{}_scale", "attn.{}_scale", "{}_proj.{}_scale"])
+def test_scales_of_an_fp8_kv_cache(folder: Path, form: str) -> None:
+    names = {kind: f"model.layers.1.self_attn.{form.format(kind, kind)}" for kind in "kv"}
+    found = {names["k"]: torch.tensor(0.25), names["v"]: torch.tensor([3.0], dtype=torch.bfloat16)}
+    edit(folder, lambda t: t.update(found))
+    model = load_model(folder)
+    layers = [layer.self_attn for layer in model.model.layers]  # type: ignore[attr-defined]
+    assert [(layer.k_scale, layer.v_scale) for layer in layers] == [(1.0, 1.0), (0.25, 3.0)]
+
+
+def test_scales_that_are_none(folder: Path) -> None:
+    name = "model.layers.0.self_attn.k_scale"
+    for scale, said in ((0.0, "0.0"), (torch.inf, "inf"), (-1.0, "-1.0"), (torch.nan, "nan")):
+        edit(folder, lambda t, scale=scale: t.update({name: torch.tensor(scale)}))  # type: ignore[misc]
+        refused(folder, rf"{name}: must be one number above 0, got {said}$")
+    edit(folder, lambda t: t.update({name: torch.ones(2)}))
+    refused(folder, rf"{name}: must be one number above 0, got shape \[2\]$")
+
+
 def test_missing_tensors(folder: Path) -> None:
     edit(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     refused(folder, "weights are missing: model.layers.1.mlp.up_proj.weight$")

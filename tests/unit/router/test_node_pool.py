@@ -92,7 +92,7 @@ def test_nodes_of_different_roles_are_introduced_to_each_other_and_equals_are_no
     assert d0.commands == [PeerUpdate("p0-0", b"info of p0-0"), PeerUpdate("p1-0", b"info of p1-0")]
 
 
-@pytest.mark.parametrize("key", ["dtype", "block_size", "weights"])
+@pytest.mark.parametrize("key", ["dtype", "kv_cache_dtype", "block_size", "weights"])
 def test_incompatible_nodes_are_not_introduced_and_what_differs_is_named(key: str) -> None:
     pool = make_pool()
     prefill = HandNode(pool, make_registration("p", P))

@@ -1,0 +1,27 @@
+"""float8 in Triton: where it can be used, and how a number becomes one.
+
+Triton converts by instructions of the GPU, which there are from compute capability 8.9 on (Ada,
+Hopper); for older ones it refuses to compile. Refuses to know: caches, scales' origin.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MIN_CAPABILITY = (8, 9)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether kernels on this device may use float8; the interpreter may."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+@triton.jit
+def to_stored(x, factor, dtype: tl.constexpr):
+    """As ``reference.quantize_fp8`` where the cache is of float8, else what a cast makes of it."""
+    if dtype == tl.float8e4nv:
+        wide = x.to(tl.float32) * factor
+        x = tl.clamp(wide, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)

@@ -1,0 +1,58 @@
+"""The split system equals one process with a KV cache of float8; a byte travels per number."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from baton import AsyncClient, Completion, SamplingParams
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from engine import LLM
+from tests.integration.conftest import READY_TIMEOUT_S, free_address
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
+
+
+def complete_all(address: str, prompts: list[list[int]]) -> list[Completion]:
+    """All prompts at once."""
+
+    async def run() -> list[Completion]:
+        async with AsyncClient(address) as client:
+            return await asyncio.gather(*(client.generate(prompt, GREEDY) for prompt in prompts))
+
+    return asyncio.run(run())
+
+
+def test_split_equals_one_process_and_moves_a_byte_for_each_number(demo_model: Path) -> None:
+    llm = LLM(str(demo_model), dtype="float32", kv_cache_dtype="fp8", num_threads=1)
+    assert llm.tokenizer is not None
+    token_ids = llm.tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))
+    prompts = [token_ids[37 * k : 37 * k + 1 + 60 * k] for k in range(12)]
+    alone = llm.generate(prompts, GREEDY)
+    config = LocalDeploymentConfig(
+        model=str(demo_model),
+        listen=free_address(),
+        router_args=["--no-local-prefill"],  # what is tested is the split
+        node_args=["--dtype", "float32", "--kv-cache-dtype", "fp8", "--kv-digests"],
+    )
+    with LocalDeployment(config) as running:
+        running.wait_ready(READY_TIMEOUT_S)
+        split = complete_all(config.listen, prompts)
+        again = complete_all(config.listen, prompts)  # both nodes know the prompts
+    assert [c.token_ids for c in split] == [c.token_ids for c in alone]
+    assert [c.token_ids for c in again] == [c.token_ids for c in alone]
+    model = llm.engine.model_config
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    for prompt, completion in zip(prompts, split, strict=True):
+        assert completion.receipt is not None
+        decode = completion.receipt.decode
+        if decode is None:  # its first token was its last
+            continue
+        num_blocks = -(-len(prompt) // 16)
+        assert decode.push.num_blocks == num_blocks
+        assert decode.push.num_bytes == num_blocks * 16 * token_bytes
