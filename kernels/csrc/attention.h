@@ -9,7 +9,7 @@
 
 #define SPAN 512        /* keys of a decode that one thread takes at a time */
 #define PROMPT_ROWS 384 /* query rows (tokens x heads) that share packed keys */
-#define TILE 128        /* keys whose scores are kept at a time; a multiple of every PANEL */
+#define TILE 192        /* keys whose scores are kept at a time; a multiple of every PANEL */
 #define SERIAL_WORK 65536
 
 typedef struct {

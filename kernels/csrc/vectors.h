@@ -96,9 +96,13 @@ INLINE float sum_lanes(vec x) {
 }
 
 INLINE float largest_lane(vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float largest = x[0];
     for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
     return largest;
+#endif
 }
 
 /* The sums of four vectors: together they cost little more than one alone. */
