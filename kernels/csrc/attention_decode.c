@@ -88,12 +88,11 @@ static void soften_and_weigh(const attention_call *c, const decode_state *d, int
         }
         largest = choose(score > largest, score, largest);
     }
-    float top = largest_lane(largest);
+    float top = largest_lane(largest), base = top == -INFINITY ? 0 : top;
     float factor = exp_fast(splat(d->tops[h] - top))[0];
     if (d->tops[h] == -INFINITY) factor = 0;
     for (int64_t i = 0; i < num; i += LANES) {
-        vec score = load(FLOAT32, scores, i);
-        vec weight = keep(score != -INFINITY, exp_fast(score - top));
+        vec weight = exp_of_negative(load(FLOAT32, scores, i) - base);
         store(scores + i, weight);
         total += weight;
     }

@@ -95,9 +95,9 @@ static float weigh(const attention_call *c, float *scores, int64_t from, int64_t
     }
     float before = *top;
     *top = largest_lane(largest);
+    float base = *top == -INFINITY ? 0 : *top; /* where no key counts */
     for (int64_t i = 0; i < num; i += LANES) {
-        vec score = load(FLOAT32, scores, i);
-        vec weight = keep(score != -INFINITY, exp_fast(score - *top));
+        vec weight = exp_of_negative(load(FLOAT32, scores, i) - base);
         store(scores + i, weight);
         total += weight;
     }

@@ -219,11 +219,10 @@ INLINE vec round_all(int type, vec x) {
 
 /* e^x within 2 units in the last place: 2^n * p(r), r in [-ln 2 / 2, ln 2 / 2], p of degree 6
  * (the Taylor polynomial's error there is 2e-7 of the value at most). Vectors, not a loop over
- * floats: GCC makes two paths of a float's limits and divides by 2^128 in the one that it drops. */
-INLINE vec exp_fast(vec x) {
+ * floats: GCC makes two paths of a float's limits and divides by 2^128 in the one that it drops.
+ * x lies in [-87.3, 88.3]. */
+INLINE vec exp_within(vec x) {
     const float round = 12582912.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
-    x = choose(x < splat(-87.3f), splat(-87.3f), x);
-    x = choose(x > splat(88.3f), splat(88.3f), x);
     vec shifted = x * 1.44269504f + round, n = shifted - round;
     vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     vec p = r * (1.0f / 720) + 1.0f / 120;
@@ -234,6 +233,14 @@ INLINE vec exp_fast(vec x) {
     p = p * r + 1.0f;
     return p * (vec)(((vec_i32)shifted + 127) << 23);
 }
+
+INLINE vec exp_fast(vec x) {
+    x = choose(x < splat(-87.3f), splat(-87.3f), x);
+    return exp_within(choose(x > splat(88.3f), splat(88.3f), x));
+}
+
+/* The same of x <= 0, and 0 from where a float ends. */
+INLINE vec exp_of_negative(vec x) { return keep(~(x < splat(-87.3f)), exp_within(x)); }
 
 /* Below -88 it is 0 in float32, but the exponential has ended. */
 INLINE vec silu(vec x) { return keep(~(x < -88.0f), x / (exp_fast(-x) + 1.0f)); }
