@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from models.base import ForwardContext
 from models.config import ModelConfig
+from models.decode_tapes import DecodeTapes
 from models.layers.attention import Attention, AttentionOptions
 from models.layers.mlp import GatedMLP
 from models.layers.norm import RMSNorm
@@ -74,13 +75,20 @@ class Decoder(nn.Module):
             DecoderLayer(config, options, index) for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.tapes: DecodeTapes | None = None  # of a model that is packed for a CPU
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""
         delta: Tensor = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]
-        residual: Tensor | None = None
         # each [num_tokens, rotary_dim]
         cos, sin = self.rotary_emb(context.positions, context.max_seq_len, delta.dtype)
+        if self.tapes is None:
+            return self._layers(delta, cos, sin, context)
+        return self.tapes.run(self._layers, (delta, cos, sin), context)
+
+    def _layers(self, delta: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
+        """``[num_tokens, hidden_size]``, after the last norm."""
+        residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             delta, residual = layer(delta, residual, cos, sin, context)
             if context.after_layer is not None:

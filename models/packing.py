@@ -13,8 +13,9 @@ from torch import nn
 import baton_kernels as ops
 from baton_kernels.dispatch import native_ops
 from models.base import CausalLM
+from models.decode_tapes import DecodeTapes
 from models.decoder import DecoderForCausalLM
-from models.layers.linear import PackedLinear
+from models.layers.linear import GatedLinear, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def pack_for_cpu(model: CausalLM, weights: str) -> None:
         bias = linear.bias if isinstance(linear, nn.Linear) else None
         prepare = [] if native is None else [native.prefer_huge_pages]
         weight = ops.PackedWeight.pack(linear.weight, bias, storage, width, *prepare)
-        return PackedLinear(weight)
+        return PackedLinear(weight, gated=isinstance(linear, GatedLinear))
 
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -55,5 +56,7 @@ def pack_for_cpu(model: CausalLM, weights: str) -> None:
         model.lm_head = packed(model.model.embed_tokens)
         size = sum(tensor.numel() * tensor.itemsize for tensor in model.lm_head.parameters())
         logger.info("the tied output head has a packed copy of its own: %.0f MiB", size / _MIB)
+    if native is not None:
+        model.model.tapes = DecodeTapes(native)
     kind = str(storage).removeprefix("torch.")
     logger.info("linear layers packed for this CPU, weights in %s", kind)

@@ -63,12 +63,19 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     return out
 
 
+def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """``silu_mul(packed_linear(x, weight))``."""
+    out: Tensor = ops_for(x).packed_gated_linear(x, weight)
+    return out
+
+
 __all__ = [
     "FP8",
     "PackedWeight",
     "add_rms_norm",
     "gather_kv",
     "norm_rotary_store",
+    "packed_gated_linear",
     "packed_linear",
     "paged_attention",
     "rms_norm",

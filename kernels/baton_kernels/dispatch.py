@@ -67,7 +67,9 @@ _TRITON = {
 @functools.cache
 def _triton_ops() -> SimpleNamespace:
     """The ops in Triton, each from the reference where its module cannot be imported."""
-    ops = SimpleNamespace(packed_linear=reference.packed_linear)
+    ops = SimpleNamespace(
+        packed_linear=reference.packed_linear, packed_gated_linear=reference.packed_gated_linear
+    )
     for name, module in _TRITON.items():
         try:
             owner: ModuleType = importlib.import_module(f"baton_kernels.triton.{module}")

@@ -196,6 +196,16 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     return functional.linear(x.float(), weight.unpacked(), weight.bias).to(x.dtype)
 
 
+def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """``silu_mul(packed_linear(x, weight))``: as many outputs as half of the weight's.
+
+    Args:
+        x: ``[..., in_features]``.
+        weight: first the gate's rows, then as many of what is gated.
+    """
+    return silu_mul(packed_linear(x, weight))
+
+
 def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Read one request's keys and values out of one layer of the paged cache.
 

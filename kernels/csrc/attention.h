@@ -8,8 +8,8 @@
 #include "vectors.h"
 
 #define SPAN 512        /* keys of a decode that one thread takes at a time */
-#define PROMPT_ROWS 192 /* query rows (tokens x heads) that share packed keys */
-#define TILE 128        /* keys whose scores are kept at a time; a multiple of every PANEL */
+#define PROMPT_ROWS 384 /* query rows (tokens x heads) that share packed keys */
+#define TILE 192        /* keys whose scores are kept at a time; a multiple of every PANEL */
 #define SERIAL_WORK 65536
 
 typedef struct {
@@ -38,9 +38,9 @@ INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t po
                   position % c->block_size * c->token_stride);
 }
 
-INLINE float soften(float score, float cap) {
+INLINE vec soften(vec score, float cap) {
     /* cap * tanh(score / cap) */
-    return cap * (1.0f - 2.0f / (exp_fast(2.0f * score / cap) + 1.0f));
+    return cap * (1.0f - 2.0f / (exp_fast(score * (2.0f / cap)) + 1.0f));
 }
 
 /* Floats of a partial result per head: the largest score, the sum of weights, the weighted sum. */

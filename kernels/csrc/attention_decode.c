@@ -78,20 +78,26 @@ INLINE void add_values(int type, const decode_state *d, int heads, float *sums,
 /* Scores become weights; what was summed before is scaled to the new largest score. */
 static void soften_and_weigh(const attention_call *c, const decode_state *d, int64_t h,
                              float *scores, int64_t num) {
-    if (c->soft_cap > 0)
-        for (int64_t i = 0; i < num; i++) scores[i] = soften(scores[i], c->soft_cap);
-    float top = d->tops[h];
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < num; i++) top = scores[i] > top ? scores[i] : top;
-    float factor = exp_fast(d->tops[h] - top), total = 0;
+    for (int64_t i = num; i % LANES; i++) scores[i] = -INFINITY;
+    vec largest = splat(d->tops[h]), total = {0};
+    for (int64_t i = 0; i < num; i += LANES) {
+        vec score = load(FLOAT32, scores, i);
+        if (c->soft_cap > 0) {
+            score = choose(score == -INFINITY, score, soften(score, c->soft_cap));
+            store(scores + i, score);
+        }
+        largest = choose(score > largest, score, largest);
+    }
+    float top = largest_lane(largest), base = top == -INFINITY ? 0 : top;
+    float factor = exp_fast(splat(d->tops[h] - top))[0];
     if (d->tops[h] == -INFINITY) factor = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < num; i++) {
-        scores[i] = exp_fast(scores[i] - top);
-        total += scores[i];
+    for (int64_t i = 0; i < num; i += LANES) {
+        vec weight = exp_of_negative(load(FLOAT32, scores, i) - base);
+        store(scores + i, weight);
+        total += weight;
     }
     d->tops[h] = top;
-    d->totals[h] = d->totals[h] * factor + total;
+    d->totals[h] = d->totals[h] * factor + sum_lanes(total);
     if (factor != 1)
         for (int64_t j = 0; j < d->padded; j++) d->sums[h * d->padded + j] *= factor;
 }

@@ -7,22 +7,21 @@
  */
 #include "micro.h"
 
-/* Measured on a Xeon with 48 KiB of L1 and 2 MiB of L2 cache, and alike on its neighbours. */
-#define CHUNK_ROWS (44 * MAX_ROWS) /* of x that are packed at a time: half a megabyte to a few */
-#define MAX_DEPTH 256    /* of a panel that all rows use before the next slice: stays in L1 */
-#define FETCH_AHEAD 2048 /* bytes of a stream that is read once */
-#define COPY_FROM 8      /* blocks of rows that pay for a copy of a slice in L1 */
-#define WIDEN_FROM 3     /* the same where the copy saves converting bf16 or int8 each time */
+/* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
+#define MAX_CHUNK (30 * MAX_ROWS) /* rows of x that are packed at a time: all of them stay in L2 */
+#define MIN_CHUNK (8 * MAX_ROWS)
+#define CHUNK_FLOATS (1 << 18)
+#define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
+#define FETCH_AHEAD 3072 /* bytes of a stream that is read once */
+#define WIDEN_FROM 3     /* blocks of rows that pay for converting a slice of bf16 or int8 once */
 
 typedef struct {
-    int x_type, w_type, out_type;
-    int64_t num_rows, num_columns, depth;
-    const void *x;
-    int64_t x_stride;
-    const void *w;
-    const float *scales, *bias; /* [num_columns], or NULL */
+    int64_t x_type, w_type, out_type, num_threads;
+    int64_t gated; /* the first half of W makes gates of the second: out[M, N / 2] */
+    int64_t num_rows, num_columns, depth, x_stride; /* num_columns: of out */
+    const void *x, *w;
+    const float *scales, *bias; /* one per row of W, or NULL */
     char *out;
-    int64_t out_stride;
 } linear_call;
 
 /* Rows are cut into blocks of nearly equal size, none larger than MAX_ROWS. */
@@ -33,25 +32,31 @@ typedef struct {
 INLINE row_blocks cut(int64_t count) { return (row_blocks){count, ceil_div(count, MAX_ROWS)}; }
 INLINE int64_t block_start(row_blocks b, int64_t i) { return b.count * i / b.num_blocks; }
 
-/* One block of x, [rows, depth], becomes [depth][rows]. */
-static void pack_rows(const linear_call *c, int64_t first, int64_t rows, float *to) {
-    const void *x = at(c->x_type, c->x, first * c->x_stride);
-    for (int64_t k = 0; k < c->depth; k++)
-        for (int64_t r = 0; r < rows; r++, to++)
-            *to = c->x_type == BFLOAT16 ? from_bf16(((const uint16_t *)x)[r * c->x_stride + k])
-                                        : ((const float *)x)[r * c->x_stride + k];
+INLINE int64_t num_panels(const linear_call *c) { return ceil_div(c->num_columns, PANEL); }
+INLINE int64_t num_slices(const linear_call *c) { return ceil_div(c->depth, MAX_DEPTH); }
+INLINE int64_t slice_start(const linear_call *c, int64_t s) { return c->depth * s / num_slices(c); }
+
+INLINE int64_t chunk_rows(const linear_call *c) {
+    return min64(MAX_CHUNK, max64(MIN_CHUNK, CHUNK_FLOATS / c->depth));
 }
 
-/* A finished tile [rows, PANEL] into the output. */
-static void finish(const linear_call *c, int64_t first, int64_t rows, int64_t column, float *tile) {
-    int64_t width = min64(PANEL, c->num_columns - column);
-    for (int64_t r = 0; r < rows; r++, tile += PANEL) {
-        if (c->scales)
-            for (int64_t i = 0; i < width; i++) tile[i] *= c->scales[column + i];
-        if (c->bias)
-            for (int64_t i = 0; i < width; i++) tile[i] += c->bias[column + i];
-        char *to = c->out + ((first + r) * c->out_stride + column) * size_of(c->out_type);
-        write_row(c->out_type, tile, to, width);
+/* A single row of floats is read where it is. */
+INLINE int is_direct(const linear_call *c) { return c->num_rows == 1 && c->x_type == FLOAT32; }
+
+static float *packed_memory(const linear_call *c) {
+    if (is_direct(c)) return (float *)c->x;
+    int64_t rows = min64(c->num_rows, chunk_rows(c));
+    return baton_scratch(0, rows * num_slices(c) * X_STRIDE * sizeof(float));
+}
+
+/* Rows [begin, end) of a chunk of x into [slice][row of the chunk][X_STRIDE]. */
+static void pack_rows(const linear_call *c, int64_t chunk, int64_t count, int64_t begin, int64_t end,
+                      float *to) {
+    for (int64_t s = 0; s < num_slices(c); s++) {
+        int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
+        for (int64_t r = begin; r < end; r++)
+            read_row(c->x_type, at(c->x_type, c->x, (chunk + r) * c->x_stride + k),
+                     to + (s * count + r) * X_STRIDE, size);
     }
 }
 
@@ -59,89 +64,149 @@ INLINE void widen(int type, const void *w, int64_t size, float *to) {
     for (int64_t i = 0; i < size; i += LANES) store(to + i, load(type, w, i));
 }
 
-/* One panel for the blocks [begin, end) of a chunk of rows. */
-INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chunk, row_blocks b,
-                     int64_t begin, int64_t end, const float *packed) {
-    float tiles[CHUNK_ROWS * PANEL] __attribute__((aligned(64)));
+/* tiles[rows of blocks begin..end][PANEL] of one panel of W; `then`: what is read after it. */
+INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *then, row_blocks b,
+                     int64_t begin, int64_t end, const float *packed, float *tiles) {
     float wide[MAX_DEPTH * PANEL] __attribute__((aligned(64)));
-    int64_t num_slices = ceil_div(c->depth, MAX_DEPTH);
-    int widens = end - begin >= (type == FLOAT32 ? COPY_FROM : WIDEN_FROM);
-    int shared = end - begin > 1;
-    int64_t origin = block_start(b, begin);
-    for (int64_t s = 0; s < num_slices; s++) {
-        int64_t k = c->depth * s / num_slices, size = c->depth * (s + 1) / num_slices - k;
+    int widens = type != FLOAT32 && end - begin >= WIDEN_FROM;
+    int64_t origin = block_start(b, begin), last = num_slices(c) - 1;
+    for (int64_t s = 0; s <= last; s++) {
+        int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
         const void *w = at(type, c->w, (panel * c->depth + k) * PANEL);
         /* Alone, a slice is its own stream; else the next slice comes while this one is used. */
         fetch f = {(const char *)w + FETCH_AHEAD, PANEL * size_of(type)};
+        const char *next = s == last ? then : at(type, w, size * PANEL);
         if (widens) widen(type, w, size * PANEL, wide);
-        if (shared) f.step = ceil_div(f.step, end - begin);
+        if (end - begin > 1) f.step = ceil_div(f.step, end - begin);
         for (int64_t i = begin; i < end; i++) {
-            if (shared) f.from = (const char *)at(type, w, size * PANEL) + (i - begin) * size * f.step;
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
-            const float *x = packed + start * c->depth + k * rows;
+            const float *x = packed + (is_direct(c) ? k : (s * b.count + start) * X_STRIDE);
             float *tile = tiles + (start - origin) * PANEL;
+            if (end - begin > 1) f.from = next + (i - begin) * size * f.step;
             if (widens)
-                micro(rows, FLOAT32, wide, x, size, tile, s > 0, f);
+                micro(rows, FLOAT32, wide, x, size, tile, PANEL, s > 0, f);
             else
-                micro(rows, type, w, x, size, tile, s > 0, f);
-            if (s == num_slices - 1) finish(c, chunk + start, rows, panel * PANEL, tile);
+                micro(rows, type, w, x, size, tile, PANEL, s > 0, f);
         }
     }
+}
+
+/* What the sums still lack: scales and bias of the columns that begin at `column` of W. */
+INLINE void adjust(const linear_call *c, int64_t column, int64_t width, float *row) {
+    if (c->scales)
+        for (int64_t i = 0; i < width; i++) row[i] *= c->scales[column + i];
+    if (c->bias)
+        for (int64_t i = 0; i < width; i++) row[i] += c->bias[column + i];
+}
+
+/* A finished row of a tile into the output; `up` is its partner's where the layer is gated. */
+INLINE void finish(const linear_call *c, int type, int64_t row, int64_t column, float *tile, float *up) {
+    int64_t width = min64(PANEL, c->num_columns - column);
+    void *to = c->out + (row * c->num_columns + column) * size_of(type);
+    adjust(c, column, width, tile);
+    if (!up) {
+        write_row(type, tile, to, width);
+        return;
+    }
+    adjust(c, c->num_columns + column, width, up);
+    for (int64_t i = 0; i < PANEL; i += LANES) {
+        vec gate = round_all(type, silu(round_all(type, load(FLOAT32, tile, i))));
+        store_as(type, to, i, gate * round_all(type, load(FLOAT32, up, i)));
+    }
+}
+
+/* One panel of the output for the blocks [begin, end) of a chunk of rows. */
+INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chunk, row_blocks b,
+                     int64_t begin, int64_t end, const float *packed) {
+    float tiles[2][MAX_CHUNK * PANEL] __attribute__((aligned(64)));
+    int64_t first = block_start(b, begin), last = block_start(b, end);
+    for (int half = 0; half <= c->gated; half++) {
+        int64_t here = panel + half * num_panels(c), next = panel + 1;
+        if (c->gated && !half) next = panel + num_panels(c);
+        multiply(c, type, here, at(type, c->w, next * c->depth * PANEL), b, begin, end, packed,
+                 tiles[half]);
+    }
+    for (int64_t r = 0; r < last - first; r++) {
+        float *up = c->gated ? tiles[1] + r * PANEL : NULL;
+        if (c->out_type == BFLOAT16)
+            finish(c, BFLOAT16, chunk + first + r, panel * PANEL, tiles[0] + r * PANEL, up);
+        else
+            finish(c, FLOAT32, chunk + first + r, panel * PANEL, tiles[0] + r * PANEL, up);
+    }
+}
+
+static void any_panel_of(const linear_call *c, int64_t panel, int64_t chunk, row_blocks b,
+                         int64_t begin, int64_t end, const float *packed) {
+    if (c->w_type == FLOAT32)
+        panel_of(c, FLOAT32, panel, chunk, b, begin, end, packed);
+    else if (c->w_type == BFLOAT16)
+        panel_of(c, BFLOAT16, panel, chunk, b, begin, end, packed);
+    else
+        panel_of(c, INT8, panel, chunk, b, begin, end, packed);
 }
 
 /* A thread's share of one chunk: panels, or parts of panels where these are too few. */
 static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const float *packed,
                      int thread, int num_threads) {
-    int64_t num_panels = ceil_div(c->num_columns, PANEL);
-    int64_t parts = num_panels % num_threads == 0 || num_panels >= 8 * num_threads
+    int64_t panels = num_panels(c);
+    int64_t parts = panels % num_threads == 0 || panels >= 8 * num_threads
                         ? 1
-                        : min64(b.num_blocks, ceil_div(8 * num_threads, num_panels));
-    int64_t num_units = num_panels * parts;
-    int64_t last = num_units * (thread + 1) / num_threads;
-    for (int64_t unit = num_units * thread / num_threads; unit < last; unit++) {
-        int64_t panel = unit / parts, part = unit % parts;
-        int64_t begin = b.num_blocks * part / parts, end = b.num_blocks * (part + 1) / parts;
-        if (c->w_type == FLOAT32)
-            panel_of(c, FLOAT32, panel, chunk, b, begin, end, packed);
-        else if (c->w_type == BFLOAT16)
-            panel_of(c, BFLOAT16, panel, chunk, b, begin, end, packed);
-        else
-            panel_of(c, INT8, panel, chunk, b, begin, end, packed);
+                        : min64(b.num_blocks, ceil_div(8 * num_threads, panels));
+    int64_t last = panels * parts * (thread + 1) / num_threads;
+    for (int64_t unit = panels * parts * thread / num_threads; unit < last; unit++) {
+        int64_t part = unit % parts;
+        any_panel_of(c, unit / parts, chunk, b, b.num_blocks * part / parts,
+                     b.num_blocks * (part + 1) / parts, packed);
     }
 }
 
-/* Returns 0, or 1 when there is no memory for the packed input. */
-int baton_linear(int x_type, int w_type, int out_type, int num_threads, int64_t num_rows,
-                 int64_t num_columns, int64_t depth, const void *x, int64_t x_stride, const void *w,
-                 const float *scales, const float *bias, void *out) {
-    linear_call call = {x_type, w_type, out_type, num_rows, num_columns, depth, x,
-                        x_stride, w, scales, bias, out, num_columns};
-    int direct = num_rows == 1 && x_type == FLOAT32; /* a single row is packed as it is */
-    float *packed = (float *)x;
-    if (!direct) {
-        packed = baton_scratch(0, min64(num_rows, CHUNK_ROWS) * depth * sizeof(float));
-        if (!packed) return 1;
-    }
-#pragma omp parallel num_threads(num_threads)
-    {
-        int thread = omp_get_thread_num(), team = omp_get_num_threads();
-        for (int64_t chunk = 0; chunk < num_rows; chunk += CHUNK_ROWS) {
-            row_blocks b = cut(min64(CHUNK_ROWS, num_rows - chunk));
-            if (!direct) {
-#pragma omp for schedule(static)
-                for (int64_t i = 0; i < b.num_blocks; i++) {
-                    int64_t start = block_start(b, i);
-                    pack_rows(&call, chunk + start, block_start(b, i + 1) - start,
-                              packed + start * depth);
-                }
-            }
-            share_of(&call, chunk, b, packed, thread, team);
-            if (!direct && chunk + CHUNK_ROWS < num_rows) {
-#pragma omp barrier
-            }
-        }
+/* The rows [first, last) by one thread, which waits for no other. */
+static int rows_of(const linear_call *c, int64_t first, int64_t last) {
+    float *packed = packed_memory(c);
+    if (!packed) return 1;
+    int64_t num_chunks = ceil_div(last - first, chunk_rows(c));
+    for (int64_t i = 0; i < num_chunks; i++) {
+        int64_t chunk = first + (last - first) * i / num_chunks;
+        row_blocks b = cut(first + (last - first) * (i + 1) / num_chunks - chunk);
+        pack_rows(c, chunk, b.count, 0, b.count, packed);
+        for (int64_t panel = 0; panel < num_panels(c); panel++)
+            any_panel_of(c, panel, chunk, b, 0, b.num_blocks, packed);
     }
     return 0;
+}
+
+/* All rows by all threads, which pack together and share the panels. */
+static void panels_of(const linear_call *c, float *packed) {
+    int thread = omp_get_thread_num(), team = omp_get_num_threads();
+    int64_t size = chunk_rows(c);
+    for (int64_t chunk = 0; chunk < c->num_rows; chunk += size) {
+        row_blocks b = cut(min64(size, c->num_rows - chunk));
+        if (!is_direct(c)) {
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < b.count; r++) pack_rows(c, chunk, b.count, r, r + 1, packed);
+        }
+        share_of(c, chunk, b, packed, thread, team);
+        if (chunk + size < c->num_rows) {
+#pragma omp barrier
+        }
+    }
+}
+
+/* Returns 0, or 1 when there is no memory for the packed input. `gated`: num_columns, those of
+ * the output, is a multiple of PANEL, and W has twice as many rows. */
+int baton_linear(const linear_call *c) {
+    int failed = 0, by_rows = c->num_rows >= c->num_threads * BY_ROWS;
+    float *packed = packed_memory(c);
+    if (!packed) return 1;
+#pragma omp parallel num_threads(c->num_threads) reduction(+ : failed)
+    {
+        int thread = omp_get_thread_num(), team = omp_get_num_threads();
+        if (by_rows)
+            failed = rows_of(c, c->num_rows * thread / team, c->num_rows * (thread + 1) / team);
+        else
+            panels_of(c, packed);
+    }
+    return failed;
 }
 
 int baton_panel(void) { return PANEL; }

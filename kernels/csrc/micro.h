@@ -1,4 +1,4 @@
-/* c[rows, PANEL] (+)= x[size, rows]^T @ w[size, PANEL]: what all matrix products are made of.
+/* c[rows, PANEL] (+)= x[rows, size] @ w[size, PANEL]: what all matrix products are made of.
  *
  * The sum over `size` runs in order for every output, whatever the number of rows: a row's result
  * does not depend on which other rows are computed with it.
@@ -9,20 +9,24 @@
 
 #include "vectors.h"
 
+#define MAX_DEPTH 192 /* steps of a sum at a time: so much of a panel of w stays in L1 beside x */
+/* From row to row of x, so that a constant tells them apart; no multiple of the cache's sets. */
+#define X_STRIDE (MAX_DEPTH + 16)
+
 /* What to fetch meanwhile: `step` bytes with each step of the sum. */
 typedef struct {
     const char *from;
     int64_t step;
 } fetch;
 
-/* w: of `type`, PANEL per step, contiguous. x: `rows` per step, contiguous. c: row stride PANEL. */
+/* w: of `type`, PANEL per step, contiguous. */
 INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_t size, float *c,
-                       int accumulate, fetch f) {
+                       int64_t c_stride, int accumulate, fetch f) {
     vec sum[MAX_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        sum[r][0] = accumulate ? load(FLOAT32, c, r * PANEL) : (vec){0};
-        sum[r][1] = accumulate ? load(FLOAT32, c, r * PANEL + LANES) : (vec){0};
+        sum[r][0] = accumulate ? load(FLOAT32, c, r * c_stride) : (vec){0};
+        sum[r][1] = accumulate ? load(FLOAT32, c, r * c_stride + LANES) : (vec){0};
     }
     for (int64_t k = 0; k < size; k++) {
         const char *here = at(type, w, k * PANEL);
@@ -31,25 +35,26 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
         vec first = load(type, here, 0), second = load(type, here, LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            vec input = splat(x[k * rows + r]);
+            vec input = splat(x[r * X_STRIDE + k]);
             sum[r][0] += input * first;
             sum[r][1] += input * second;
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        store(c + r * PANEL, sum[r][0]);
-        store(c + r * PANEL + LANES, sum[r][1]);
+        store(c + r * c_stride, sum[r][0]);
+        store(c + r * c_stride + LANES, sum[r][1]);
     }
 }
 
 #define MICRO_CASE(n) \
     case n: \
-        if (n <= MAX_ROWS) micro_rows(n, type, w, x, size, c, accumulate, f); \
+        if (n <= MAX_ROWS) micro_rows(n, type, w, x, size, c, c_stride, accumulate, f); \
         break;
 
+/* As above; size is at most MAX_DEPTH, c_stride a constant wherever this is called. */
 INLINE void micro(int rows, int type, const void *w, const float *x, int64_t size, float *c,
-                  int accumulate, fetch f) {
+                  int64_t c_stride, int accumulate, fetch f) {
     switch (rows) {
         MICRO_CASE(1)
         MICRO_CASE(2)

@@ -45,43 +45,62 @@ INLINE void rms_norm_row(int type, int64_t size, const void *x, const void *resi
     write_row(type, row, out, size);
 }
 
+typedef struct {
+    int64_t type, num_threads, num_rows, size;
+    const void *x, *residual, *weight; /* residual may be NULL */
+    void *out, *sum;
+    double eps;
+} norm_call;
+
 /* rms_norm, or add_rms_norm where there is a residual. All rows are contiguous. */
-void baton_rms_norm(int type, int num_threads, int64_t num_rows, int64_t size, const void *x,
-                    const void *residual, const void *weight, float eps, void *out, void *sum) {
-    int team = threads_for(num_threads, num_rows * size);
+int baton_rms_norm(const norm_call *c) {
+    int team = threads_for(c->num_threads, c->num_rows * c->size);
 #pragma omp parallel for num_threads(team) if (team > 1)
-    for (int64_t i = 0; i < num_rows; i++) {
-        int64_t from = i * size * size_of(type);
-        const void *more = residual ? (const char *)residual + from : NULL;
-        if (type == BFLOAT16)
-            rms_norm_row(BFLOAT16, size, (const char *)x + from, more, weight, eps,
-                         (char *)out + from, (char *)sum + from);
+    for (int64_t i = 0; i < c->num_rows; i++) {
+        int64_t from = i * c->size * size_of(c->type);
+        const void *x = (const char *)c->x + from;
+        const void *more = c->residual ? (const char *)c->residual + from : NULL;
+        char *out = (char *)c->out + from, *sum = (char *)c->sum + from;
+        if (c->type == BFLOAT16)
+            rms_norm_row(BFLOAT16, c->size, x, more, c->weight, c->eps, out, sum);
         else
-            rms_norm_row(FLOAT32, size, (const char *)x + from, more, weight, eps,
-                         (char *)out + from, (char *)sum + from);
+            rms_norm_row(FLOAT32, c->size, x, more, c->weight, c->eps, out, sum);
     }
+    return 0;
 }
 
-INLINE float silu(float x) { return x / (1.0f + exp_fast(-x)); }
+INLINE void silu_mul_row(int type, int64_t size, const void *gate, const void *up, void *out) {
+    int64_t whole = size - size % LANES, rest = (size - whole) * size_of(type);
+    for (int64_t j = 0; j < whole; j += LANES)
+        store_as(type, out, j, round_all(type, silu(load(type, gate, j))) * load(type, up, j));
+    if (!rest) return;
+    float last[3][LANES] = {{0}};
+    memcpy(last[0], at(type, gate, whole), rest);
+    memcpy(last[1], at(type, up, whole), rest);
+    vec gated = round_all(type, silu(load(type, last[0], 0)));
+    store_as(type, last[2], 0, gated * load(type, last[1], 0));
+    memcpy((void *)at(type, out, whole), last[2], rest);
+}
 
-void baton_silu_mul(int type, int num_threads, int64_t num_rows, int64_t size, const void *gate_up,
-                    void *out) {
-    int team = threads_for(num_threads, num_rows * size);
+typedef struct {
+    int64_t type, num_threads, num_rows, size; /* size: of the output's rows */
+    const void *gate_up;
+    void *out;
+} silu_call;
+
+int baton_silu_mul(const silu_call *c) {
+    int64_t type = c->type, size = c->size;
+    int team = threads_for(c->num_threads, c->num_rows * size);
 #pragma omp parallel for num_threads(team) if (team > 1)
-    for (int64_t i = 0; i < num_rows; i++) {
-        if (type == BFLOAT16) {
-            const uint16_t *gate = (const uint16_t *)gate_up + 2 * i * size, *up = gate + size;
-            uint16_t *to = (uint16_t *)out + i * size;
-#pragma omp simd
-            for (int64_t j = 0; j < size; j++)
-                to[j] = to_bf16(round_to(BFLOAT16, silu(from_bf16(gate[j]))) * from_bf16(up[j]));
-        } else {
-            const float *gate = (const float *)gate_up + 2 * i * size, *up = gate + size;
-            float *to = (float *)out + i * size;
-#pragma omp simd
-            for (int64_t j = 0; j < size; j++) to[j] = silu(gate[j]) * up[j];
-        }
+    for (int64_t i = 0; i < c->num_rows; i++) {
+        const void *gate = at(type, c->gate_up, 2 * i * size), *up = at(type, gate, size);
+        void *to = (void *)at(type, c->out, i * size);
+        if (type == BFLOAT16)
+            silu_mul_row(BFLOAT16, size, gate, up, to);
+        else
+            silu_mul_row(FLOAT32, size, gate, up, to);
     }
+    return 0;
 }
 
 /* The first rotary_dim of a head turn, half-split; the rest stays. */
@@ -96,6 +115,7 @@ INLINE void rotate(float *head, const float *cos, const float *sin, int64_t rota
 }
 
 typedef struct {
+    int64_t type, num_threads;
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, qkv_stride;
     /* Of the cache, in elements: */
     int64_t block_stride, kv_stride, head_stride, token_stride, block_size;
@@ -149,13 +169,14 @@ INLINE void norm_rotary_store_token(int type, const store_call *c, int64_t token
     }
 }
 
-void baton_norm_rotary_store(int type, int num_threads, const store_call *c) {
-    int team = threads_for(num_threads, c->num_tokens * c->qkv_stride);
+int baton_norm_rotary_store(const store_call *c) {
+    int team = threads_for(c->num_threads, c->num_tokens * c->qkv_stride);
 #pragma omp parallel for num_threads(team) if (team > 1)
     for (int64_t token = 0; token < c->num_tokens; token++) {
-        if (type == BFLOAT16)
+        if (c->type == BFLOAT16)
             norm_rotary_store_token(BFLOAT16, c, token);
         else
             norm_rotary_store_token(FLOAT32, c, token);
     }
+    return 0;
 }

@@ -95,6 +95,16 @@ INLINE float sum_lanes(vec x) {
     return total;
 }
 
+INLINE float largest_lane(vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float largest = x[0];
+    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+#endif
+}
+
 /* The sums of four vectors: together they cost little more than one alone. */
 INLINE void sum_lanes_of_four(const vec *x, float *sums) {
 #if defined(__AVX512F__)
@@ -109,6 +119,33 @@ INLINE void sum_lanes_of_four(const vec *x, float *sums) {
                                    _mm256_extractf128_ps(halves, 1)));
 #else
     for (int i = 0; i < 4; i++) sums[i] = sum_lanes(x[i]);
+#endif
+}
+
+/* LANES rows of LANES become columns: each pass deals both halves like cards, log2(LANES) times. */
+INLINE void transpose(vec *rows) {
+#if defined(__AVX512F__)
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+#pragma GCC unroll 4
+    for (int pass = 0; pass < 4; pass++) {
+        vec next[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            __m512 first = (__m512)rows[i], second = (__m512)rows[i + LANES / 2];
+            next[2 * i] = (vec)_mm512_permutex2var_ps(first, low, second);
+            next[2 * i + 1] = (vec)_mm512_permutex2var_ps(first, high, second);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            float other = rows[i][j];
+            rows[i][j] = rows[j][i];
+            rows[j][i] = other;
+        }
 #endif
 }
 
@@ -185,24 +222,58 @@ INLINE float round_to(int type, float x) {
     return type == BFLOAT16 ? from_bf16(to_bf16(x)) : x;
 }
 
+/* x where `mask` is set, else 0. */
+INLINE vec keep(vec_i32 mask, vec x) { return (vec)(mask & (vec_i32)x); }
+INLINE vec choose(vec_i32 mask, vec x, vec other) {
+    return (vec)((mask & (vec_i32)x) | (~mask & (vec_i32)other));
+}
+
+/* To a row of `type`, rounded as to_bf16 does. */
+INLINE void store_as(int type, void *p, int64_t index, vec x) {
+    if (type == BFLOAT16) {
+        vec_u32 bits = (vec_u32)x, nan = (vec_u32)(x != x);
+        bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        bits = (bits & ~nan) | (nan & 0x7fc0);
+        *(vec_u16_any *)((uint16_t *)p + index) = __builtin_convertvector(bits, vec_u16_any);
+    } else {
+        store((float *)p + index, x);
+    }
+}
+
+INLINE vec round_all(int type, vec x) {
+    if (type == FLOAT32) return x;
+    uint16_t rounded[LANES];
+    store_as(type, rounded, 0, x);
+    return load(type, rounded, 0);
+}
+
 /* e^x within 2 units in the last place: 2^n * p(r), r in [-ln 2 / 2, ln 2 / 2], p of degree 6
- * (the Taylor polynomial's error there is 2e-7 of the value at most). No branch and no call, so
- * that a loop over it becomes vector code. */
-INLINE float exp_fast(float x) {
-    x = x < -87.3f ? -87.3f : x;
-    x = x > 88.3f ? 88.3f : x;
-    float n = __builtin_floorf(x * 1.44269504f + 0.5f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.0f / 720;
-    p = p * r + 1.0f / 120;
+ * (the Taylor polynomial's error there is 2e-7 of the value at most). Vectors, not a loop over
+ * floats: GCC makes two paths of a float's limits and divides by 2^128 in the one that it drops.
+ * x lies in [-87.3, 88.3]. */
+INLINE vec exp_within(vec x) {
+    const float round = 12582912.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
+    vec shifted = x * 1.44269504f + round, n = shifted - round;
+    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = r * (1.0f / 720) + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
-    return p * power.value;
+    return p * (vec)(((vec_i32)shifted + 127) << 23);
 }
+
+INLINE vec exp_fast(vec x) {
+    x = choose(x < splat(-87.3f), splat(-87.3f), x);
+    return exp_within(choose(x > splat(88.3f), splat(88.3f), x));
+}
+
+/* The same of x <= 0, and 0 from where a float ends. */
+INLINE vec exp_of_negative(vec x) { return keep(~(x < splat(-87.3f)), exp_within(x)); }
+
+/* Below -88 it is 0 in float32, but the exponential has ended. */
+INLINE vec silu(vec x) { return keep(~(x < -88.0f), x / (exp_fast(-x) + 1.0f)); }
 
 /* Memory of this thread that is kept from call to call; `slot` tells uses apart. NULL: none. */
 void *baton_scratch(int slot, int64_t bytes);

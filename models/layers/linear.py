@@ -1,4 +1,4 @@
-"""Linear layers beyond torch's own: several projections in one product, and packed weights.
+"""Linear layers beyond torch's own: several projections in one product, packed weights.
 
 One large product reads its input once and is launched once. Refuses to know: what the parts mean.
 """
@@ -33,15 +33,25 @@ class JoinedLinear(nn.Linear):
             start += size
 
 
+class GatedLinear(JoinedLinear):
+    """``silu(first part) * second part`` of one product, the parts of equal size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` -> ``[..., out_features / 2]``."""
+        return ops.silu_mul(super().forward(x))
+
+
 class PackedLinear(nn.Module):
     """A linear layer on a CPU whose weight is kept in panels; made of a loaded one.
 
     Args:
         weight: its parameters, which are read only.
+        gated: whether it was a ``GatedLinear``.
     """
 
-    def __init__(self, weight: ops.PackedWeight) -> None:
+    def __init__(self, weight: ops.PackedWeight, *, gated: bool = False) -> None:
         super().__init__()
+        self._compute = ops.packed_gated_linear if gated else ops.packed_linear
         self._packed = weight
         # The same memory under the names by which memory is counted.
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
@@ -51,8 +61,8 @@ class PackedLinear(nn.Module):
             self.scales = nn.Parameter(weight.scales, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` -> ``[..., out_features]``."""
-        return ops.packed_linear(x, self._packed)
+        """What the layer that was packed computes."""
+        return self._compute(x, self._packed)
 
 
-__all__ = ["JoinedLinear", "PackedLinear"]
+__all__ = ["GatedLinear", "JoinedLinear", "PackedLinear"]

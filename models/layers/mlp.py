@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-import baton_kernels as ops
-from models.layers.linear import JoinedLinear
+from models.layers.linear import GatedLinear
 
 
 class GatedMLP(nn.Module):
@@ -20,11 +19,10 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = JoinedLinear(hidden_size, parts, bias=bias)
+        self.gate_up_proj = GatedLinear(hidden_size, parts, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
-        gated: Tensor = ops.silu_mul(self.gate_up_proj(x))
-        out: Tensor = self.down_proj(gated)
+        out: Tensor = self.down_proj(self.gate_up_proj(x))
         return out

@@ -127,6 +127,25 @@ def test_packed_linear(
     close(native.packed_linear(x, packed), reference.packed_linear(x, packed))
 
 
+@TYPES
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 9, 40, 500])
+@pytest.mark.parametrize("half", [37, 96])  # of the outputs; whole panels or not
+def test_packed_gated_linear(
+    native: NativeOps, half: int, num_rows: int, storage: torch.dtype, dtype: torch.dtype
+) -> None:
+    weight, bias = torch.randn(2 * half, 203), torch.randn(2 * half)
+    packed = ops.PackedWeight.pack(weight, bias, storage, native.panel_width)
+    x = (torch.randn(num_rows, 203) / 203**0.5).to(dtype)
+    close(native.packed_gated_linear(x, packed), reference.packed_gated_linear(x, packed))
+
+
+def test_gates_at_the_limits_of_the_exponential(native: NativeOps) -> None:
+    gate_up = torch.tensor([[-1e30, -100.0, -88.0, -0.0, 88.0, 1e30, torch.nan, torch.inf] * 4])
+    found, expected = native.silu_mul(gate_up), reference.silu_mul(gate_up)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
 def test_a_row_does_not_depend_on_its_batch(native: NativeOps) -> None:
     packed = ops.PackedWeight.pack(torch.randn(96, 700), None, torch.float32, native.panel_width)
     x = torch.randn(600, 700)

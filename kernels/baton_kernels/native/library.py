@@ -9,7 +9,7 @@ import ctypes
 import functools
 import logging
 import re
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -21,19 +21,50 @@ logger = logging.getLogger(__name__)
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$")
 
 
+def _fields(ctype: type, names: str) -> list[tuple[str, type]]:
+    return [(name, ctype) for name in names.split()]
+
+
+class LinearCall(Structure):
+    """``linear_call`` in linear.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "x_type w_type out_type num_threads gated"),
+        *_fields(c_int64, "num_rows num_columns depth x_stride"),
+        *_fields(c_void_p, "x w scales bias out"),
+    )
+
+
+class NormCall(Structure):
+    """``norm_call`` in rows.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type num_threads num_rows size"),
+        *_fields(c_void_p, "x residual weight out sum"),
+        ("eps", c_double),
+    )
+
+
+class SiluCall(Structure):
+    """``silu_call`` in rows.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type num_threads num_rows size"),
+        *_fields(c_void_p, "gate_up out"),
+    )
+
+
 class StoreCall(Structure):
     """``store_call`` in rows.c."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("rotary_dim", "qkv_stride")),
-        *((name, c_int64) for name in ("block_stride", "kv_stride", "head_stride")),
-        *((name, c_int64) for name in ("token_stride", "block_size")),
-        *((name, c_void_p) for name in ("qkv", "query_weight", "key_weight", "cos", "sin")),
-        *((name, c_void_p) for name in ("kv_cache", "out", "slots")),
+        *_fields(c_int64, "type num_threads num_tokens num_heads num_kv_heads head_dim"),
+        *_fields(c_int64, "rotary_dim qkv_stride"),
+        *_fields(c_int64, "block_stride kv_stride head_stride token_stride block_size"),
+        *_fields(c_void_p, "qkv query_weight key_weight cos sin kv_cache out slots"),
         ("eps", c_double),
         ("cache_type", c_int64),
-        *((name, c_double) for name in ("key_factor", "value_factor")),
+        *_fields(c_double, "key_factor value_factor"),
     )
 
 
@@ -41,32 +72,29 @@ class AttentionCall(Structure):
     """``attention_call`` in attention.h."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("type", "cache_type")),
-        *((name, c_int64) for name in ("num_threads", "num_tokens", "num_requests")),
-        *((name, c_int64) for name in ("max_blocks", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("block_size", "block_stride", "kv_stride", "head_stride")),
-        *((name, c_int64) for name in ("token_stride", "sliding_window")),
-        *((name, c_void_p) for name in ("query", "kv_cache", "out")),
-        *((name, c_void_p) for name in ("query_start_loc", "seq_lens", "block_table")),
-        ("scale", c_double),
-        ("soft_cap", c_double),
+        *_fields(c_int64, "type cache_type num_threads num_tokens num_requests max_blocks"),
+        *_fields(c_int64, "num_heads num_kv_heads head_dim block_size"),
+        *_fields(c_int64, "block_stride kv_stride head_stride token_stride sliding_window"),
+        *_fields(c_void_p, "query kv_cache out query_start_loc seq_lens block_table"),
+        *_fields(c_double, "scale soft_cap"),
     )
+
+
+class TapeEntry(Structure):
+    """``tape_entry`` in tape.c."""
+
+    _fields_ = (*_fields(c_void_p, "function call"),)
 
 
 # Function: (result, arguments), as in kernels/csrc.
 _SIGNATURES = {
     "baton_panel": (c_int, []),
     "baton_huge_pages": (None, [c_void_p, c_int64]),
-    "baton_linear": (
-        c_int,
-        [*(c_int,) * 4, *(c_int64,) * 3, c_void_p, c_int64, *(c_void_p,) * 4],
-    ),
-    "baton_rms_norm": (
-        None,
-        [*(c_int,) * 2, *(c_int64,) * 2, *(c_void_p,) * 3, c_float, *(c_void_p,) * 2],
-    ),
-    "baton_silu_mul": (None, [*(c_int,) * 2, *(c_int64,) * 2, *(c_void_p,) * 2]),
-    "baton_norm_rotary_store": (None, [*(c_int,) * 2, POINTER(StoreCall)]),
+    "baton_run_tape": (c_int, [c_int64, POINTER(TapeEntry)]),
+    "baton_linear": (c_int, [POINTER(LinearCall)]),
+    "baton_rms_norm": (c_int, [POINTER(NormCall)]),
+    "baton_silu_mul": (c_int, [POINTER(SiluCall)]),
+    "baton_norm_rotary_store": (c_int, [POINTER(StoreCall)]),
     "baton_attention": (c_int, [POINTER(AttentionCall)]),
 }
 

@@ -7,13 +7,23 @@ contiguous rows; arithmetic is in float32. Refuses to know: who decides to come 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton_kernels import reference
 from baton_kernels.attention.base import AttentionMetadata
-from baton_kernels.native.library import AttentionCall, StoreCall, load_library
+from baton_kernels.native.library import (
+    AttentionCall,
+    LinearCall,
+    NormCall,
+    SiluCall,
+    StoreCall,
+    load_library,
+)
+from baton_kernels.native.tape import Recorder, Tape, record
 from baton_kernels.packed import PackedWeight
 from baton_kernels.reference import FP8
 
@@ -26,6 +36,7 @@ class NativeOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._recorder = Recorder()
         self.panel_width: int = library.baton_panel()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,10 +45,11 @@ class NativeOps:
         if not (_plain(x, weight) and weight.shape == (size,)):
             return reference.rms_norm(x, weight, eps)
         out = torch.empty_like(x)
-        self._library.baton_rms_norm(
+        call = NormCall(
             *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size),
-            *(x.data_ptr(), None, weight.data_ptr(), eps, out.data_ptr(), None),
+            *(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None, eps),
         )
+        self._run(self._library.baton_rms_norm, call, x, weight, out)
         return out
 
     def add_rms_norm(
@@ -49,11 +61,13 @@ class NativeOps:
         if not (alike and weight.shape == (size,)):
             return reference.add_rms_norm(x, residual, weight, eps)
         out, new_residual = torch.empty_like(x), torch.empty_like(x)
-        self._library.baton_rms_norm(
+        call = NormCall(
             *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size, x.data_ptr()),
-            *(residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr()),
-            new_residual.data_ptr(),
+            *(residual.data_ptr(), weight.data_ptr(), out.data_ptr(), new_residual.data_ptr()),
+            eps,
         )
+        tensors = (x, residual, weight, out, new_residual)
+        self._run(self._library.baton_rms_norm, call, *tensors)
         return out, new_residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -62,10 +76,11 @@ class NativeOps:
         if not _plain(gate_up):
             return reference.silu_mul(gate_up)
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
-        self._library.baton_silu_mul(
+        call = SiluCall(
             *(_CODES[gate_up.dtype], torch.get_num_threads(), out.numel() // size, size),
             *(gate_up.data_ptr(), out.data_ptr()),
         )
+        self._run(self._library.baton_silu_mul, call, gate_up, out)
         return out
 
     def norm_rotary_store(
@@ -101,6 +116,7 @@ class NativeOps:
         out = qkv.new_empty(len(qkv), num_heads, head_dim)
         block_stride, kv_stride, head_stride, token_stride, _ = kv_cache.stride()
         call = StoreCall(
+            *(_CODES[qkv.dtype], torch.get_num_threads()),
             *(len(qkv), num_heads, num_kv_heads, head_dim, cos.shape[-1], qkv.shape[-1]),
             *(block_stride, kv_stride, head_stride, token_stride, block_size, qkv.data_ptr()),
             None if query_weight is None else query_weight.data_ptr(),
@@ -108,31 +124,43 @@ class NativeOps:
             *(cos.data_ptr(), sin.data_ptr(), kv_cache.data_ptr(), out.data_ptr()),
             *(slot_mapping.data_ptr(), eps, _CODES[kv_cache.dtype], 1 / key_scale, 1 / value_scale),
         )
-        self._library.baton_norm_rotary_store(_CODES[qkv.dtype], torch.get_num_threads(), call)
+        tensors = (qkv, query_weight, key_weight, cos, sin, kv_cache, out, slot_mapping)
+        self._run(self._library.baton_norm_rotary_store, call, *tensors)
         return out
 
     def packed_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """See the reference."""
         if x.dtype not in (torch.float32, torch.bfloat16):
             return self.packed_linear(x.float(), weight).to(x.dtype)
+        return self._linear(x, weight, weight.out_features, gated=False)
+
+    def packed_gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """See the reference; one pass where both halves are whole panels."""
+        num_columns = weight.out_features // 2
+        if x.dtype not in (torch.float32, torch.bfloat16) or num_columns % self.panel_width:
+            return self.silu_mul(self.packed_linear(x, weight))
+        return self._linear(x, weight, num_columns, gated=True)
+
+    def _linear(self, x: Tensor, weight: PackedWeight, num_columns: int, *, gated: bool) -> Tensor:
+        """``[..., in_features]`` -> ``[..., num_columns]``."""
         rows = x if x.dim() == 2 else x.flatten(0, -2)  # [num_rows, in_features]
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         num_rows, in_features = rows.shape
         assert in_features == weight.panels.shape[1]
-        out = rows.new_empty(num_rows, weight.out_features)
+        out = rows.new_empty(num_rows, num_columns)
         if num_rows:
             code, scales, bias = _CODES[x.dtype], weight.scales, weight.bias
-            failed = self._library.baton_linear(
-                *(code, _CODES[weight.panels.dtype], code, torch.get_num_threads(), num_rows),
-                *(weight.out_features, in_features, rows.data_ptr(), rows.stride(0)),
-                weight.panels.data_ptr(),
+            call = LinearCall(
+                *(code, _CODES[weight.panels.dtype], code, torch.get_num_threads(), gated),
+                *(num_rows, num_columns, in_features, rows.stride(0)),
+                *(rows.data_ptr(), weight.panels.data_ptr()),
                 None if scales is None else scales.data_ptr(),
                 None if bias is None else bias.data_ptr(),
                 out.data_ptr(),
             )
-            if failed:
-                raise MemoryError(f"no memory to pack {num_rows} rows of {in_features}")
+            tensors = (rows, weight.panels, scales, bias, out)
+            self._run(self._library.baton_linear, call, *tensors)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
     def attention(
@@ -162,9 +190,19 @@ class NativeOps:
             *(metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr()),
             *(table.data_ptr(), scale, soft_cap or 0.0),
         )
-        if self._library.baton_attention(call):
-            raise MemoryError("no memory for the tiles of attention")
+        tensors = (metadata.query_start_loc, metadata.seq_lens, table)
+        self._run(self._library.baton_attention, call, query, kv_cache, out, *tensors)
         return out
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
+        """See ``tape.record``: the native calls of this thread in ``compute``."""
+        return record(self._recorder, self._library, compute)
+
+    def _run(self, function: Any, call: ctypes.Structure, *tensors: Tensor | None) -> None:
+        if function(call):
+            raise MemoryError("no memory for packed rows or tiles of attention")
+        if self._recorder.tape is not None:
+            self._recorder.tape.add(function, call, tensors)
 
     def prefer_huge_pages(self, tensor: Tensor) -> None:
         """Tell the kernel that ``tensor`` is read from end to end."""

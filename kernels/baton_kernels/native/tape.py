@@ -1,0 +1,120 @@
+"""A chain of native calls, recorded once and run again in one call, over memory that stays.
+
+Between small ops Python takes longer than the ops do. Like a CUDA graph, a tape holds addresses:
+whoever runs it again writes new inputs to where the old ones were.
+Refuses to know: models, and what the calls compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baton_kernels.native.library import TapeEntry
+
+# What torch may do while a tape is recorded: nothing that computes or copies.
+_HARMLESS = {
+    "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
+    "aten::new_empty_strided", "aten::view", "aten::_unsafe_view", "aten::slice", "aten::select",
+    "aten::as_strided", "aten::alias", "aten::detach", "aten::unsqueeze", "aten::squeeze",
+    "aten::permute", "aten::transpose", "aten::t", "aten::_reshape_alias",
+}  # fmt: skip
+
+
+class TapeError(Exception):
+    """Something computed that no tape can run again; the message is its name."""
+
+
+class Tape:
+    """Native calls in order, and all the memory that they read and write."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._calls: list[tuple[Any, ctypes.Structure]] = []
+        self._kept: list[Tensor] = []
+        self._entries: ctypes.Array[TapeEntry] | None = None
+
+    def add(
+        self, function: Any, call: ctypes.Structure, tensors: tuple[Tensor | None, ...]
+    ) -> None:
+        """One call more; ``tensors`` are those whose addresses are in it."""
+        self._calls.append((function, call))
+        self._kept.extend(tensor for tensor in tensors if tensor is not None)
+
+    def run(self) -> None:
+        """All calls again; raises MemoryError where the first run would have."""
+        if self._entries is None:
+            entries = (
+                TapeEntry(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(call))
+                for function, call in self._calls
+            )
+            self._entries = (TapeEntry * len(self._calls))(*entries)
+        if self._library.baton_run_tape(len(self._entries), self._entries):
+            raise MemoryError("no memory for packed rows or tiles of attention")
+
+
+class Recorder(threading.local):
+    """The tape that this thread records, if any."""
+
+    tape: Tape | None = None
+
+    @contextmanager
+    def recording(self, tape: Tape) -> Iterator[None]:
+        """Native calls of this thread are added to ``tape`` as they are made.
+
+        Raises:
+            TapeError: torch was asked to compute something meanwhile.
+        """
+        assert self.tape is None, "a tape is recorded already"
+        self.tape = tape
+        try:
+            with _NativeOnly():  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            self.tape = None
+
+
+class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets torch allocate and view, and nothing else."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func._schema.name in _HARMLESS:
+            return func(*args, **(kwargs or {}))
+        # In inference mode an op that is made of others (flatten, say) arrives as it is.
+        with self:
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is NotImplemented:
+            raise TapeError(func._schema.name)
+        return result
+
+
+def record(
+    recorder: Recorder, library: ctypes.CDLL, compute: Callable[[], Tensor]
+) -> tuple[Tape, Tensor]:
+    """Compute once, and what computes it again.
+
+    Returns:
+        The tape and the result, which every run of the tape overwrites.
+
+    Raises:
+        TapeError: torch computed a part of it.
+    """
+    tape = Tape(library)
+    with recorder.recording(tape):
+        result = compute()
+    return tape, result
+
+
+__all__ = ["Recorder", "Tape", "TapeError", "record"]
