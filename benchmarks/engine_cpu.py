@@ -92,6 +92,9 @@ def python_of(peer: str) -> Path:
             timeout=INSTALL_LIMIT_S,
             stdout=sys.stderr,
         )
+        if peer != "vllm":  # a torchvision that was made for another torch breaks transformers
+            remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"]
+            subprocess.run(remove, check=True, stdout=sys.stderr)
         ready.touch()
     return python
 

@@ -301,10 +301,41 @@ COMPARE = Source(
     ),
 )
 
+
+# ---------------------------------------------------------------- the load generator
+
+
+def _generator(streams: int, *, has_target: bool = False) -> Row:
+    def measure(document: Json) -> Found:
+        [run] = [one for one in at(document, "runs") if at(one, "streams") == streams]
+        lag = number(run, "loop_lag_ms", "p99")
+        text = (
+            f"{lag:.1f} ms (median {number(run, 'loop_lag_ms', 'p50'):.1f} ms) at"
+            f" {number(run, 'output_tokens_per_s'):,.0f} tokens/s, {number(run, 'core_share'):.0%}"
+            f" of a core; {number(run, 'num_miscounted'):.0f} requests miscounted"
+        )
+        return Found(text, lag < 5 if has_target else None)
+
+    return Row(
+        what=f"lag p99 of the generator's loop, {streams:,} streams",
+        target="< 5 ms" if has_target else "",
+        measure=measure,
+        holds_back="its core makes the frames of all streams that a decode step answers at once;"
+        " the router and the simulated nodes have the other one.",
+    )
+
+
+LOAD_GENERATOR = Source(
+    name="load_generator",
+    command="benchmarks/load_generator.py --save",
+    intro="A router and simulated nodes on one core, the generator on the other.",
+    rows=(_generator(500), _generator(1000), _generator(2000, has_target=True)),
+)
+
 AREAS = (
     Area(
         title="Split or not",
-        sources=(COMPARE,),
+        sources=(COMPARE, LOAD_GENERATOR),
         log=(
             "2026-11-21: colocated against split on two cores that others used too",
             "2026-11-21: how many streams one load generator holds",
