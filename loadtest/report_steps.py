@@ -51,17 +51,19 @@ def _ms(values: Distribution | None, name: str) -> str:
 
 def search_lines(found: SearchResult, slo: str) -> list[str]:
     """What the search says, last."""
-    share = f"{found.search.attainment:.0%} of requests within {slo}"
+    share = f"{found.search.attainment:.0%} of requests within {slo}:"
     if found.max_rate_per_s is None or found.goodput_per_s is None:
-        return [f"no search came to its end: which rate holds {share} is not known"]
+        return [share, "no search came to its end: the highest rate that holds is not known"]
     if not found.holds_some:
         rates = sorted(step.value for step in found.steps)
         return [
-            f"no rate that was tried ({rates[0]:.3g} to {rates[-1]:.3g} requests/s) holds {share}"
+            share,
+            f"no rate that was tried holds ({rates[0]:.3g} to {rates[-1]:.3g} requests/s)",
         ]
     num_zero = found.highest.count(None)
     return [
-        f"highest rate that holds {share}: {found.max_rate_per_s.text()} requests/s",
+        share,
+        f"highest rate that holds: {found.max_rate_per_s.text()} requests/s",
         f"goodput there: {found.goodput_per_s.text()} requests/s; "
         f"{len(found.max_rate_per_s.values)} of {found.search.repeats} searches",
         *([f"in {num_zero} of them no rate that was tried held: they count as 0"] * bool(num_zero)),

@@ -159,9 +159,9 @@ def test_the_search_finds_what_the_server_can() -> None:
     document = plain(search_to_json(found, {"url": "x", "model": ""}))
     assert_numbers_are_those_of(document, render_page(document))
     assert "search" in render_figures(document, "svg")
-    assert search_lines(found, "ttft 0.25 s")[0].startswith(
-        "highest rate that holds 90% of requests within ttft 0.25 s: "
-    )
+    slo, highest = search_lines(found, "ttft 0.25 s")[:2]
+    assert slo == "90% of requests within ttft 0.25 s:"
+    assert highest.startswith("highest rate that holds: ")
 
 
 def test_constant_arrivals_hold_up_to_the_capacity() -> None:
@@ -178,7 +178,8 @@ def test_a_search_without_an_end_says_so() -> None:
     found = finish(play_search(player(stop_at=3), never, search, lambda s: None))
     assert (found.max_rate_per_s, found.was_stopped) == (None, True)
     assert search_lines(found, "x") == [
-        "no search came to its end: which rate holds 90% of requests within x is not known"
+        "90% of requests within x:",
+        "no search came to its end: the highest rate that holds is not known",
     ]
     for wrong in (plan(slo=Slo()), plan(load=ClosedLoop(concurrency=1))):
         with pytest.raises(ConfigError, match="find_max_goodput: needs --slo, and --rate"):
@@ -205,8 +206,9 @@ def test_a_server_that_holds_at_no_rate_is_told_so() -> None:
     assert found.max_rate_per_s is not None
     assert found.goodput_per_s is not None
     assert (found.max_rate_per_s.mean, found.goodput_per_s.values) == (0.0, (0.0,) * 3)
-    [line] = search_lines(found, "ttft 0.05 s")
-    assert line.startswith(f"no rate that was tried ({min(s.value for s in found.steps):.3g} to 8 ")
+    _, line = search_lines(found, "ttft 0.05 s")
+    lowest = min(step.value for step in found.steps)
+    assert line == f"no rate that was tried holds ({lowest:.3g} to 8 requests/s)"
     document = plain(search_to_json(found, {"url": "x", "model": ""}))
     page = render_page(document)
     assert_numbers_are_those_of(document, page)
