@@ -84,7 +84,8 @@ class TalkingNode:
                 said, self._said = self._said, []
                 if time.perf_counter() >= beat_at:
                     beat_at = time.perf_counter() + BEAT_INTERVAL_S
-                    said.append(NodeBeat(num_running=len(self._active)))
+                    num_free = self._registration.num_blocks
+                    said.append(NodeBeat(num_running=len(self._active), num_free_blocks=num_free))
                 if self._active and time.perf_counter() >= step_at:
                     if interval_s > BEAT_INTERVAL_S:
                         step_at = time.perf_counter() + interval_s

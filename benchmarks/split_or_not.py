@@ -19,15 +19,15 @@ from environment import record_environment, write_results
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 KEPT = ("plan", "up", "repeats", "was_stopped", "verdict", "verdict_text")
 LOAD = {
-    "--rate": "1.5",
+    "--rate": "3",
     "--input-tokens": "1500",
     "--output-tokens": "200",
     "--vocab-size": "4000",
-    "--slo": "ttft=2,gap=0.1",
+    "--slo": "ttft=2,gap=0.05",
     "--node-args": "--dtype float32",
     "--warmup-s": "5",
 }
-WHOLE = {"--duration-s": "65", "--repeats": "4", "--deployments": "colocated:2,1:1,1:1+local"}
+WHOLE = {"--duration-s": "45", "--repeats": "4", "--deployments": "colocated:2,1:1"}
 SHORT = {"--duration-s": "35", "--repeats": "2", "--deployments": "colocated:2,1:1"}
 
 
@@ -47,7 +47,7 @@ def condense(document: dict[str, object]) -> dict[str, object]:
 def main() -> int:
     """Returns the exit code of `baton loadtest compare`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="some 4 minutes in place of 18")
+    parser.add_argument("--short", action="store_true", help="some 3 minutes in place of 8")
     arguments = parser.parse_args()
     environment = record_environment()
     options = {"--up": str(MODEL), **LOAD, **(SHORT if arguments.short else WHOLE)}
