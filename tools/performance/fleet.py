@@ -273,8 +273,8 @@ RESILIENCE = Source(
             what="the router's memory after the deaths / at their beginning",
             target=f"flat: <= {FLAT}",
             measure=_memory_of_deaths,
-            holds_back="by arithmetic, placements that it remembers, up to a bound, are some 50 MiB"
-            " of it (log); the rest is not known.",
+            holds_back="what nodes were sent, and why, is remembered up to a bound that so short a"
+            " run does not reach; dead nodes' share is given back (log).",
         ),
         Row(
             what="deadlines kept of requests accepted at 3 times the capacity",
