@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from baton.errors import ConfigError, UnauthenticatedError
+from baton.identity import ANYBODY, Principal, Role
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +29,13 @@ class ApiKeys:
         self._path = path
         self._names = {} if path is None else _read(path)
 
-    def client_of(self, authorization: str) -> str:
-        """The client that the header ``Bearer KEY`` names; raises UnauthenticatedError.
+    def principal_of(self, authorization: str) -> Principal:
+        """Find who the header ``Bearer KEY`` is; raises UnauthenticatedError.
 
         Takes as long for a wrong key as for a right one.
         """
         if self._path is None:
-            return ""
+            return ANYBODY
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer":
             raise UnauthenticatedError("authorization: must be 'Bearer' and an API key")
@@ -45,7 +46,7 @@ class ApiKeys:
                 client = name
         if not client:
             raise UnauthenticatedError("authorization: is no API key of this router")
-        return client
+        return Principal(name=client, tenant=client, roles=frozenset({Role.INFER}))
 
     def reload(self) -> None:
         """Read the file again; when it is wrong, say so and keep the keys as they are."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.identity import ANYBODY, Principal
 from baton.outputs import Receipt, RequestOutput
 from baton.sampling_params import SamplingParams
 
@@ -20,7 +21,7 @@ class Call:
         timeout_s: from now.
         session_id: calls with the same one go to the same nodes, if the policy looks at it.
         priority: where calls wait, smaller goes first.
-        client: name of the API key that it came with; empty without keys.
+        principal: who asks.
     """
 
     request_id: str
@@ -30,7 +31,7 @@ class Call:
     timeout_s: float
     session_id: str = ""
     priority: int = 0
-    client: str = ""
+    principal: Principal = ANYBODY
 
 
 class CallOutput(msgspec.Struct, frozen=True, gc=False):

@@ -129,7 +129,7 @@ class Dispatcher:
             max_tokens=call.sampling_params.max_tokens,
             timeout_s=call.timeout_s,
             priority=call.priority,
-            client=call.client,
+            client=call.principal.name,
         ) as ticket:
             left_s = call.timeout_s - ticket.waited_s
             yield dataclasses.replace(call, timeout_s=left_s), ticket

@@ -15,6 +15,7 @@ from typing import Any
 
 from baton.errors import InvalidRequestError
 from baton.grammars import GrammarThreads, check_structured_output
+from baton.identity import ANYBODY, Principal
 from baton.outputs import FinishReason, TextDelta
 from baton.prompt import check_priority, check_prompt, check_sampling_params, draw_seed
 from baton.sampling_params import SamplingParams
@@ -59,7 +60,7 @@ class GenerationRequest:
         timeout_s: until the client's deadline; None when it has none.
         session_id: requests with the same one share a beginning; empty: unknown.
         priority: where requests wait, smaller goes first.
-        client: name of the API key that it came with; empty without keys.
+        principal: who asks.
     """
 
     prompt: Prompt
@@ -69,7 +70,7 @@ class GenerationRequest:
     timeout_s: float | None = None
     session_id: str = ""
     priority: int = 0
-    client: str = ""
+    principal: Principal = ANYBODY
 
 
 class Intake:
@@ -137,7 +138,7 @@ class Intake:
             timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
             session_id=request.session_id,
             priority=request.priority,
-            client=request.client,
+            principal=request.principal,
         )
 
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:

@@ -30,7 +30,7 @@ class JournalOptions:
 @dataclass(slots=True, eq=False)
 class _Stream:
     digest: bytes  # of what the client asked for
-    client: str
+    tenant: str
     task: asyncio.Task[None] | None = None
     deltas: list[TextDelta] = field(default_factory=list)
     is_done: bool = False
@@ -78,19 +78,19 @@ class Journal:
         content: bytes,
         deltas: AsyncGenerator[TextDelta, None],
         *,
-        client: str = "",
+        tenant: str = "",
     ) -> None:
-        """Run a stream from now on, whoever of this client reads it.
+        """Run a stream from now on, whoever of this tenant reads it.
 
         Raises OverloadedError when full.
         """
         self._make_room()
-        stream = self._streams[request_id] = _Stream(_digest(content), client)
+        stream = self._streams[request_id] = _Stream(_digest(content), tenant)
         stream.task = asyncio.create_task(self._run(stream, deltas))
         self._expect_reader(request_id, stream)
 
     async def read(
-        self, request_id: str, output_index: int, *, client: str = ""
+        self, request_id: str, output_index: int, *, tenant: str = ""
     ) -> AsyncGenerator[TextDelta, None]:
         """What a stream says from an index on; what is there already is one piece.
 
@@ -98,7 +98,7 @@ class Journal:
         what the stream itself ended with.
         """
         stream = self._streams.get(request_id)
-        if stream is None or stream.client != client:
+        if stream is None or stream.tenant != tenant:
             raise InvalidRequestError("request_id", f"{request_id!r} is not (or no longer) kept")
         position = _position(stream.deltas, output_index)
         stream.num_readers += 1

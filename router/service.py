@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from baton import wire, wire_types
 from baton.error_details import receipt_trailer
 from baton.errors import InvalidRequestError
+from baton.identity import Principal
 from baton.outputs import TextDelta
 from baton.rpc import Context, authorization_of
 from baton.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -27,7 +28,7 @@ class _Arrival:
 
     received_at: float
     timeout_s: float | None
-    client: str
+    principal: Principal
 
 
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
@@ -69,8 +70,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ResumeRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Go on with a resumable request's stream."""
-        client = self._client_of(context)
-        kept = self._journal.read(request.request_id, request.next_output_index, client=client)
+        tenant = self._principal_of(context).tenant
+        kept = self._journal.read(request.request_id, request.next_output_index, tenant=tenant)
         async with contextlib.aclosing(kept) as deltas:
             async for delta in deltas:
                 if delta.receipt is not None:
@@ -96,7 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """The tokens of a prompt as `Generate` would see them."""
-        self._client_of(context)
+        self._principal_of(context)
         token_ids = await self._intake.tokenize(_prompt_from_proto(request.prompt))
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
@@ -104,7 +105,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.CountTokensRequest, context: Context
     ) -> inference_pb2.CountTokensResponse:
         """How many tokens a prompt has."""
-        self._client_of(context)
+        self._principal_of(context)
         token_ids = await self._intake.tokenize(_prompt_from_proto(request.prompt))
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
 
@@ -112,7 +113,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """The one model of this router."""
-        self._client_of(context)
+        self._principal_of(context)
         model = inference_pb2.Model(name=self._model, max_model_len=self._intake.max_model_len)
         return inference_pb2.ListModelsResponse(models=[model])
 
@@ -123,21 +124,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request = _request_from_proto(message, self._arrival(context))
         if not message.resumable:
             return self._intake.stream(await self._intake.accept(request))
-        content = message.SerializeToString(deterministic=True) + request.client.encode()
+        content = message.SerializeToString(deterministic=True) + request.principal.tenant.encode()
         request_id = message.request_id or uuid.uuid4().hex
         if not self._journal.holds(request_id, content):
             call = await self._intake.accept(dataclasses.replace(request, request_id=request_id))
             if not self._journal.holds(request_id, content):  # still not: checking takes time
                 deltas = self._intake.stream(call)
-                self._journal.keep(request_id, content, deltas, client=request.client)
-        return self._journal.read(request_id, 0, client=request.client)
+                self._journal.keep(request_id, content, deltas, tenant=request.principal.tenant)
+        return self._journal.read(request_id, 0, tenant=request.principal.tenant)
 
     def _arrival(self, context: Context) -> _Arrival:
-        return _Arrival(time.perf_counter(), context.time_remaining(), self._client_of(context))
+        return _Arrival(time.perf_counter(), context.time_remaining(), self._principal_of(context))
 
-    def _client_of(self, context: Context) -> str:
+    def _principal_of(self, context: Context) -> Principal:
         """Who calls; raises UnauthenticatedError. The first thing that every call asks."""
-        return self._api_keys.client_of(authorization_of(context))
+        return self._api_keys.principal_of(authorization_of(context))
 
 
 def _request_from_proto(
@@ -152,7 +153,7 @@ def _request_from_proto(
         timeout_s=arrival.timeout_s,
         session_id=request.session_id,
         priority=request.priority,
-        client=arrival.client,
+        principal=arrival.principal,
     )
 
 
@@ -174,7 +175,7 @@ def _batch_from_proto(
         timeout_s=arrival.timeout_s,
         session_id=request.session_id,
         priority=request.priority,
-        client=arrival.client,
+        principal=arrival.principal,
     )
     return generation, more_prompts
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from aiohttp import hdrs, web
 
+from baton.identity import Principal
 from baton.outputs import Receipt, TextDelta, join_deltas
 from baton.sampling_params import SamplingParams
 from router.call import Call
@@ -26,7 +27,7 @@ from router.intake import GenerationRequest, Intake, Prompt
 T = TypeVar("T", bound=SamplingRequest)
 
 REQUEST_ID = web.RequestKey("request_id", str)
-CLIENT = web.RequestKey("client", str)
+PRINCIPAL = web.RequestKey("principal", Principal)
 SESSION_ID_HEADER = "X-Session-Id"
 BODY_TIMEOUT_S = 30.0
 # A client that takes nothing for so long after its deadline is cut off.
@@ -162,7 +163,7 @@ def generation_request(
         received_at=received_at,
         session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
         priority=body.priority or 0,
-        client=request[CLIENT],
+        principal=request[PRINCIPAL],
     )
 
 

@@ -16,7 +16,7 @@ from router.api_keys import ApiKeys
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import ApiError, error_middleware, error_response
-from router.http.exchange import CLIENT, REQUEST_ID, unknown_model
+from router.http.exchange import PRINCIPAL, REQUEST_ID, unknown_model
 from router.http.responses import ModelList, ModelObject
 from router.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
 from router.metrics import RouterMetrics
@@ -121,7 +121,7 @@ class HttpServer:
         """Find out whose request it is; what operators' programs ask needs no key."""
         if request.path.startswith("/v1/"):
             authorization = request.headers.get(hdrs.AUTHORIZATION, "")
-            request[CLIENT] = self._api_keys.client_of(authorization)
+            request[PRINCIPAL] = self._api_keys.principal_of(authorization)
         return await handler(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from baton.client import AsyncClient, Client
 from baton.errors import ConfigError, InvalidRequestError, OverloadedError, UnauthenticatedError
+from baton.identity import ANYBODY
 from baton.rpc import bearer, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.admission import Admission, AdmissionOptions
@@ -38,9 +39,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_key_is_the_client_whose_line_it_is_in(path: Path) -> None:
     keys = ApiKeys(path)
-    assert keys.client_of("Bearer secret-1") == "alice"
-    assert keys.client_of("bearer secret-2") == "alice"
-    assert keys.client_of("Bearer with:colon") == "bob"
+    assert keys.principal_of("Bearer secret-1").name == "alice"
+    assert keys.principal_of("bearer secret-2").name == "alice"
+    assert keys.principal_of("Bearer with:colon").name == "bob"
 
 
 @pytest.mark.parametrize(
@@ -61,12 +62,12 @@ def test_whoever_brings_none_is_nobody_and_the_error_tells_no_key(
     path: Path, authorization: str
 ) -> None:
     with pytest.raises(UnauthenticatedError, match=r"^authorization: ") as caught:
-        ApiKeys(path).client_of(authorization)
+        ApiKeys(path).principal_of(authorization)
     assert "ecret" not in str(caught.value)
 
 
 def test_without_a_file_anybody_may_call_and_has_no_name() -> None:
-    assert ApiKeys().client_of("") == ApiKeys().client_of("Bearer x") == ""
+    assert ApiKeys().principal_of("") == ApiKeys().principal_of("Bearer x") == ANYBODY
 
 
 @pytest.mark.parametrize(
@@ -101,12 +102,12 @@ def test_read_again_it_knows_the_new_keys_and_keeps_the_old_ones_if_it_is_wrong(
     path.write_text("carol:secret-3", encoding="utf-8")
     with caplog.at_level(logging.INFO):
         keys.reload()
-        assert keys.client_of("Bearer secret-3") == "carol"
+        assert keys.principal_of("Bearer secret-3").name == "carol"
         with pytest.raises(UnauthenticatedError):
-            keys.client_of("Bearer secret-1")
+            keys.principal_of("Bearer secret-1")
         path.write_text("nonsense", encoding="utf-8")
         keys.reload()
-    assert keys.client_of("Bearer secret-3") == "carol"
+    assert keys.principal_of("Bearer secret-3").name == "carol"
     assert "line 1: must be name:key" in caplog.text
     assert "secret" not in caplog.text
 
@@ -121,7 +122,7 @@ def test_a_calls_client_is_the_name_of_its_key(path: Path) -> None:
             completion = await client.generate([1], params())
             assert completion.token_ids == expected(100, 8)
             await client.generate_batch([[1], [2]], params(1))
-            assert [call.client for call in scene.dispatcher.calls] == ["bob"] * 3
+            assert [call.principal.name for call in scene.dispatcher.calls] == ["bob"] * 3
             assert len(await client.models()) == 1
             assert await client.count_tokens("x") == 1
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from baton.errors import InvalidRequestError, NodeUnavailableError
+from baton.identity import Principal
 from baton.outputs import FinishReason, TextDelta, join_deltas
 from baton.prompt import choice_seed
 from baton.sampling_params import MAX_SEED, SamplingParams
@@ -38,7 +39,7 @@ async def accept_async(
         received_at=0.0,
         session_id="s",
         priority=3,
-        client="alice",
+        principal=Principal(name="alice"),
     )
     return await accept_choices(intake, request, more_prompts)
 
@@ -55,7 +56,9 @@ def test_each_output_has_its_own_id_and_the_next_seed_of_its_prompt() -> None:
     assert [call.sampling_params for call in calls] == [
         SamplingParams(seed=seed, top_k=5) for seed in (7, 8) * 3
     ]
-    assert {(call.session_id, call.priority, call.client) for call in calls} == {("s", 3, "alice")}
+    assert {(call.session_id, call.priority, call.principal.name) for call in calls} == {
+        ("s", 3, "alice")
+    }
 
 
 def test_without_id_and_seed_they_are_drawn_once_for_all_of_a_prompt() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import InvalidRequestError
+from baton.identity import Principal
 from baton.sampling_params import SamplingParams
 from router.dispatcher import Dispatcher
 from router.intake import GenerationRequest, Intake
@@ -20,7 +21,7 @@ REQUEST = GenerationRequest(
     received_at=0.0,
     session_id="s",
     priority=-7,
-    client="alice",
+    principal=Principal(name="alice"),
 )
 
 
@@ -32,7 +33,7 @@ def make_intake() -> Intake:
 @asynchronous
 async def test_a_call_knows_its_session_priority_and_client() -> None:
     call = await make_intake().accept(REQUEST)
-    assert (call.session_id, call.priority, call.client) == ("s", -7, "alice")
+    assert (call.session_id, call.priority, call.principal.name) == ("s", -7, "alice")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_only_who_brings_a_key_is_served_and_operators_need_none(tmp_path: Path)
         reply = scene.post()
         scene.say(await scene.command(), 0, "x", last=FinishReason.STOP)
         assert (await reply).status == 200
-        assert [call.client for call in scene.dispatcher.calls] == ["alice"]
+        assert [call.principal.name for call in scene.dispatcher.calls] == ["alice"]
 
     run()
 

@@ -1,0 +1,72 @@
+"""Principal: who calls, and what that allows. Plain values; knows no key, no certificate, no RPC.
+
+Whoever authenticates a call (an API key, a client certificate, loopback) makes a `Principal` of
+it; whoever serves the call asks only the principal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a caller may do; a principal has any number of them.
+
+    INFER: send prompts, and ask about the model and one's own requests.
+    LOOK: see what operators see.
+    OPERATE: change what operators change.
+    JOIN: register as a node.
+    """
+
+    INFER = "infer"
+    LOOK = "look"
+    OPERATE = "operate"
+    JOIN = "join"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one principal may take of a router; 0 is no limit.
+
+    Attributes:
+        max_open_requests: that wait or are in progress.
+        requests_per_minute: that begin.
+        tokens_per_minute: prompt tokens computed and output tokens sampled.
+        weight: its share beside other principals when requests wait.
+        most_urgent_priority: smaller priorities are refused; None: any.
+    """
+
+    max_open_requests: int = 0
+    requests_per_minute: float = 0.0
+    tokens_per_minute: float = 0.0
+    weight: float = 1.0
+    most_urgent_priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """Who calls.
+
+    Attributes:
+        name: of the key or certificate; empty where anybody may call.
+        tenant: whose requests and cached prompts are its own: all principals of one tenant see
+            each other's. Empty where anybody may call.
+        roles: what it may do.
+        models: names of the served models that it may use; empty: all.
+        limits: what it may take.
+    """
+
+    name: str = ""
+    tenant: str = ""
+    roles: frozenset[Role] = frozenset()
+    models: frozenset[str] = frozenset()
+    limits: Limits = field(default_factory=Limits)
+
+    def may(self, role: Role) -> bool:
+        """Say whether this principal has a role."""
+        return role in self.roles
+
+
+ANYBODY = Principal(roles=frozenset({Role.INFER}))
+"""Who calls a router that has no keys."""
