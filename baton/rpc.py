@@ -19,7 +19,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.error_details import details_trailer, receipt_trailer
-from baton.errors import BatonError, ConfigError, status_name
+from baton.errors import BatonError, ConfigError, InvalidRequestError, status_name
+from baton.wire_reading import forgiving
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +80,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             make = grpc.stream_stream_rpc_method_handler
         else:
             return handler
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        deserialize = handler.request_deserializer
+        if handler.stream_stream is None and deserialize is not None:
+            deserialize = forgiving(deserialize)
+        return make(wrapped, deserialize, handler.response_serializer)
 
 
 def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> Any:
         try:
-            return await behavior(request, context)
+            return await behavior(_checked(request), context)
         except Exception as error:
             await _abort(context, error)
 
@@ -95,7 +99,7 @@ def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
 def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            async with contextlib.aclosing(behavior(request, context)) as responses:
+            async with contextlib.aclosing(behavior(_checked(request), context)) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:
@@ -104,6 +108,13 @@ def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
     # Services of other libraries (reflection, health) are plain coroutines or generators of theirs;
     # what is not one of our async generators passes through untouched.
     return guarded if inspect.isasyncgenfunction(behavior) else behavior
+
+
+def _checked(request: Any) -> Any:
+    """A request that could be read; raises what is wrong with it if not."""
+    if isinstance(request, InvalidRequestError):
+        raise request
+    return request
 
 
 async def _abort(context: Context, error: Exception) -> None:

@@ -114,6 +114,7 @@ async def serve(config: RouterConfig) -> None:
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
     )
+    intake.start()
     api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
     servers = _make_servers(config, dispatcher, intake, api_keys)
     loop = asyncio.get_running_loop()
@@ -142,6 +143,7 @@ async def serve(config: RouterConfig) -> None:
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
+        intake.close()
 
 
 async def _end_calls(dispatcher: Dispatcher) -> None:

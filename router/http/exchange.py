@@ -32,6 +32,7 @@ SESSION_ID_HEADER = "X-Session-Id"
 BODY_TIMEOUT_S = 30.0
 # A client that takes nothing for so long after its deadline is cut off.
 READ_GRACE_S = 30.0
+_MAX_SHOWN_CHARS = 256  # of what a client wrote, in an error about it
 
 
 class Dialect(Protocol):
@@ -198,5 +199,5 @@ def _receipt_of(delta: TextDelta) -> Receipt:
 
 def unknown_model(model: str, model_name: str) -> ApiError:
     """Another model than the one that is served."""
-    message = f"model: {model!r} does not exist here, {model_name!r} is served"
+    message = f"model: {model[:_MAX_SHOWN_CHARS]!r} does not exist here, {model_name!r} is served"
     return ApiError(404, message, param="model", code="model_not_found")
