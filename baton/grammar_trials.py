@@ -26,7 +26,6 @@ from baton.worker_template import Work, resident_memory_bytes
 
 # A schema of hundreds of properties takes some hundredths of a second and some megabytes.
 LIMITS = WorkLimits(cpu_s=1.0, wall_s=10.0, memory_bytes=96 * 2**20)
-MAX_WAITING = 512
 
 
 _SIZE = struct.Struct("<Q")
@@ -58,9 +57,7 @@ class GrammarTrials:
             "tokenizer": str(model_folder / "tokenizer.json"),
             "eos_token_ids": " ".join(map(str, eos_token_ids)),
         }
-        self._workers = WorkerProcesses(
-            "baton.grammar_trials:make_work", options, LIMITS, max_waiting=MAX_WAITING
-        )
+        self._workers = WorkerProcesses("baton.grammar_trials:make_work", options, LIMITS)
 
     async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:
         """What a grammar turned out to be, if it compiles within the limits.
