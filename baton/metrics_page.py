@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
 
 from baton.errors import ConfigError
-from baton.rpc import split_address, warn_if_public
+from baton.exposure import split_address
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ class MetricsPage:
                 f"metrics_listen: cannot listen on {listen}: {error.strerror}"
             ) from error
         self.address = f"{host}:{self._server.server_port}"
-        warn_if_public(self.address)
         logger.info("metrics at http://%s/metrics", self.address)
 
     def close(self) -> None:

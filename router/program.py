@@ -8,17 +8,20 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.admin_gate import AdminGate
 from baton.client import DEFAULT_ADDRESS
 from baton.errors import ConfigError
+from baton.exposure import Exposure, is_public
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
 from baton.process import stop_event
-from baton.rpc import RpcServer, is_public, warn_if_public
+from baton.rpc import RpcServer
+from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
 from baton.tokenizer import Tokenizer
 from baton.v1 import (
     admin_pb2,
@@ -58,6 +61,8 @@ class RouterConfig:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
         api_keys_file: who may call; empty: anybody.
+        tls: of all that the router listens on.
+        insecure: listen beyond loopback also where TLS or authentication is missing.
     """
 
     model: str
@@ -78,8 +83,25 @@ class RouterConfig:
     http_cors_origin: str = ""
     served_model_name: str = ""
     api_keys_file: str = ""
+    tls: TlsOptions = NO_TLS
+    insecure: bool = False
+
+    @property
+    def node_address(self) -> str:
+        """Where nodes and operators come."""
+        return self.node_listen or self.listen
+
+    def requires_client_certs(self, listen: str) -> bool:
+        """Whether a gRPC listener serves only who shows a certificate.
+
+        Where it does not it asks nobody: gRPC knows nothing between. Nodes and operators have an
+        address of their own, or share that of clients, who may have keys instead.
+        """
+        is_private = bool(self.node_listen) and listen == self.node_listen
+        return self.tls.require_client_certs or (is_private and self.tls.verifies_clients)
 
     def __post_init__(self) -> None:
+        self.tls.check_server()
         if self.reuse_port and not self.node_listen:
             raise ConfigError(
                 "reuse_port: needs node_listen, or nodes would join any one of the processes"
@@ -93,6 +115,10 @@ class RouterConfig:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until told to stop; raises ConfigError when something is wrong at the start."""
+    _check_exposure(config)
+    files = TlsFiles(config.tls) if config.tls else None
+    if files is not None:
+        logger.info("certificate: %s", describe(config.tls, files.current()))
     folder = find_model_folder(config.model, weights=False)
     limits = read_limits(folder)
     pool = NodePool(
@@ -115,7 +141,7 @@ async def serve(config: RouterConfig) -> None:
         metrics=metrics,
     )
     api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
-    servers = _make_servers(config, dispatcher, intake, api_keys)
+    servers = _make_servers(config, dispatcher, intake, api_keys, files)
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
     loop.add_signal_handler(signal.SIGHUP, api_keys.reload)
@@ -123,13 +149,10 @@ async def serve(config: RouterConfig) -> None:
         for listen, server in servers.items():
             address = await server.start(listen)
             await server.set_serving(True)
-            # (Operators and nodes bring no API key.)
-            all_bring_keys = bool(config.api_keys_file and config.node_listen)
-            warn_if_public(address, authenticated=all_bring_keys and listen == config.listen)
             logger.info("router of %s listens on %s", config.model, address)
         async with (
             _watching(pool),
-            _serving_http(config, intake, pool, metrics, api_keys) as stop_http,
+            _serving_http(config, intake, pool, metrics, api_keys, files) as stop_http,
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
@@ -170,6 +193,7 @@ async def _serving_http(
     pool: NodePool,
     metrics: RouterMetrics,
     api_keys: ApiKeys,
+    files: TlsFiles | None,
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """Gives what stops it."""
     if not config.http_listen:
@@ -178,6 +202,9 @@ async def _serving_http(
     # Imported here: who serves no HTTP does not wait for it.
     from router.http.server import HttpServer
 
+    tls = None
+    if files is not None:
+        tls = ServerContext.of(files, require_client_certs=config.tls.require_client_certs)
     server = HttpServer(
         intake,
         pool,
@@ -186,10 +213,10 @@ async def _serving_http(
         api_keys=api_keys,
         cors_origin=config.http_cors_origin,
         grace_s=STOP_GRACE_S + _LAST_WORDS_S,
+        tls=tls,
     )
     address = await server.start(config.http_listen)
-    warn_if_public(address, authenticated=bool(config.api_keys_file))
-    logger.info("HTTP API on http://%s", address)
+    logger.info("HTTP API on %s://%s", "https" if files else "http", address)
     try:
         yield server.stop
     finally:
@@ -213,7 +240,11 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
 
 
 def _make_servers(
-    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, api_keys: ApiKeys
+    config: RouterConfig,
+    dispatcher: Dispatcher,
+    intake: Intake,
+    api_keys: ApiKeys,
+    files: TlsFiles | None,
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -237,14 +268,56 @@ def _make_servers(
         add_public(server)
         add_private(server)
 
-    private = config.node_listen or config.listen
+    def make(listen: str, services: Sequence[Any], add: Any, **options: Any) -> RpcServer:
+        wants_certs = config.requires_client_certs(listen)
+        return RpcServer(services, add, **options, tls=files, require_client_certs=wants_certs)
+
+    private = config.node_address
     gate = AdminGate(admin.full_name, config.admin_token, is_public=is_public("listen", private))
     if not config.node_listen:
-        return {config.listen: RpcServer([inference, link, admin], add_all, [gate])}
+        all_services = [inference, link, admin]
+        return {config.listen: make(config.listen, all_services, add_all, interceptors=[gate])}
+    own = config.reuse_port
     return {
-        config.node_listen: RpcServer([link, admin], add_private, [gate]),
-        config.listen: RpcServer([inference], add_public, reuse_port=config.reuse_port),
+        private: make(private, [link, admin], add_private, interceptors=[gate]),
+        config.listen: make(config.listen, [inference], add_public, reuse_port=own),
     }
+
+
+def _check_exposure(config: RouterConfig) -> None:
+    """Refuse listeners that others can reach and nothing protects; raises ConfigError."""
+    tls = config.tls
+    keys, tokens = bool(config.api_keys_file), bool(config.node_token and config.admin_token)
+    shared = not config.node_listen
+
+    def check(option: str, listen: str, authentication: str, is_authenticated: bool) -> None:
+        Exposure(
+            authentication=authentication,
+            is_authenticated=is_authenticated,
+            is_encrypted=bool(tls.cert),
+            insecure=config.insecure,
+        ).check(option, listen)
+
+    certs = "--tls-require-client-certs"
+    for_clients, for_nodes = "--api-keys-file", "--node-token and --admin-token"
+    check(
+        "listen",
+        config.listen,
+        f"{for_clients}{f', {for_nodes}' if shared else ''}, or {certs}",
+        tls.require_client_certs or (keys and (tokens or not shared)),
+    )
+    check(
+        "node_listen",
+        config.node_listen,
+        f"{for_nodes}, or --tls-ca",
+        tls.verifies_clients or tokens,
+    )
+    check(
+        "http_listen",
+        config.http_listen,
+        f"{for_clients}, or {certs}",
+        tls.require_client_certs or keys,
+    )
 
 
 def _make_admin(config: RouterConfig, dispatcher: Dispatcher, intake: Intake) -> AdminService:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -9,7 +10,7 @@ import typer
 import typer.core
 import typer.main
 
-from baton.cli import client_commands, up
+from baton.cli import certs, client_commands, up
 from baton.cli.admin import app as admin
 from baton.registry import Registry
 from baton.version import __version__
@@ -37,6 +38,7 @@ class _ProgramGroup(typer.core.TyperGroup):
             "generate",
             "chat",
             "admin",
+            "certs",
             "version",
         ]
 
@@ -58,6 +60,7 @@ app.command()(up.up)
 app.command()(client_commands.generate)
 app.command()(client_commands.chat)
 app.add_typer(admin.app, name="admin")
+app.add_typer(certs.app, name="certs")
 
 
 @app.callback()
@@ -73,4 +76,6 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `baton` command."""
+    # Else gRPC's core writes a line for every connection that speaks no TLS, or not ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     app(prog_name="baton")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ import msgspec
 from aiohttp import hdrs, web
 
 from baton.errors import ConfigError, InvalidRequestError
-from baton.rpc import MAX_CLIENT_MESSAGE_BYTES, split_address
+from baton.exposure import split_address
+from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from router.api_keys import ApiKeys
 from router.http.chat import chat_completions
 from router.http.completions import completions
@@ -37,6 +39,7 @@ class HttpServer:
         api_keys: who may call what is below ``/v1``.
         cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
         grace_s: when it stops, requests in progress have so long to end.
+        tls: what it serves HTTPS with; None: HTTP.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class HttpServer:
         api_keys: ApiKeys | None = None,
         cors_origin: str = "",
         grace_s: float = 0.0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._intake = intake
         self._pool = pool
@@ -56,6 +60,7 @@ class HttpServer:
         self._model_name = model_name
         self._api_keys = api_keys or ApiKeys()
         self._cors_origin = cors_origin
+        self._tls = tls
         self._created = int(time.time())
         app = web.Application(
             client_max_size=MAX_CLIENT_MESSAGE_BYTES,
@@ -85,7 +90,8 @@ class HttpServer:
         host, port = split_address("http_listen", listen)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host.strip("[]"), port).start()
+            site = web.TCPSite(self._runner, host.strip("[]"), port, ssl_context=self._tls)
+            await site.start()
         except OSError as error:
             await self._runner.cleanup()
             why = os.strerror(error.errno).lower() if error.errno else str(error)
