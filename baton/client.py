@@ -64,6 +64,7 @@ class Client:
         tls: TlsOptions | None = None,
     ) -> None:
         self._metadata = credentials(api_key)
+        self._address = address
         self._channel = SyncChannel(address, tls)
 
     def generate(
@@ -226,6 +227,7 @@ class AsyncClient:
         tls: TlsOptions | None = None,
     ) -> None:
         self._metadata = credentials(api_key)
+        self._address = address
         self._channel = AsyncChannel(address, tls)
 
     async def generate(

@@ -17,6 +17,8 @@ from baton.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?", re.ASCII)
+# Before a colon gRPC takes these for the scheme of a URI, and listens somewhere else.
+_SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6")
 _MAX_PORT = 65535
 
 
@@ -28,7 +30,8 @@ def split_address(option: str, address: str) -> tuple[str, int]:
     """
     host, separator, port = address.rpartition(":")
     ok = separator and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT
-    if not ok or not (_NAME.fullmatch(host) or _ipv6(host) is not None):
+    is_host = (_NAME.fullmatch(host) and host not in _SCHEMES) or _ipv6(host) is not None
+    if not (ok and is_host):
         raise ConfigError(f"{option}: must be host:port, got {address!r}")
     return host, int(port)
 

@@ -15,14 +15,15 @@ from baton.tls import SYSTEM_CAS, TlsMaterial, TlsOptions, client_context, read_
 
 _CONNECT_TIMEOUT_S = 2.0
 _ANSWER_TIMEOUT_S = 0.5  # for its refusal; a gRPC server speaks at once when it is content
+_WANTS_CERTIFICATE = "it wants a client certificate (--tls-cert, --tls-key)"
+# Servers of gRPC and of asyncio send none of these, and only hang up; others do.
 _ALERTS = {
-    "CERTIFICATE_REQUIRED": "it wants a client certificate (--tls-cert, --tls-key)",
-    "HANDSHAKE_FAILURE": "it wants a client certificate (--tls-cert, --tls-key)",
+    "CERTIFICATE_REQUIRED": _WANTS_CERTIFICATE,
     "UNKNOWN_CA": "it does not know the CA of our certificate {cert}",
-    "CERTIFICATE_EXPIRED": "our certificate {cert} has expired",
+    "CERTIFICATE_EXPIRED": "our certificate {cert} has expired, it says",
     "BAD_CERTIFICATE": "it refuses our certificate {cert}",
     "CERTIFICATE_UNKNOWN": "it refuses our certificate {cert}",
-    "UNSUPPORTED_CERTIFICATE": "our certificate {cert} is for another purpose",
+    "UNSUPPORTED_CERTIFICATE": "our certificate {cert} is for another purpose, it says",
     "WRONG_VERSION_NUMBER": "it speaks no TLS",
 }
 
@@ -57,18 +58,25 @@ def _why_tls_fails(
     try:
         with context.wrap_socket(connection, server_hostname=name) as secured:
             secured.settimeout(_ANSWER_TIMEOUT_S)
-            secured.recv(1)  # in TLS 1.3 a refusal of our certificate comes behind the handshake
+            # In TLS 1.3 a refusal of our certificate comes behind the handshake.
+            return "" if secured.recv(1) else _of_hanging_up(options)
     except TimeoutError:
         return ""
     except ssl.SSLCertVerificationError as error:
         return _of_verification(error, name, options)
+    except (ssl.SSLEOFError, ConnectionError):
+        return _of_hanging_up(options)
     except ssl.SSLError as error:
-        reason = error.reason or ""
-        for alert, text in _ALERTS.items():
-            if alert in reason:
-                return text.format(cert=options.cert).replace("  ", " ")
-        return f"TLS fails: {reason or error}"
-    return ""
+        reason = error.reason or str(error)
+        texts = (text for alert, text in _ALERTS.items() if alert in reason)
+        return next(texts, f"TLS fails ({reason})").format(cert=options.cert)
+
+
+def _of_hanging_up(options: TlsOptions) -> str:
+    """What it most probably means; what our certificate is to us, was looked at before."""
+    if not options.cert:
+        return _WANTS_CERTIFICATE
+    return f"it hangs up on our certificate {options.cert}; does it trust the CA of that?"
 
 
 def _of_verification(error: ssl.SSLCertVerificationError, name: str, options: TlsOptions) -> str:
