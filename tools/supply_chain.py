@@ -1,6 +1,6 @@
 """What the project installs: is all of it locked, under known licences, without known holes?
 
-Usage: python tools/supply_chain.py AUDIT_BIN SBOM: the folder of the audit tools, where the SBOM goes.
+Usage: python tools/supply_chain.py AUDIT_BIN SBOM: where the audit tools are, where the SBOM goes.
 
 `make check` runs this in the development environment. One line per finding; what could not be
 looked up (a registry need not serve advisories) is said and is no finding.
