@@ -20,6 +20,8 @@ class Client:
         expected: all tokens, and why they end.
         may_read: cleared while the client is slow.
         left: it ended the call itself.
+        num_cached_tokens: of its prompt, as its receipt says.
+        num_attempts: likewise.
     """
 
     call: Call
@@ -29,6 +31,8 @@ class Client:
     finish_reason: FinishReason | None = None
     error: BatonError | None = None
     left: bool = False
+    num_cached_tokens: int = 0
+    num_attempts: int = 0
     task: asyncio.Task[None] | None = None
 
     async def read(self, dispatcher: Dispatcher) -> None:
@@ -44,6 +48,9 @@ class Client:
                     found, (expected, _) = tuple(self.token_ids), self.expected
                     assert found == expected[: len(found)], f"{found} of {expected}"
                     assert (item.receipt is None) == (self.finish_reason is None)
+                    if item.receipt is not None:
+                        self.num_cached_tokens = item.receipt.num_cached_tokens
+                        self.num_attempts = item.receipt.num_attempts
                     await self.may_read.wait()
         except BatonError as error:
             assert self.finish_reason is None, "an error behind the last output"
