@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
@@ -59,6 +61,19 @@ class Client:
         output = (tuple(self.token_ids), self.finish_reason)
         assert output == self.expected, f"{output}, not {self.expected}"
 
+    def check_cached(self, clients: Iterable[Client]) -> None:
+        """Assert that no more of its prompt was cached than calls with its salt had computed."""
+        prompt = self.call.prompt_token_ids
+        known = [
+            [*client.call.prompt_token_ids, *client.expected[0]]
+            for client in clients
+            if client is not self and client.call.cache_salt == self.call.cache_salt
+        ]
+        if self.num_attempts > 1:  # its earlier attempts, too
+            known.append(prompt)
+        most = max((num_equal(prompt, other) for other in known), default=0)
+        assert self.num_cached_tokens <= most, "it found another tenant's"
+
     @property
     def is_done(self) -> bool:
         return self.task is not None and self.task.done()
@@ -67,3 +82,9 @@ class Client:
         """Raise what was wrong in its stream."""
         if self.task is not None and self.task.done() and not self.task.cancelled():
             self.task.result()
+
+
+def num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two sequences have in common before they differ."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,18 +262,6 @@ class System:
         self.clients.append(client)
         return client
 
-    def num_tokens_sent(self, client: Client) -> int:
-        """How much of a client's prompt other calls with its salt had computed, at most."""
-        prompt = client.call.prompt_token_ids
-        others = [
-            [*other.call.prompt_token_ids, *other.expected[0]]
-            for other in self.clients
-            if other is not client and other.call.cache_salt == client.call.cache_salt
-        ]
-        if client.num_attempts > 1:  # its earlier attempts, too
-            others.append(prompt)
-        return max((num_equal(prompt, other) for other in others), default=0)
-
     def leave(self, client: Client) -> None:
         """The client goes away."""
         assert client.task is not None
@@ -507,9 +495,3 @@ def num_pairs(pool: NodePool) -> int:
     """That may get requests."""
     fleet = pool.fleet
     return sum(len(fleet.reached_by(prefill)) for prefill in fleet.prefills)
-
-
-def num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two sequences have in common before they differ."""
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

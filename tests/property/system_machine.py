@@ -155,7 +155,7 @@ class SystemMachine(RuleBasedStateMachine):
         system.check()
         system.check_clean()
         for client in system.clients:
-            assert client.num_cached_tokens <= system.num_tokens_sent(client), "of another tenant"
+            client.check_cached(system.clients)
             late = client.call.timeout_s < LONG_S and isinstance(
                 client.error, DeadlineExceededError | OverloadedError
             )

@@ -13,8 +13,8 @@ from engine.request import Request
 from router.cache_salts import CacheSalts
 from router.prefix_index import PrefixIndex
 from router.prompt_hashes import HashKind, PromptHashes
+from tests.fakes.checked_client import num_equal
 from tests.fakes.engine_parts import make_request
-from tests.fakes.whole_system import num_equal
 from tests.unit.engine.test_prefix_cache import compute, make_manager
 
 SALTS = CacheSalts(b"a secret of the fleet")
