@@ -246,6 +246,7 @@ class System:
         params: SamplingParams,
         timeout_s: float,
         expected: tuple[tuple[int, ...], FinishReason],
+        cache_salt: bytes = b"",
     ) -> Client:
         """Begin a call."""
         call = Call(
@@ -254,6 +255,7 @@ class System:
             sampling_params=params,
             received_at=time.perf_counter(),
             timeout_s=timeout_s,
+            cache_salt=cache_salt,
         )
         client = Client(call, expected)
         client.may_read.set()
