@@ -16,7 +16,7 @@ from typing import Any
 from baton.admin_gate import AdminGate
 from baton.client import DEFAULT_ADDRESS
 from baton.errors import ConfigError
-from baton.exposure import Exposure, is_public
+from baton.exposure import is_public
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
 from baton.process import stop_event
@@ -35,11 +35,13 @@ from router.admin.node_calls import NodeCalls
 from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
 from router.api_keys import ApiKeys
+from router.cache_salts import CacheSalts, read_secret
 from router.capacity import Capacity
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
 from router.link_service import NodeLinkService
+from router.listeners import check_exposure, requires_client_certs
 from router.metrics import RouterMetrics
 from router.node_pool import NodePool
 from router.policies import POLICIES
@@ -61,6 +63,8 @@ class RouterConfig:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
         api_keys_file: who may call; empty: anybody.
+        cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
+            start.
         tls: of all that the router listens on.
         insecure: listen beyond loopback also where TLS or authentication is missing.
     """
@@ -83,22 +87,9 @@ class RouterConfig:
     http_cors_origin: str = ""
     served_model_name: str = ""
     api_keys_file: str = ""
+    cache_salt_secret_file: str = ""
     tls: TlsOptions = NO_TLS
     insecure: bool = False
-
-    @property
-    def node_address(self) -> str:
-        """Where nodes and operators come."""
-        return self.node_listen or self.listen
-
-    def requires_client_certs(self, listen: str) -> bool:
-        """Whether a gRPC listener serves only who shows a certificate.
-
-        Where it does not it asks nobody: gRPC knows nothing between. Nodes and operators have an
-        address of their own, or share that of clients, who may have keys instead.
-        """
-        is_private = bool(self.node_listen) and listen == self.node_listen
-        return self.tls.require_client_certs or (is_private and self.tls.verifies_clients)
 
     def __post_init__(self) -> None:
         self.tls.check_server()
@@ -115,7 +106,7 @@ class RouterConfig:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until told to stop; raises ConfigError when something is wrong at the start."""
-    _check_exposure(config)
+    check_exposure(config)
     files = TlsFiles(config.tls) if config.tls else None
     if files is not None:
         logger.info("certificate: %s", describe(config.tls, files.current()))
@@ -139,6 +130,7 @@ async def serve(config: RouterConfig) -> None:
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
+        cache_salts=_make_salts(config),
     )
     api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
     servers = _make_servers(config, dispatcher, intake, api_keys, files)
@@ -165,6 +157,17 @@ async def serve(config: RouterConfig) -> None:
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
+
+
+def _make_salts(config: RouterConfig) -> CacheSalts:
+    if config.cache_salt_secret_file:
+        return CacheSalts(read_secret(config.cache_salt_secret_file))
+    if config.api_keys_file:
+        logger.info(
+            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
+            "through this router only, until it ends"
+        )
+    return CacheSalts()
 
 
 async def _end_calls(dispatcher: Dispatcher) -> None:
@@ -269,10 +272,10 @@ def _make_servers(
         add_private(server)
 
     def make(listen: str, services: Sequence[Any], add: Any, **options: Any) -> RpcServer:
-        wants_certs = config.requires_client_certs(listen)
+        wants_certs = requires_client_certs(config, listen)
         return RpcServer(services, add, **options, tls=files, require_client_certs=wants_certs)
 
-    private = config.node_address
+    private = config.node_listen or config.listen
     gate = AdminGate(admin.full_name, config.admin_token, is_public=is_public("listen", private))
     if not config.node_listen:
         all_services = [inference, link, admin]
@@ -282,42 +285,6 @@ def _make_servers(
         private: make(private, [link, admin], add_private, interceptors=[gate]),
         config.listen: make(config.listen, [inference], add_public, reuse_port=own),
     }
-
-
-def _check_exposure(config: RouterConfig) -> None:
-    """Refuse listeners that others can reach and nothing protects; raises ConfigError."""
-    tls = config.tls
-    keys, tokens = bool(config.api_keys_file), bool(config.node_token and config.admin_token)
-    shared = not config.node_listen
-
-    def check(option: str, listen: str, authentication: str, is_authenticated: bool) -> None:
-        Exposure(
-            authentication=authentication,
-            is_authenticated=is_authenticated,
-            is_encrypted=bool(tls.cert),
-            insecure=config.insecure,
-        ).check(option, listen)
-
-    certs = "--tls-require-client-certs"
-    for_clients, for_nodes = "--api-keys-file", "--node-token and --admin-token"
-    check(
-        "listen",
-        config.listen,
-        f"{for_clients}{f', {for_nodes}' if shared else ''}, or {certs}",
-        tls.require_client_certs or (keys and (tokens or not shared)),
-    )
-    check(
-        "node_listen",
-        config.node_listen,
-        f"{for_nodes}, or --tls-ca",
-        tls.verifies_clients or tokens,
-    )
-    check(
-        "http_listen",
-        config.http_listen,
-        f"{for_clients}, or {certs}",
-        tls.require_client_certs or keys,
-    )
 
 
 def _make_admin(config: RouterConfig, dispatcher: Dispatcher, intake: Intake) -> AdminService:
