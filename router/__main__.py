@@ -140,13 +140,11 @@ def router(
             envvar="BATON_API_KEYS_FILE",
         ),
     ] = "",
-<<<<<<< HEAD
     tls_cert: TlsCertOption = "",
     tls_key: TlsKeyOption = "",
     tls_ca: TlsCaOption = "",
     tls_require_client_certs: RequireClientCertsOption = False,
     insecure: InsecureOption = False,
-=======
     cache_salt_secret_file: Annotated[
         str,
         typer.Option(
@@ -156,7 +154,6 @@ def router(
             envvar="BATON_CACHE_SALT_SECRET_FILE",
         ),
     ] = "",
->>>>>>> main
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -188,7 +185,6 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 api_keys_file=api_keys_file,
-<<<<<<< HEAD
                 tls=TlsOptions(
                     cert=tls_cert,
                     key=tls_key,
@@ -196,9 +192,7 @@ def router(
                     require_client_certs=tls_require_client_certs,
                 ),
                 insecure=insecure,
-=======
                 cache_salt_secret_file=cache_salt_secret_file,
->>>>>>> main
             )
         )
 
