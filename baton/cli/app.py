@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
@@ -76,6 +75,4 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `baton` command."""
-    # Else gRPC's core writes a line for every connection that speaks no TLS, or not ours.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     app(prog_name="baton")

@@ -101,9 +101,8 @@ def up(
         with LocalDeployment(config) as deployment:
             wait_ready(deployment, console, ready_timeout_s)
             tls = _client_options(config.tls_of("client"))
-            console.print(
-                f'[green]ready[/]  baton generate --router {listen}{tls} "def add(a, b):"'
-            )
+            call = f'baton generate --router {listen}{tls} "def add(a, b):"'
+            console.print(f"[green]ready[/]  {call}", soft_wrap=True)
             if http_listen and not http_listen.endswith(":0"):  # else the router's log says it
                 scheme = "https" if tls else "http"
                 console.print(f"       OpenAI API: {scheme}://{http_listen}/v1")
