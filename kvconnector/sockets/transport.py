@@ -69,7 +69,7 @@ class TlsTransport:
         self._peers: dict[str, tuple[PeerInfo, _Where]] = {}
         self._outgoing: dict[str, Outgoing] = {}
         self._grants: dict[str, dict[TransferKey, frozenset[int]]] = {}  # by engine id
-        self._inbox: list[bytes] = []
+        self._inbox: list[tuple[str, bytes]] = []
         self._identity = identity_of(options.tls)
         self._incoming = Incoming(
             engine_id,
@@ -179,7 +179,7 @@ class TlsTransport:
 
     # ------------------------------------------------------------------ in
 
-    def take_notifications(self) -> list[bytes]:
+    def take_notifications(self) -> list[tuple[str, bytes]]:
         """Also all progress: goes on for a moment while bytes of blocks come or go."""
         until = self._clock() + ROUND_S
         while self._progress() and self._is_amid() and self._clock() < until:
@@ -219,7 +219,7 @@ class TlsTransport:
         poller.poll(max(0.0, seconds) * 1e3)
 
     def _on_message(self, engine_id: str, payload: bytes) -> None:
-        self._inbox.append(payload)
+        self._inbox.append((engine_id, payload))
 
     def _open_sink(self, engine_id: str, head: Head, payload_bytes: int) -> Sink:
         """Where a peer's payload goes: nowhere, unless it is granted. Raises FrameError."""
