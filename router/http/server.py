@@ -62,6 +62,7 @@ class HttpServer:
         self._api_keys = api_keys or ApiKeys()
         self._cors_origin = cors_origin
         self._created = int(time.time())
+        self._is_stopping = False
         app = web.Application(
             client_max_size=MAX_CLIENT_MESSAGE_BYTES,
             middlewares=[
@@ -112,6 +113,15 @@ class HttpServer:
             await self._runner.cleanup()
             raise ConfigError(f'{error}; choose another, or "" for no HTTP') from None
 
+    @property
+    def num_at_work(self) -> int:
+        """Requests whose answers are not written yet."""
+        return self._listener.counts.at_work
+
+    def announce_stop(self) -> None:
+        """Be ready no more, and keep no connection open behind its next answer."""
+        self._is_stopping = True
+
     async def stop(self) -> None:
         """Stop accepting requests, and end those in progress after their grace."""
         self._listener.stop_accepting()
@@ -160,6 +170,9 @@ class HttpServer:
         return await handler(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self._is_stopping:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"
         if request_id := request.get(REQUEST_ID):
             response.headers[REQUEST_ID_HEADER] = request_id
         if self._cors_origin:
@@ -193,6 +206,8 @@ class HttpServer:
 
     async def _ready(self, request: web.Request) -> web.Response:
         """A request could be served now."""
+        if self._is_stopping:
+            raise ApiError(503, "the router is stopping")
         if not self._pool.fleet:
             raise ApiError(503, self._pool.why_no_pair())
         return web.Response(text="ready\n")
