@@ -9,7 +9,8 @@ from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from baton.connections import ConnectionLimits, Listener
+from baton.connection_limits import ConnectionLimits
+from baton.connections import Listener
 from baton.rpc import warn_if_public
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.connections import ConnectionLimits
+from baton.connection_limits import ConnectionLimits
 from baton.errors import ConfigError
 from baton.rpc import RpcLimits
 

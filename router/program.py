@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton.admin_gate import AdminGate
 from baton.client import DEFAULT_ADDRESS
-from baton.connections import ConnectionLimits
+from baton.connection_limits import ConnectionLimits
 from baton.errors import ConfigError
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits

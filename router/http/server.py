@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import hdrs, web
 
-from baton.connections import ConnectionCounts, ConnectionLimits, Listener
+from baton.connection_limits import ConnectionCounts, ConnectionLimits
+from baton.connections import Listener
 from baton.errors import ConfigError, InvalidRequestError
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from router.api_keys import ApiKeys

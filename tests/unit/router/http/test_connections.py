@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 
-from baton.connections import ConnectionLimits
+from baton.connection_limits import ConnectionLimits
 from baton.outputs import FinishReason
 from router.http import exchange
 from tests.fakes.http_scene import HttpScene, on_http, until
