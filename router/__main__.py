@@ -183,6 +183,15 @@ def router(
             "second signal ends the process at once."
         ),
     ] = 20.0,
+    cache_salt_secret_file: Annotated[
+        str,
+        typer.Option(
+            help="A secret of 16 bytes or more, of which each tenant's cache salt is made; give "
+            "all routers of a fleet the same. If not given it is drawn at each start: tenants "
+            "then find what they have cached on nodes through this router only, until it ends.",
+            envvar="BATON_CACHE_SALT_SECRET_FILE",
+        ),
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -224,6 +233,7 @@ def router(
                 max_request_timeout_s=max_request_timeout_s,
                 drain_delay_s=drain_delay_s,
                 drain_timeout_s=drain_timeout_s,
+                cache_salt_secret_file=cache_salt_secret_file,
             )
         )
 

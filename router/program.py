@@ -32,6 +32,7 @@ from router.admin.node_calls import NodeCalls
 from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
 from router.api_keys import ApiKeys
+from router.cache_salts import CacheSalts, read_secret
 from router.capacity import Capacity
 from router.connection_budget import (
     ConnectionBudget,
@@ -67,6 +68,8 @@ class RouterConfig:
         max_request_timeout_s: a deadline that a client sets itself is at most this far away.
         drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
             others than this machine can call, else 0.
+        cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
+            start.
     """
 
     model: str
@@ -91,6 +94,7 @@ class RouterConfig:
     max_request_timeout_s: float = 3600.0
     drain_delay_s: float | None = None
     drain_timeout_s: float = 20.0
+    cache_salt_secret_file: str = ""
 
     def __post_init__(self) -> None:
         if not self.max_request_timeout_s >= self.request_timeout_s:
@@ -134,6 +138,7 @@ async def serve(config: RouterConfig) -> None:
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
+        cache_salts=_make_salts(config),
     )
     api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
     budget = share_descriptors(
@@ -175,6 +180,17 @@ def _drain_delay_s(config: RouterConfig) -> float:
         return config.drain_delay_s
     listens = filter(None, (config.listen, config.http_listen))
     return DRAIN_DELAY_S * any(is_public("listen", listen) for listen in listens)
+
+
+def _make_salts(config: RouterConfig) -> CacheSalts:
+    if config.cache_salt_secret_file:
+        return CacheSalts(read_secret(config.cache_salt_secret_file))
+    if config.api_keys_file:
+        logger.info(
+            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
+            "through this router only, until it ends"
+        )
+    return CacheSalts()
 
 
 @contextlib.asynccontextmanager
