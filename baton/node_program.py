@@ -7,7 +7,6 @@ here are only queues to and from it.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -154,9 +153,7 @@ async def run_node_program(
         insecure=insecure,
     )
     exposure.check("listen", listen)
-    dataclasses.replace(exposure, is_encrypted=False, is_authenticated=False).check(
-        "metrics_listen", metrics_listen
-    )
+    exposure.check("metrics_listen", metrics_listen)
     loop = asyncio.get_running_loop()
     stopping, leaving = stop_event(loop), asyncio.Event()
     drain = Drain()
@@ -184,7 +181,8 @@ async def run_node_program(
     page: MetricsPage | None = None
     try:
         if metrics_listen:
-            page = MetricsPage(metrics_listen, node.collector())
+            page = MetricsPage(node.collector(), tls=files)
+            await page.start(metrics_listen)
         address = await server.start(listen)
         links.append(
             RouterLinks(
@@ -205,7 +203,7 @@ async def run_node_program(
             raise EngineDeadError(f"the engine cannot continue: {death[0]}")
     finally:
         if page is not None:
-            await asyncio.to_thread(page.close)
+            await page.close()
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
 

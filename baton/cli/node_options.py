@@ -92,7 +92,21 @@ def node_command(
         tls_key: TlsKeyOption = "",
         tls_ca: TlsCaOption = "",
         insecure: InsecureOption = False,
-        kv_connector: Annotated[str, typer.Option(help="How KV blocks travel.")] = "nixl",
+        kv_connector: Annotated[
+            str,
+            typer.Option(
+                help="How KV blocks travel. nixl: fast, not encrypted and not authenticated, for "
+                "networks that are trusted. tls: encrypted, and both ends prove who they are. "
+                "The same on all nodes."
+            ),
+        ] = "nixl",
+        kv_listen: Annotated[
+            str,
+            typer.Option(
+                help="With --kv-connector tls: host:port that peers send KV blocks to, an address "
+                "of this machine that they reach; port 0: any free; by default on loopback."
+            ),
+        ] = "",
         dtype: Annotated[
             str, typer.Option(help=f"Weights and computation: {', '.join(DTYPES)}.")
         ] = _DEFAULTS.dtype,
@@ -200,6 +214,7 @@ def node_command(
                 listen=listen,
                 join_timeout_s=join_timeout_s,
                 kv_connector=kv_connector,
+                kv_listen=kv_listen,
                 engine=EngineConfig(
                     dtype=dtype,
                     kv_cache_dtype=kv_cache_dtype,

@@ -28,6 +28,7 @@ class NodeOptions:
     listen: str
     join_timeout_s: float
     kv_connector: str
+    kv_listen: str
     engine: EngineConfig
     log_level: str
     push: PushMode
@@ -64,6 +65,12 @@ def run_node(options: NodeOptions, program: str) -> int:
         split_address("listen", options.listen)
         if options.metrics_listen:
             split_address("metrics_listen", options.metrics_listen)
+        if options.kv_listen:
+            split_address("kv_listen", options.kv_listen)
+            if options.kv_connector != "tls":
+                raise ConfigError(
+                    f"kv_listen: only --kv-connector tls listens, not {options.kv_connector}"
+                )
         find_model_folder(options.model)
         programs: Registry[MakeProgram] = Registry("node program", {"node": program})
         try:

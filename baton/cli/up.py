@@ -64,6 +64,13 @@ def up(
         ),
     ] = None,
     insecure: InsecureOption = False,
+    drain_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="When it is stopped, open requests have so long to end; a second Ctrl-C ends it "
+            "at once."
+        ),
+    ] = 10.0,
     ready_timeout_s: Annotated[float, typer.Option(help="How long to wait for all nodes.")] = 120.0,
 ) -> None:
     """Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.
@@ -86,6 +93,7 @@ def up(
         admin_token=admin_token,
         tls_folder=tls_folder,
         insecure=insecure,
+        drain_timeout_s=drain_timeout_s,
     )
     stopping = threading.Event()
 
