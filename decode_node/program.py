@@ -11,7 +11,7 @@ from decode_node.node import DecodeNode
 from engine.node_engine import load_engine
 from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
-from kvconnector.digests import BlockDigests
+from kvconnector.digests import BlockDigests, digests_are_wanted
 from kvconnector.fault_file import faults_of
 from kvconnector.faults import FaultyTransport
 from kvconnector.receiver import Receiver
@@ -34,19 +34,20 @@ def make_program(
     """
     faults = faults_of(options.inject_faults, options.name)
     make_transport = KV_CONNECTORS.load(options.kv_connector)
+    kv_digests = digests_are_wanted(options.kv_digests, options.kv_connector)
     loaded = load_engine(
         options.model,
         options.engine,
         node_name=options.name,
         kv_connector=options.kv_connector,
-        kv_digests=options.kv_digests,
+        kv_digests=kv_digests,
     )
 
     def make_node(wake: Callable[[], None]) -> tuple[DecodeNode, Receiver]:
         transport = make_transport(loaded.engine_id, loaded.engine.kv_cache)
         if faults is not None:
             transport = FaultyTransport(transport, loaded.engine.kv_cache, faults)
-        digests = BlockDigests(loaded.engine.kv_cache) if options.kv_digests else None
+        digests = BlockDigests(loaded.engine.kv_cache) if kv_digests else None
         receiver = Receiver(transport, on_event=wake, on_death=on_death, digests=digests)
         return DecodeNode(loaded.engine, receiver, emit, options.decode), receiver
 
