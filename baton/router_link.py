@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -61,6 +62,7 @@ class RouterLink:
     Attributes:
         router_id: of the router's process, once it was joined.
         joined: whether there is a link now.
+        obstacle: why the router does not take this node now, if it said so when last asked.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class RouterLink:
         self.router = router
         self.router_id = ""
         self.joined = False
-        self._registration = registration
+        self.obstacle = ""
+        # A key for each router: none of them can show the others' to be this node.
+        self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
         self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
         self._submit = submit
         self._on_joined = on_joined
@@ -116,7 +120,8 @@ class RouterLink:
                 )
             if not warned:
                 warned = True
-                logger.warning("router %s cannot be reached; trying again", self.router)
+                why = self.obstacle or "it cannot be reached"
+                logger.warning("router %s is tried again: %s", self.router, why)
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _hold(self, channel: grpc.aio.Channel) -> None:
@@ -131,8 +136,13 @@ class RouterLink:
             return
         if not isinstance(first, node_pb2.RouterMessage):
             return
+        if first.registered.problem:
+            self.obstacle = first.registered.problem
+            if first.registered.may_retry:
+                return
+            raise ConfigError(f"the router refused this node: {self.obstacle}")
+        self.obstacle = ""
         self.router_id = first.registered.router_id
-        self._take(first)
         while not self._events.empty():  # of a time before this link
             self._events.get_nowait()
         self.joined = True
@@ -185,12 +195,10 @@ class RouterLink:
             logger.warning("refused a command: %s", error)
             self._refuse(message, str(error))
             return
-        if isinstance(command, Refusal):
-            raise ConfigError(f"the router refused this node: {command.problem}")
         if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
             name = node_request_id(command.request_id, self.router_id)
             command = dataclasses.replace(command, request_id=name)
-        if command is not None and not isinstance(command, RouterBeat):
+        if command is not None and not isinstance(command, RouterBeat | Refusal):
             self._submit(command)
 
     def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> None:

@@ -14,11 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from baton.errors import (
     BatonError,
-    DeadlineExceededError,
-    EngineDeadError,
     InvalidRequestError,
     NodeUnavailableError,
-    OverloadedError,
     RequestCancelledError,
 )
 from baton.link import NodeRole, RequestDelta, RequestError
@@ -26,6 +23,7 @@ from baton.outputs import DecodeReceipt, FinishReason, Receipt, RequestOutput
 from router.admission import Admission, Ticket
 from router.attempt import Attempt
 from router.call import Call, CallOutput
+from router.call_errors import error_of
 from router.capacity import Capacity
 from router.decisions import DecisionLog
 from router.node import LegDelta
@@ -40,12 +38,6 @@ from router.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
 
-_ERRORS: dict[str, type[BatonError]] = {
-    "UNAVAILABLE": NodeUnavailableError,
-    "DEADLINE_EXCEEDED": DeadlineExceededError,
-    "RESOURCE_EXHAUSTED": OverloadedError,
-    "CANCELLED": RequestCancelledError,
-}
 # A node that is gone, cannot reach its peer, or has an engine that cannot continue: another may.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
 _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
@@ -105,7 +97,7 @@ class Dispatcher:
         if call.request_id in self._running:
             raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
         if self._stopped is not None:
-            raise _error(self._stopped)
+            raise error_of(self._stopped)
         self._running.add(call.request_id)
         try:
             with self.log.follow(call) as following:
@@ -169,7 +161,7 @@ class Dispatcher:
         """End all calls with UNAVAILABLE, also those that come from now on."""
         self._stopped = RequestError("UNAVAILABLE", why)
         for request_id in list(self._running):
-            self.admission.withdraw(request_id, _error(self._stopped))
+            self.admission.withdraw(request_id, error_of(self._stopped))
         for opened in list(self._open.values()):
             opened.end(self._stopped)
         self.pool.note_eligibility_change()  # they may wait for nodes
@@ -261,11 +253,11 @@ class _OpenCall:
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
         self._choice.note_failure(prefill, decode, item)
         if self._ended_by is not None:  # it is no node's fault
-            raise _error(self._ended_by)
+            raise error_of(self._ended_by)
         self._blame(attempt, item, error)
         self.following.note_failure(error.code, error.message)
         if error.code not in (*_RETRYABLE, "PREEMPTED"):
-            raise _error(error)
+            raise error_of(error)
         self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
         logger.info("request %s is tried again: %s", self._call.request_id, error.message)
 
@@ -310,10 +302,9 @@ class _OpenCall:
         assert prefill is not None or placement.prefill is None
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
         num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
-        ends_with_next = (
-            len(self._output_token_ids) + 1 >= call.sampling_params.max_tokens
-            or num_tokens + 1 >= dispatcher.pool.max_model_len
-        )
+        num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
+        room = dispatcher.pool.max_len_at(placement) - num_tokens
+        ends_with_next = min(num_left, room) <= 1
         self._num_attempts += 1
         if not self._output_token_ids:
             self._router_queue_s = time.perf_counter() - call.received_at
@@ -363,7 +354,8 @@ class _OpenCall:
             now=pool.clock(),
             find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
         )
-        fleet = pool.fleet.with_room_for(query.num_prompt_tokens + 1)
+        num_tokens = query.num_prompt_tokens
+        fleet = pool.fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
         placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
         if placement is not None:
             dispatcher.decisions.note(call.request_id, query, placement)
@@ -384,12 +376,5 @@ class _OpenCall:
         """Until the deadline; raises the error of a call that was ended."""
         remaining_s = self._expires_at - asyncio.get_running_loop().time()
         if self._ended_by is not None or remaining_s <= 0:
-            raise _error(self._ended_by or _DEADLINE)
+            raise error_of(self._ended_by or _DEADLINE)
         return remaining_s
-
-
-def _error(error: RequestError) -> BatonError:
-    if error.code == "INVALID_ARGUMENT":
-        field_name, _, problem = error.message.partition(": ")
-        return InvalidRequestError(field_name, problem)
-    return _ERRORS.get(error.code, EngineDeadError)(error.message)
