@@ -34,97 +34,93 @@ TEXT = st.sampled_from(["", "a", "p0-0", "d0-0", "bad-0", "long"]).map(
 EPOCH = 7  # of the only attempt
 
 
-def make_messages() -> st.SearchStrategy[node_pb2.NodeMessage]:
-    """Of every kind, with any values; many name an attempt that is open."""
-    epochs = st.sampled_from([EPOCH, EPOCH, EPOCH - 1]) | UINT32
-    logprobs = st.builds(
-        types_pb2.TokenLogprobs,
-        logprob=FLOAT32,
-        top_token_ids=st.lists(UINT32, max_size=3),
-        top_logprobs=st.lists(FLOAT32, max_size=3),
-    )
-    prefill = st.builds(
-        types_pb2.PrefillReceipt,
-        queue_s=FLOAT,
-        prefill_s=FLOAT,
-        num_chunks=UINT32,
-        num_computed_tokens=UINT32,
-        num_cached_tokens=UINT32,
-    )
-    push = st.builds(
-        types_pb2.PushReceipt,
-        num_bytes=UINT64,
-        num_blocks=UINT32,
-        transport=TEXT,
-        exposed_transfer_s=FLOAT,
-    )
-    decode = st.builds(
-        types_pb2.DecodeReceipt, parked_s=FLOAT, first_step_s=FLOAT, num_forwards=UINT32, push=push
-    )
-    error = st.builds(
-        node_pb2.RequestError,
-        code=st.sampled_from(["UNAVAILABLE", "INTERNAL", "PREEMPTED", "INVALID_ARGUMENT"]) | TEXT,
-        message=TEXT,
-    )
-    delta = st.builds(
-        node_pb2.RequestDelta,
-        request_id=st.sampled_from(["bad", "good", ""]) | TEXT,
-        epoch=epochs,
-        output_index=UINT32,
-        token_ids=st.lists(UINT32, max_size=3),
-        finish_reason=st.integers(0, 5),
-        prefill=st.none() | prefill,
-        decode=st.none() | decode,
-        error=st.none() | error,
-        logprobs=st.lists(logprobs, max_size=3),
-        prompt_logprobs=st.lists(logprobs, max_size=3),
-    )
-    step = st.builds(
-        node_pb2.StepDeltas,
-        deltas=st.lists(delta, max_size=3),
-        epochs=st.lists(epochs, max_size=4),
-        output_indexes=st.lists(UINT32, max_size=4),
-        token_ids=st.lists(UINT32, max_size=4),
-    )
-    beat = st.builds(
-        node_pb2.NodeBeat,
-        num_waiting=UINT32,
-        num_waiting_for_remote_kvs=UINT32,
-        num_running=UINT32,
-        num_free_blocks=UINT32,
-        num_quarantined_blocks=UINT32,
-        num_transfers=UINT32,
-        serving_state=st.integers(0, 4),
-        num_uncomputed_tokens=UINT32,
-        num_rounds=UINT64,
-        stalled_s=FLOAT,
-        longest_round_s=FLOAT,
-        stalled_thread=TEXT,
-    )
-    report = st.builds(
-        node_pb2.PeerReport,
-        engine_id=TEXT,
-        connected=st.booleans(),
-        transport=TEXT,
-        problem=TEXT,
-        bandwidth_bytes_per_s=FLOAT,
-    )
-    events = st.builds(
-        node_pb2.KVCacheEvents,
-        sequence=UINT64,
-        snapshot=st.booleans(),
-        stored=st.lists(UINT64, max_size=5),
-        removed=st.lists(UINT64, max_size=5),
-    )
-    return st.one_of(
-        st.builds(node_pb2.NodeMessage, deltas=step),
-        st.builds(node_pb2.NodeMessage, beat=beat),
-        st.builds(node_pb2.NodeMessage, peer_report=report),
-        st.builds(node_pb2.NodeMessage, kv_events=events),
-    )
-
-
-MESSAGES = make_messages()
+EPOCHS = st.sampled_from([EPOCH, EPOCH, EPOCH - 1]) | UINT32
+LOGPROBS = st.builds(
+    types_pb2.TokenLogprobs,
+    logprob=FLOAT32,
+    top_token_ids=st.lists(UINT32, max_size=3),
+    top_logprobs=st.lists(FLOAT32, max_size=3),
+)
+PREFILL = st.builds(
+    types_pb2.PrefillReceipt,
+    queue_s=FLOAT,
+    prefill_s=FLOAT,
+    num_chunks=UINT32,
+    num_computed_tokens=UINT32,
+    num_cached_tokens=UINT32,
+)
+PUSH = st.builds(
+    types_pb2.PushReceipt,
+    num_bytes=UINT64,
+    num_blocks=UINT32,
+    transport=TEXT,
+    exposed_transfer_s=FLOAT,
+)
+DECODE = st.builds(
+    types_pb2.DecodeReceipt, parked_s=FLOAT, first_step_s=FLOAT, num_forwards=UINT32, push=PUSH
+)
+ERROR = st.builds(
+    node_pb2.RequestError,
+    code=st.sampled_from(["UNAVAILABLE", "INTERNAL", "PREEMPTED", "INVALID_ARGUMENT"]) | TEXT,
+    message=TEXT,
+)
+DELTA = st.builds(
+    node_pb2.RequestDelta,
+    request_id=st.sampled_from(["bad", "good", ""]) | TEXT,
+    epoch=EPOCHS,
+    output_index=UINT32,
+    token_ids=st.lists(UINT32, max_size=3),
+    finish_reason=st.integers(0, 5),
+    prefill=st.none() | PREFILL,
+    decode=st.none() | DECODE,
+    error=st.none() | ERROR,
+    logprobs=st.lists(LOGPROBS, max_size=3),
+    prompt_logprobs=st.lists(LOGPROBS, max_size=3),
+)
+STEP = st.builds(
+    node_pb2.StepDeltas,
+    deltas=st.lists(DELTA, max_size=3),
+    epochs=st.lists(EPOCHS, max_size=4),
+    output_indexes=st.lists(UINT32, max_size=4),
+    token_ids=st.lists(UINT32, max_size=4),
+)
+BEAT = st.builds(
+    node_pb2.NodeBeat,
+    num_waiting=UINT32,
+    num_waiting_for_remote_kvs=UINT32,
+    num_running=UINT32,
+    num_free_blocks=UINT32,
+    num_quarantined_blocks=UINT32,
+    num_transfers=UINT32,
+    serving_state=st.integers(0, 4),
+    num_uncomputed_tokens=UINT32,
+    num_rounds=UINT64,
+    stalled_s=FLOAT,
+    longest_round_s=FLOAT,
+    stalled_thread=TEXT,
+)
+REPORT = st.builds(
+    node_pb2.PeerReport,
+    engine_id=TEXT,
+    connected=st.booleans(),
+    transport=TEXT,
+    problem=TEXT,
+    bandwidth_bytes_per_s=FLOAT,
+)
+EVENTS = st.builds(
+    node_pb2.KVCacheEvents,
+    sequence=UINT64,
+    snapshot=st.booleans(),
+    stored=st.lists(UINT64, max_size=5),
+    removed=st.lists(UINT64, max_size=5),
+)
+# Of every kind, with any values; many name the attempt that is open.
+MESSAGES = st.one_of(
+    st.builds(node_pb2.NodeMessage, deltas=STEP),
+    st.builds(node_pb2.NodeMessage, beat=BEAT),
+    st.builds(node_pb2.NodeMessage, peer_report=REPORT),
+    st.builds(node_pb2.NodeMessage, kv_events=EVENTS),
+)
 
 
 def begin(scene: Scene) -> None:
