@@ -23,7 +23,7 @@ from baton.errors import (
 )
 from baton.link import NodeRole, RequestDelta, RequestError
 from baton.outputs import DecodeReceipt, FinishReason, Receipt, RequestOutput
-from router.admission import Admission, Ticket
+from router.admission import Admission
 from router.attempt import Attempt
 from router.call import Call, CallOutput
 from router.capacity import Capacity
@@ -36,6 +36,7 @@ from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from router.prompt_hashes import PromptHashes
 from router.request_log import Following, RequestLog
 from router.retry_budget import CallRetries, RetryBudget, RetryOptions
+from router.ticket import Ticket
 from router.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Dispatcher:
         self.decisions = DecisionLog()
         self.log = RequestLog()
         self.wake_ups = WakeUps()
-        self.admission = admission or Admission(Capacity(lambda: pool.fleet))
+        self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
         self._running: set[str] = set()  # those that wait, too
         self._open: dict[str, _OpenCall] = {}
         self._stopped: RequestError | None = None
@@ -110,7 +111,7 @@ class Dispatcher:
         try:
             with self.log.follow(call) as following:
                 async with self._admitted(call) as (admitted, ticket):
-                    outputs = self._run(admitted, following)
+                    outputs = self._run(admitted, ticket, following)
                     async with contextlib.aclosing(outputs):
                         async for output in outputs:
                             if output.output.output_index == 0:
@@ -129,12 +130,20 @@ class Dispatcher:
             max_tokens=call.sampling_params.max_tokens,
             timeout_s=call.timeout_s,
             priority=call.priority,
-            client=call.principal.name,
+            principal=call.principal,
+            find_cached_tokens=lambda: self._num_cached(call),
         ) as ticket:
             left_s = call.timeout_s - ticket.waited_s
             yield dataclasses.replace(call, timeout_s=left_s), ticket
 
-    async def _run(self, call: Call, following: Following) -> AsyncGenerator[CallOutput, None]:
+    def _num_cached(self, call: Call) -> int:
+        """How much of a prompt some node has in its prefix cache."""
+        hashes = PromptHashes(call.prompt_token_ids, call.cache_salt)
+        return max(self.pool.prefix_index.match_tokens(hashes).values(), default=0)
+
+    async def _run(
+        self, call: Call, ticket: Ticket, following: Following
+    ) -> AsyncGenerator[CallOutput, None]:
         self.budget.note_call()
         opened = self._open[call.request_id] = _OpenCall(self, call, following)
         try:
@@ -145,6 +154,7 @@ class Dispatcher:
             error.receipt = opened.receipt(None)
             raise
         finally:
+            ticket.num_tokens_used = opened.num_tokens_used(ticket.num_uncached_tokens)
             opened.close()
             del self._open[call.request_id]
 
@@ -236,6 +246,24 @@ class _OpenCall:
             num_attempts=self._num_attempts,
             router_queue_s=self._router_queue_s,
         )
+
+    def num_tokens_used(self, num_uncached_tokens: int) -> int:
+        """Prompt tokens that were computed for it and output tokens that it has, up to now.
+
+        Args:
+            num_uncached_tokens: what counts of the prompt as long as no node says what it computed.
+        """
+        if not self._num_attempts:
+            return 0
+        attempt, decode = self._attempt, self._buffer.decode_receipt
+        prefill = attempt.prefill_receipt if attempt is not None else None
+        num_computed = num_uncached_tokens
+        if prefill is not None or decode is not None:
+            num_computed = prefill.num_computed_tokens if prefill is not None else 0
+            num_computed += decode.num_prompt_tokens_computed if decode is not None else 0
+        # What was computed again after a failure is not the client's.
+        num_computed = min(num_computed, len(self._call.prompt_token_ids))
+        return num_computed + len(self._output_token_ids)
 
     def close(self) -> None:
         """End what may still be open, on the nodes too."""

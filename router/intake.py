@@ -118,6 +118,7 @@ class Intake:
             return await self._check(request)
 
     async def _check(self, request: GenerationRequest) -> Call:
+        self._dispatcher.admission.check_key(request.principal)  # before anything costs time
         check_name("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
         check_name("session_id", request.session_id, MAX_SESSION_ID_CHARS)
         principal = request.principal

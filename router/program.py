@@ -107,7 +107,13 @@ async def serve(config: RouterConfig) -> None:
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     admission = Admission(
-        Capacity(lambda: pool.fleet, config.admission.prefill_window_s), config.admission
+        Capacity(
+            lambda: pool.fleet,
+            config.admission.prefill_window_s,
+            shared_prefill_window_s=config.admission.shared_prefill_window_s,
+            clock=pool.clock,
+        ),
+        config.admission,
     )
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     metrics = RouterMetrics(pool, admission)
