@@ -225,7 +225,8 @@ class DecodeNode:
 
     def _connect(self, update: PeerUpdate) -> None:
         try:
-            self.reservations.add_peer(PeerInfo.decode(update.peer_info))
+            peer = PeerInfo.decode(update.peer_info, engine_id=update.engine_id)
+            self.reservations.add_peer(peer)
         except TransferError as error:
             self._emit(PeerReport(update.engine_id, False, problem=str(error)))
 

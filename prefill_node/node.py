@@ -210,7 +210,7 @@ class PrefillNode:
 
     def _connect(self, update: PeerUpdate) -> None:
         try:
-            self.sender.connect(PeerInfo.decode(update.peer_info))
+            self.sender.connect(PeerInfo.decode(update.peer_info, engine_id=update.engine_id))
         except TransferError as error:
             self._emit(PeerReport(update.engine_id, False, problem=str(error)))
 

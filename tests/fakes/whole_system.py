@@ -29,8 +29,9 @@ from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
-from kvconnector.messages import Message, decode
+from kvconnector.messages import Message
 from kvconnector.receiver import Receiver
+from kvconnector.seals import peek
 from prefill_node.node import PrefillNode
 from router.call import Call
 from router.dispatcher import Dispatcher
@@ -289,7 +290,7 @@ class System:
                 self.network.deliver(0)
 
     def _is_lost(self, message: ScriptedMessage) -> bool:
-        content = decode(message.payload)
+        content = peek(message.payload)
         if type(content) in self.loses:
             self.loses.remove(type(content))
             return True
