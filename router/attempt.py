@@ -99,6 +99,7 @@ class Attempt:
                     prefill_engine_id=self.prefill.engine_id if self.prefill else "",
                     timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                     output_token_ids=output_token_ids,
+                    cache_salt=call.cache_salt,
                 )
             )
         if self.prefill is None:
@@ -115,6 +116,7 @@ class Attempt:
                 decode_engine_id=self.decode.engine_id if self.decode else "",
                 timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                 output_token_ids=output_token_ids,
+                cache_salt=call.cache_salt,
             )
         )
 
