@@ -7,8 +7,16 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.tls_options import (
+    InsecureOption,
+    RequireClientCertsOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+)
 from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
+from baton.tls import TlsOptions
 from router.admission import AdmissionOptions
 from router.connection_budget import ConnectionOptions
 from router.policies import POLICIES
@@ -134,6 +142,11 @@ def router(
             envvar="BATON_API_KEYS_FILE",
         ),
     ] = "",
+    tls_cert: TlsCertOption = "",
+    tls_key: TlsKeyOption = "",
+    tls_ca: TlsCaOption = "",
+    tls_require_client_certs: RequireClientCertsOption = False,
+    insecure: InsecureOption = False,
     max_request_timeout_s: Annotated[
         float,
         typer.Option(help="A deadline of a client's own is at most this far away, seconds."),
@@ -223,6 +236,13 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 api_keys_file=api_keys_file,
+                tls=TlsOptions(
+                    cert=tls_cert,
+                    key=tls_key,
+                    ca=tls_ca,
+                    require_client_certs=tls_require_client_certs,
+                ),
+                insecure=insecure,
                 connections=ConnectionOptions(
                     max_connections=max_connections,
                     max_connections_per_address=max_connections_per_address,

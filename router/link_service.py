@@ -7,8 +7,10 @@ import logging
 from collections.abc import AsyncIterator
 
 from baton import wire
+from baton.certificates import certificate_identity
 from baton.link import (
     DecodeCommand,
+    NodeRegistration,
     PrefillCommand,
     RequestDelta,
     RequestError,
@@ -46,7 +48,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         if registration is None:
             yield _registered("the first message must be a registration with a known role")
             return
-        refusal = self._refusal(context) or self._pool.refusal(registration)
+        refusal = self._refusal(context, registration) or self._pool.refusal(registration)
         if refusal:
             yield _registered(refusal)
             return
@@ -65,7 +67,13 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    def _refusal(self, context: Context) -> str:
+    def _refusal(self, context: Context, registration: NodeRegistration) -> str:
+        identity = certificate_identity(context)
+        if identity is not None:
+            refusal = identity.node_refusal(registration.role.value, registration.node_name)
+            if refusal:
+                logger.warning("refused a node at %s: %s", context.peer(), refusal)
+                return refusal
         if not self._node_token or has_token(context, self._node_token):
             return ""
         return "node_token: is missing or not the one that this router wants"

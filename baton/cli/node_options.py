@@ -12,11 +12,13 @@ import typer
 
 from baton.block_hash import HASH_ALGORITHMS
 from baton.cli.run_node import NodeOptions, run_node
+from baton.cli.tls_options import InsecureOption, TlsCaOption, TlsCertOption, TlsKeyOption
 from baton.client import DEFAULT_ADDRESS
 from baton.engine_config import DTYPES, KV_CACHE_DTYPES, WEIGHTS, EngineConfig
 from baton.errors import ConfigError
 from baton.process import print_error
 from baton.push_mode import PushMode
+from baton.tls import TlsOptions
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULTS = EngineConfig()
@@ -86,6 +88,10 @@ def node_command(
                 envvar="BATON_ADMIN_TOKEN",
             ),
         ] = "",
+        tls_cert: TlsCertOption = "",
+        tls_key: TlsKeyOption = "",
+        tls_ca: TlsCaOption = "",
+        insecure: InsecureOption = False,
         kv_connector: Annotated[
             str,
             typer.Option(
@@ -244,6 +250,8 @@ def node_command(
                 node_token=node_token,
                 metrics_listen=metrics_listen,
                 admin_token=admin_token,
+                tls=TlsOptions(cert=tls_cert, key=tls_key, ca=tls_ca),
+                insecure=insecure,
             )
             options = complete(options)
         except ConfigError as error:

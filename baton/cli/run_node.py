@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
+from baton.exposure import split_address
 from baton.link import NodeEvent
 from baton.model_folder import find_model_folder
 from baton.node_program import NodeProgram, run_node_program
 from baton.process import run_program
 from baton.push_mode import PushMode
 from baton.registry import Registry
-from baton.rpc import split_address
+from baton.tls import NO_TLS, TlsOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class NodeOptions:
     node_token: str = field(default="", repr=False)
     metrics_listen: str = ""
     admin_token: str = field(default="", repr=False)
+    tls: TlsOptions = NO_TLS
+    insecure: bool = False
     decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
 
 
@@ -88,6 +91,8 @@ def run_node(options: NodeOptions, program: str) -> int:
             node_token=options.node_token,
             metrics_listen=options.metrics_listen,
             admin_token=options.admin_token,
+            tls=options.tls,
+            insecure=options.insecure,
         ),
         log_level=options.log_level,
     )
