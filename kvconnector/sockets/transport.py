@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from baton.errors import ConfigError, TransferError
+from baton.exposure import split_address
 from kvconnector.base import NO_OPTIONS, NO_TRANSFER, TransferKey, TransportOptions
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.peer_info import PeerInfo, host_identity
@@ -257,15 +258,12 @@ class TlsTransport:
 
 
 def _listen_address(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"kv_listen: must be host:port, got {listen!r}")
-    if host in ("*", "0.0.0.0", "::"):
+    host, port = split_address("kv_listen", listen)
+    if host in ("0.0.0.0", "[::]"):
         raise ConfigError(
-            f"kv_listen: peers dial this address, so it must be one of this machine's, not {host!r}"
+            f"kv_listen: peers dial this address, so it must be one of this machine's, not {host}"
         )
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), port
 
 
 def _read_where(peer: PeerInfo) -> _Where:

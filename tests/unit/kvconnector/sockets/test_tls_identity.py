@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
 import pytest
-from baton.tls import TlsFiles, TlsOptions
-from tests.fakes.certificates import FAR_AHEAD, LONG_AGO, Authority
 
 from baton.errors import ConfigError, TransferError
+from baton.tls import TlsFiles, TlsOptions
 from kvconnector.base import CertificateFiles
 from kvconnector.sockets.identity import identity_of
+from tests.fakes.certificates import FAR_AHEAD, LONG_AGO, Authority
 from tests.fakes.tls_ends import GRANTED, End, done, meet, reason, where_of, with_where
 
 P_URI, D_URI = "node/prefill/p0", "node/decode/d0"
@@ -64,7 +64,7 @@ def test_a_certificate_of_another_ca_is_refused_by_either_end(
     other = Authority(tmp_path, "other")
     pair(made, files_of(authority.issue("p0", P_URI)), files_of(other.issue("d0", D_URI)))
     p, d = made
-    assert "its certificate is refused: unable to get local issuer" in reason(p, d)
+    assert "its certificate is refused: " in reason(p, d)
     assert d.heard == []
     d.clock.advance(2.0)
     trusting = files_of(authority.issue("p1", P_URI, trusts=other))  # it believes d0, not d0 it
@@ -101,10 +101,11 @@ def test_a_good_certificate_with_another_name_is_refused(
 def test_one_end_with_files_and_one_without_do_not_meet(
     made: list[End], authority: Authority
 ) -> None:
-    pair(made, files_of(authority.issue("p0", P_URI)), None)
+    made += [End("p", tls=files_of(authority.issue("p0", P_URI))), End("d")]
     p, d = made
-    assert "its certificate is refused: self-signed certificate" in reason(p, d)
-    assert d.heard == []
+    for one, other in ((p, d), (d, p)):
+        with pytest.raises(TransferError, match="--tls-cert is needed on all nodes, or on none"):
+            one.transport.connect(other.info)
 
 
 def test_new_files_are_used_from_the_next_connection_on(
@@ -127,11 +128,10 @@ def test_new_files_are_used_from_the_next_connection_on(
 
 @pytest.mark.parametrize("begin", [LONG_AGO, FAR_AHEAD])
 def test_an_expired_certificate_or_one_of_the_future_cannot_be_shown(
-    authority: Authority, begin: object
+    authority: Authority, begin: datetime
 ) -> None:
-    assert timedelta(0) != begin
     with pytest.raises(ConfigError, match="tls_cert"):
-        files_of(authority.issue("p0", P_URI, now=begin))  # type: ignore[arg-type]
+        files_of(authority.issue("p0", P_URI, now=begin))
 
 
 def test_files_without_a_ca_or_a_name_are_refused(authority: Authority) -> None:
@@ -141,5 +141,5 @@ def test_files_without_a_ca_or_a_name_are_refused(authority: Authority) -> None:
     nameless = authority.issue("nobody", hosts=())
     with pytest.raises(ConfigError, match="tls_cert: must name the node"):
         identity_of(files_of(nameless))
-    with pytest.raises(TransferError, match="names no identity"):
+    with pytest.raises(TransferError, match="a certificate of its own making"):
         identity_of(files_of(whole)).learn(b"")

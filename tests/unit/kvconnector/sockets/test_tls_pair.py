@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 
@@ -96,7 +97,7 @@ def test_what_lands_after_a_cancel_lands_nowhere(link: Link) -> None:
         link.receiver.cancel(name, 0, link.p)
         link.wait("d", Kind.FAILED, name)
         link.target[1:3] = UNTOUCHED  # they are free: whoever has them now has written this
-        wait_until(lambda name=name: ended(link, name), "the sender's end")
+        wait_until(functools.partial(ended, link, name), "the sender's end")
         assert (link.target[1:3] == UNTOUCHED).all()
 
 
