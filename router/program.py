@@ -140,9 +140,7 @@ async def serve(config: RouterConfig) -> None:
         may_self_prefill=_may_self_prefill(config, config.policy),
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
-    admission = Admission(
-        Capacity(lambda: pool.fleet, config.admission.prefill_window_s), config.admission
-    )
+    admission = Admission(_make_capacity(config.admission, pool), config.admission)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     metrics = RouterMetrics(pool, admission)
     intake = Intake(
@@ -190,6 +188,15 @@ def _drain_delay_s(config: RouterConfig) -> float:
         return config.drain_delay_s
     listens = filter(None, (config.listen, config.http_listen))
     return DRAIN_DELAY_S * any(is_public("listen", listen) for listen in listens)
+
+
+def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
+    return Capacity(
+        lambda: pool.fleet,
+        options.prefill_window_s,
+        shared_prefill_window_s=options.shared_prefill_window_s,
+        clock=pool.clock,
+    )
 
 
 def _make_salts(config: RouterConfig) -> CacheSalts:
