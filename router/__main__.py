@@ -7,13 +7,23 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.tls_options import (
+    InsecureOption,
+    RequireClientCertsOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+)
 from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
+from baton.tls import TlsOptions
 from router.admission import AdmissionOptions
+from router.connection_budget import ConnectionOptions
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
 
 ADMISSION = AdmissionOptions()
+CONNECTIONS = ConnectionOptions()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -59,7 +69,7 @@ def router(
         int,
         typer.Option(
             help="Requests that wait while the nodes have all that they can take; then the least "
-            "urgent one is refused. 0: no limit."
+            "urgent one of the tenant that waits for most is refused. 0: no limit."
         ),
     ] = ADMISSION.max_queued_requests,
     max_open_requests: Annotated[
@@ -82,6 +92,13 @@ def router(
             "in the router, by priority."
         ),
     ] = ADMISSION.prefill_window_s,
+    shared_prefill_window_s: Annotated[
+        float,
+        typer.Option(
+            help="The same while several tenants ask for something, of those that have much before "
+            "the nodes already: what another tenant's next request may have to wait for."
+        ),
+    ] = ADMISSION.shared_prefill_window_s,
     node_token: Annotated[
         str,
         typer.Option(
@@ -132,6 +149,60 @@ def router(
             envvar="BATON_API_KEYS_FILE",
         ),
     ] = "",
+    tls_cert: TlsCertOption = "",
+    tls_key: TlsKeyOption = "",
+    tls_ca: TlsCaOption = "",
+    tls_require_client_certs: RequireClientCertsOption = False,
+    insecure: InsecureOption = False,
+    max_request_timeout_s: Annotated[
+        float,
+        typer.Option(help="A deadline of a client's own is at most this far away, seconds."),
+    ] = 3600.0,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            help="Of clients, over each API. When there are so many, those that wait for a request "
+            "make way for new ones. 0: as the limit of descriptors allows, at most 10,000."
+        ),
+    ] = CONNECTIONS.max_connections,
+    max_connections_per_address: Annotated[
+        int,
+        typer.Option(
+            help="Of these from one address, over HTTP. All clients behind one proxy share its "
+            "address. 0: half of them."
+        ),
+    ] = CONNECTIONS.max_connections_per_address,
+    header_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="For a new connection's first request to come, with what TLS needs, seconds."
+        ),
+    ] = CONNECTIONS.header_timeout_s,
+    idle_timeout_s: Annotated[
+        float, typer.Option(help="A connection without a request is closed after it, seconds.")
+    ] = CONNECTIONS.idle_timeout_s,
+    stall_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="A client that takes nothing of its stream for so long is cut off, and its "
+            "request ended, seconds."
+        ),
+    ] = CONNECTIONS.stall_timeout_s,
+    drain_delay_s: Annotated[
+        float | None,
+        typer.Option(
+            help="When it is told to stop: be not ready, but serve on for so long, so that load "
+            "balancers hear of it. 5 where other machines can call, else 0, if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    drain_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="Then take no new requests, and give the open ones so long to end, seconds. A "
+            "second signal ends the process at once."
+        ),
+    ] = 20.0,
     cache_salt_secret_file: Annotated[
         str,
         typer.Option(
@@ -162,6 +233,7 @@ def router(
                     max_open_requests_per_client=max_open_requests_per_client,
                     max_ttft_s=max_ttft_s,
                     prefill_window_s=prefill_window_s,
+                    shared_prefill_window_s=shared_prefill_window_s,
                 ),
                 node_token=node_token,
                 admin_token=admin_token,
@@ -172,6 +244,23 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 api_keys_file=api_keys_file,
+                tls=TlsOptions(
+                    cert=tls_cert,
+                    key=tls_key,
+                    ca=tls_ca,
+                    require_client_certs=tls_require_client_certs,
+                ),
+                insecure=insecure,
+                connections=ConnectionOptions(
+                    max_connections=max_connections,
+                    max_connections_per_address=max_connections_per_address,
+                    header_timeout_s=header_timeout_s,
+                    idle_timeout_s=idle_timeout_s,
+                    stall_timeout_s=stall_timeout_s,
+                ),
+                max_request_timeout_s=max_request_timeout_s,
+                drain_delay_s=drain_delay_s,
+                drain_timeout_s=drain_timeout_s,
                 cache_salt_secret_file=cache_salt_secret_file,
             )
         )
