@@ -8,6 +8,7 @@ the router's names on the stream, and `node_request_id` behind it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -18,10 +19,13 @@ import grpc
 import grpc.aio
 
 from baton import wire
+from baton.admin_answers import AdminAnswers, Answer
 from baton.errors import ConfigError, InvalidRequestError, NodeUnavailableError
 from baton.link import (
     BEAT_INTERVAL_S,
     AbortAll,
+    AdminCall,
+    AdminReply,
     CancelCommand,
     DecodeCommand,
     NodeEvent,
@@ -45,6 +49,10 @@ RETRY_INTERVAL_S = 0.5
 REGISTER_TIMEOUT_S = 2.0
 # A router that misses more beats is stopped or behind a dead network.
 MAX_MISSED_BEATS = 6
+_PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
+# Who it is, or what it may, is wrong: trying again changes nothing.
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_TOLD = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 class RouterLink:
@@ -57,6 +65,7 @@ class RouterLink:
         on_joined: called with True when registered, with False when the link is lost.
         join_timeout_s: how long to try for the first time.
         node_token: shows the router that this node may join.
+        answer: answers what operators ask; None: nothing.
 
     Attributes:
         router_id: of the router's process, once it was joined.
@@ -72,6 +81,7 @@ class RouterLink:
         on_joined: Callable[[bool], Awaitable[None]],
         join_timeout_s: float,
         node_token: str = "",
+        answer: Answer | None = None,
     ) -> None:
         self.router = router
         self.router_id = ""
@@ -83,6 +93,7 @@ class RouterLink:
         self._join_timeout_s = join_timeout_s
         self._metadata = bearer(node_token)
         self._num_missed_beats = 0
+        self._admin = AdminAnswers(answer, self._send_part)
 
     def emit(self, event: NodeEvent) -> None:
         """Queue an event; dropped while there is no link. On the loop's thread."""
@@ -103,7 +114,11 @@ class RouterLink:
                 try:
                     await self._hold(channel)
                 except grpc.aio.AioRpcError as error:
-                    if error.code() is grpc.StatusCode.INTERNAL:
+                    if error.code() in _REFUSALS:
+                        raise ConfigError(
+                            f"the router refused this node: {error.details()}"
+                        ) from None
+                    if error.code() in _TOLD:
                         logger.warning("link to the router broke: %s", error.details())
             if self.joined:
                 self.joined, ever_joined, warned = False, True, False
@@ -125,7 +140,8 @@ class RouterLink:
         call = stub.Link(metadata=self._metadata)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                await call.write(wire.registration_to_proto(self._registration))
+                with contextlib.suppress(asyncio.InvalidStateError):  # refused: `read` says why
+                    await call.write(wire.registration_to_proto(self._registration))
                 first = await call.read()
         except TimeoutError:  # it takes connections and does not answer
             return
@@ -146,9 +162,21 @@ class RouterLink:
             for task in done:
                 task.result()
         finally:
+            self._admin.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send_part(self, reply: AdminReply) -> None:
+        """Put a part of an answer behind all events, so that no more than it is before a token.
+
+        On a link that is never idle, one now and then.
+        """
+        for _ in range(_MOST_PART_PAUSES):
+            if self._events.empty():
+                break
+            await asyncio.sleep(_PART_PAUSE_S)
+        self.emit(reply)
 
     async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while isinstance(message := await call.read(), node_pb2.RouterMessage):
@@ -187,6 +215,9 @@ class RouterLink:
             return
         if isinstance(command, Refusal):
             raise ConfigError(f"the router refused this node: {command.problem}")
+        if isinstance(command, AdminCall):
+            self._admin.take(command)
+            return
         if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
             name = node_request_id(command.request_id, self.router_id)
             command = dataclasses.replace(command, request_id=name)

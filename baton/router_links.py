@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from baton.admin_answers import Answer
 from baton.drain import Drain
 from baton.errors import ConfigError, NodeUnavailableError
 from baton.link import (
@@ -48,6 +49,7 @@ class RouterLinks:
         on_stop: called when a router wants the process to end, once it is drained.
         join_timeout_s: how long to try to reach the first router.
         node_token: shows routers that this node may join.
+        answer: answers what operators ask; None: nothing.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RouterLinks:
         on_stop: Callable[[], None],
         join_timeout_s: float,
         node_token: str = "",
+        answer: Answer | None = None,
     ) -> None:
         self._routers = routers
         self._registration = registration
@@ -70,6 +73,7 @@ class RouterLinks:
         self._on_stop = on_stop
         self._join_timeout_s = join_timeout_s
         self._node_token = node_token
+        self._answer = answer
         self._links: dict[str, RouterLink] = {}  # by address
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._seers: set[str] = set()  # addresses of routers that know that the node drains
@@ -173,6 +177,7 @@ class RouterLinks:
             on_joined=on_joined,
             join_timeout_s=float("inf"),  # here is who gives up
             node_token=self._node_token,
+            answer=self._answer,
         )
 
     def _take(self, address: str, command: RouterCommand | AbortAll) -> None:

@@ -1,15 +1,9 @@
-"""gRPC set-up that every program shares: servers, channels, and errors to status codes.
-
-Takes our exceptions, gives status codes; nobody else calls `context.abort`.
-"""
+"""gRPC set-up that every program shares: servers, channels, and their limits."""
 
 from __future__ import annotations
 
-import contextlib
-import hmac
-import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -18,8 +12,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.error_details import details_trailer, receipt_trailer
-from baton.errors import BatonError, ConfigError, status_name
+from baton.call_gate import CallGate
+from baton.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -47,99 +41,11 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
-def status_of(error: BatonError) -> grpc.StatusCode:
-    """The status code of one of our errors; the nearest class in the table counts."""
-    return grpc.StatusCode[status_name(error)]
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """Turns what a handler raises into a status: ours by the table, all else into INTERNAL."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        if handler.unary_unary:
-            wrapped = _guard_unary(handler.unary_unary)
-            make = grpc.unary_unary_rpc_method_handler
-        elif handler.unary_stream:
-            wrapped = _guard_stream(handler.unary_stream)
-            make = grpc.unary_stream_rpc_method_handler
-        elif handler.stream_stream:
-            wrapped = _guard_stream(handler.stream_stream)
-            make = grpc.stream_stream_rpc_method_handler
-        else:
-            return handler
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
-
-
-def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> Any:
-        try:
-            return await behavior(request, context)
-        except Exception as error:
-            await _abort(context, error)
-
-    return guarded
-
-
-def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            async with contextlib.aclosing(behavior(request, context)) as responses:
-                async for response in responses:
-                    yield response
-        except Exception as error:
-            await _abort(context, error)
-
-    # Services of other libraries (reflection, health) are plain coroutines or generators of theirs;
-    # what is not one of our async generators passes through untouched.
-    return guarded if inspect.isasyncgenfunction(behavior) else behavior
-
-
-async def _abort(context: Context, error: Exception) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, BatonError):
-        status, message = status_of(error), str(error)
-        trailers = [details_trailer(status.value[0], message, error)]
-        if error.receipt is not None:
-            trailers.append(receipt_trailer(error.receipt))
-        await context.abort(status, message, tuple(trailers))
-    logger.error("unexpected error in a call", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
-
-
-def has_token(context: Context, token: str) -> bool:
-    """Whether a call brings ``authorization: Bearer <token>``; takes as long for any wrong one."""
-    return bears_token(context.invocation_metadata(), token)
-
-
-def bears_token(metadata: Iterable[tuple[str, str | bytes]] | None, token: str) -> bool:
-    """The same, of a call's metadata."""
-    return hmac.compare_digest(_authorization(metadata).encode(), f"Bearer {token}".encode())
-
-
-def authorization_of(context: Context) -> str:
-    """What a call shows of who makes it; empty when it shows nothing."""
-    return _authorization(context.invocation_metadata())
-
-
-def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    return str(dict(metadata or ()).get("authorization", ""))
-
-
 def bearer(token: str) -> Metadata:
-    """Metadata that `has_token` and `authorization_of` look at; none for an empty token."""
+    """Metadata that says who calls; none for an empty token."""
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
@@ -149,7 +55,7 @@ class RpcServer:
     Args:
         services: full names of the services that `register` adds, for reflection.
         register: adds the servicers to the server.
-        interceptors: see each call before its handler does.
+        gate: guards all calls; without one, anybody of this machine may make them.
         reuse_port: whether other processes may serve on the same port, each a part of the
             connections. Without it a second server on the port does not start.
     """
@@ -158,14 +64,12 @@ class RpcServer:
         self,
         services: Sequence[ServiceDescriptor],
         register: Callable[[grpc.aio.Server], None],
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
+        gate: CallGate | None = None,
         *,
         reuse_port: bool = False,
     ) -> None:
         options = [*_SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
-        self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors], options=options
-        )
+        self._server = grpc.aio.server(interceptors=[gate or CallGate()], options=options)
         register(self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # lazy there
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -229,6 +229,18 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
                 removed=event.removed,
             )
         )
+    if isinstance(event, link.AdminReply):
+        error = event.error
+        return node_pb2.NodeMessage(
+            admin_reply=node_pb2.AdminReply(
+                call_id=event.call_id,
+                part=event.part,
+                last=event.last,
+                error=node_pb2.RequestError(code=error.code, message=error.message)
+                if error
+                else None,
+            )
+        )
     return node_pb2.NodeMessage(
         peer_report=node_pb2.PeerReport(
             engine_id=event.engine_id,
@@ -267,6 +279,12 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
         return link.KVCacheEvents(
             events.sequence, events.snapshot, tuple(events.stored), tuple(events.removed)
         )
+    if kind == "admin_reply":
+        reply = message.admin_reply
+        error = None
+        if reply.HasField("error"):
+            error = link.RequestError(reply.error.code, reply.error.message)
+        return link.AdminReply(reply.call_id, reply.part, reply.last, error)
     return None
 
 
@@ -329,6 +347,15 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         return node_pb2.RouterMessage(drain_seen=node_pb2.DrainSeen())
     if isinstance(command, link.SendKVSnapshot):
         return node_pb2.RouterMessage(send_kv_snapshot=node_pb2.SendKVSnapshot())
+    if isinstance(command, link.AdminCall):
+        return node_pb2.RouterMessage(
+            admin_call=node_pb2.AdminCall(
+                call_id=command.call_id,
+                request=command.request,
+                timeout_s=command.timeout_s,
+                operator=command.operator,
+            )
+        )
     return node_pb2.RouterMessage(
         cancel=node_pb2.CancelCommand(request_id=command.request_id, epoch=command.epoch)
     )
@@ -372,6 +399,9 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         return link.DrainSeen()
     if kind == "send_kv_snapshot":
         return link.SendKVSnapshot()
+    if kind == "admin_call":
+        call = message.admin_call
+        return link.AdminCall(call.call_id, call.request, call.timeout_s, call.operator)
     if kind == "cancel":
         return link.CancelCommand(message.cancel.request_id, message.cancel.epoch)
     return None

@@ -7,29 +7,34 @@ import logging
 from collections.abc import AsyncIterator
 
 from baton import wire
+from baton.access import Access
+from baton.audit_log import AuditKind
+from baton.call_gate import Context
 from baton.link import (
     DecodeCommand,
+    NodeRegistration,
     PrefillCommand,
     RequestDelta,
     RequestError,
     RouterCommand,
 )
 from baton.outputs import RequestOutput
-from baton.rpc import Context, has_token
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.node import Node
 from router.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
+_LINK = "/baton.v1.NodeLink/Link"
+
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     """Serves `Link`: one call per joined node, as long as the node lives."""
 
-    def __init__(self, pool: NodePool, node_token: str = "") -> None:
-        """With a token, only nodes that know it may join."""
+    def __init__(self, pool: NodePool, access: Access | None = None) -> None:
+        """Args: access: hears who joined, left or was refused."""
         self._pool = pool
-        self._node_token = node_token
+        self._access = access or Access()
 
     async def Link(  # gRPC's naming
         self,
@@ -46,13 +51,15 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         if registration is None:
             yield _registered("the first message must be a registration with a known role")
             return
-        refusal = self._refusal(context) or self._pool.refusal(registration)
+        refusal = self._pool.refusal(registration)
         if refusal:
+            self._note(AuditKind.REFUSED, context, registration, refusal)
             yield _registered(refusal)
             return
         outgoing: asyncio.Queue[RouterCommand | None] = asyncio.Queue()
         node = Node(registration, outgoing.put_nowait, hang_up=lambda: outgoing.put_nowait(None))
         self._pool.add(node)
+        self._note(AuditKind.JOINED, context, registration)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
         try:
             yield _registered("", self._pool.router_id)
@@ -62,13 +69,21 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     yield message
         finally:
             self._pool.remove(node)
+            self._note(AuditKind.LEFT, context, registration)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    def _refusal(self, context: Context) -> str:
-        if not self._node_token or has_token(context, self._node_token):
-            return ""
-        return "node_token: is missing or not the one that this router wants"
+    def _note(
+        self, kind: AuditKind, context: Context, node: NodeRegistration, problem: str = ""
+    ) -> None:
+        arguments = {
+            "node": node.node_name,
+            "engine_id": node.engine_id,
+            "role": node.role.value,
+            "version": node.version,
+        }
+        who, address = context.principal, context.address
+        self._access.note(kind, who, address, _LINK, arguments, problem)
 
     async def _read(
         self,

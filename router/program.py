@@ -12,9 +12,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.admin_gate import AdminGate
+from baton.access import Access
+from baton.audit_log import AuditLog
+from baton.call_gate import CallGate
 from baton.client import DEFAULT_ADDRESS
 from baton.errors import ConfigError
+from baton.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
 from baton.process import stop_event
@@ -28,10 +31,8 @@ from baton.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
-from router.admin.node_calls import NodeCalls
 from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
-from router.api_keys import ApiKeys
 from router.capacity import Capacity
 from router.dispatcher import Dispatcher
 from router.intake import Intake
@@ -57,7 +58,8 @@ class RouterConfig:
     Attributes:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
-        api_keys_file: who may call; empty: anybody.
+        api_keys_file: who may call; without it and tokens: anybody.
+        audit_log: "-": standard output; empty: none.
     """
 
     model: str
@@ -78,6 +80,7 @@ class RouterConfig:
     http_cors_origin: str = ""
     served_model_name: str = ""
     api_keys_file: str = ""
+    audit_log: str = ""
 
     def __post_init__(self) -> None:
         if self.reuse_port and not self.node_listen:
@@ -114,22 +117,20 @@ async def serve(config: RouterConfig) -> None:
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
     )
-    api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
-    servers = _make_servers(config, dispatcher, intake, api_keys)
+    access = _make_access(config)
+    servers = _make_servers(config, dispatcher, intake, access)
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
-    loop.add_signal_handler(signal.SIGHUP, api_keys.reload)
+    loop.add_signal_handler(signal.SIGHUP, _read_again, access)
     try:
         for listen, server in servers.items():
             address = await server.start(listen)
             await server.set_serving(True)
-            # (Operators and nodes bring no API key.)
-            all_bring_keys = bool(config.api_keys_file and config.node_listen)
-            warn_if_public(address, authenticated=all_bring_keys and listen == config.listen)
+            warn_if_public(address, authenticated=not access.is_open)
             logger.info("router of %s listens on %s", config.model, address)
         async with (
             _watching(pool),
-            _serving_http(config, intake, pool, metrics, api_keys) as stop_http,
+            _serving_http(config, intake, pool, metrics, access) as stop_http,
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
@@ -142,6 +143,26 @@ async def serve(config: RouterConfig) -> None:
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
+        await asyncio.to_thread(access.audit.close)
+
+
+def _make_access(config: RouterConfig) -> Access:
+    """Raises ConfigError."""
+    access = Access(
+        keys_file=Path(config.api_keys_file) if config.api_keys_file else None,
+        admin_token=config.admin_token,
+        node_token=config.node_token,
+        model=config.served_model_name or config.model,
+        audit=AuditLog(config.audit_log, program="router"),
+    )
+    access.warn_of_gaps((Role.INFER, Role.JOIN))
+    return access
+
+
+def _read_again(access: Access) -> None:
+    """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
+    access.reload()
+    access.audit.reopen()
 
 
 async def _end_calls(dispatcher: Dispatcher) -> None:
@@ -169,7 +190,7 @@ async def _serving_http(
     intake: Intake,
     pool: NodePool,
     metrics: RouterMetrics,
-    api_keys: ApiKeys,
+    access: Access,
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """Gives what stops it."""
     if not config.http_listen:
@@ -183,12 +204,12 @@ async def _serving_http(
         pool,
         metrics,
         model_name=config.served_model_name or config.model,
-        api_keys=api_keys,
+        access=access,
         cors_origin=config.http_cors_origin,
         grace_s=STOP_GRACE_S + _LAST_WORDS_S,
     )
     address = await server.start(config.http_listen)
-    warn_if_public(address, authenticated=bool(config.api_keys_file))
+    warn_if_public(address, authenticated=not access.is_open)
     logger.info("HTTP API on http://%s", address)
     try:
         yield server.stop
@@ -213,7 +234,7 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
 
 
 def _make_servers(
-    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, api_keys: ApiKeys
+    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, access: Access
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -222,13 +243,13 @@ def _make_servers(
 
     journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
     model_name = config.served_model_name or config.model
-    service = InferenceService(intake, model=model_name, journal=journal, api_keys=api_keys)
+    service = InferenceService(intake, model=model_name, journal=journal)
 
     def add_public(server: object) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_private(server: object) -> None:
-        links = NodeLinkService(dispatcher.pool, config.node_token)
+        links = NodeLinkService(dispatcher.pool, access)
         node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
         admin_service = _make_admin(config, dispatcher, intake)
         admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
@@ -237,13 +258,15 @@ def _make_servers(
         add_public(server)
         add_private(server)
 
-    private = config.node_listen or config.listen
-    gate = AdminGate(admin.full_name, config.admin_token, is_public=is_public("listen", private))
+    def gate(listen: str) -> CallGate:
+        return CallGate(access, ANYBODY if is_public("listen", listen) else ANYBODY_HERE)
+
+    public = gate(config.listen)
     if not config.node_listen:
-        return {config.listen: RpcServer([inference, link, admin], add_all, [gate])}
+        return {config.listen: RpcServer([inference, link, admin], add_all, public)}
     return {
-        config.node_listen: RpcServer([link, admin], add_private, [gate]),
-        config.listen: RpcServer([inference], add_public, reuse_port=config.reuse_port),
+        config.node_listen: RpcServer([link, admin], add_private, gate(config.node_listen)),
+        config.listen: RpcServer([inference], add_public, public, reuse_port=config.reuse_port),
     }
 
 
@@ -253,7 +276,6 @@ def _make_admin(config: RouterConfig, dispatcher: Dispatcher, intake: Intake) ->
         intake,
         model=config.model,
         policy=config.policy,
-        calls=NodeCalls(config.admin_token),
         on_policy=lambda name: dispatcher.pool.allow_self_prefill(_may_self_prefill(config, name)),
     )
 

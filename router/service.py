@@ -9,14 +9,13 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from baton import wire, wire_types
+from baton.call_gate import Context
 from baton.error_details import receipt_trailer
 from baton.errors import InvalidRequestError
 from baton.identity import Principal
 from baton.outputs import TextDelta
-from baton.rpc import Context, authorization_of
 from baton.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from router.api_keys import ApiKeys
 from router.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake import ChatPrompt, GenerationRequest, Intake, Prompt
 from router.journal import Journal
@@ -40,7 +39,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     Args:
         model: its name, for `ListModels`.
         journal: keeps resumable requests.
-        api_keys: who may call.
     """
 
     def __init__(
@@ -49,12 +47,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         *,
         model: str = "",
         journal: Journal | None = None,
-        api_keys: ApiKeys | None = None,
     ) -> None:
         self._intake = intake
         self._model = model
         self._journal = journal or Journal()
-        self._api_keys = api_keys or ApiKeys()
 
     async def Generate(  # gRPC's naming
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -70,7 +66,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ResumeRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Go on with a resumable request's stream."""
-        tenant = self._principal_of(context).tenant
+        tenant = context.principal.tenant
         kept = self._journal.read(request.request_id, request.next_output_index, tenant=tenant)
         async with contextlib.aclosing(kept) as deltas:
             async for delta in deltas:
@@ -82,7 +78,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateBatchRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Stream the outputs of several prompts as they come. All are checked before one begins."""
-        arrival = self._arrival(context)
+        arrival = _arrival(context)
         first, more_prompts = _batch_from_proto(request, arrival)
         calls = await accept_choices(self._intake, first, more_prompts)
         streams = [self._intake.stream(call) for call in calls]
@@ -97,7 +93,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """The tokens of a prompt as `Generate` would see them."""
-        self._principal_of(context)
         token_ids = await self._intake.tokenize(_prompt_from_proto(request.prompt))
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
@@ -105,7 +100,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.CountTokensRequest, context: Context
     ) -> inference_pb2.CountTokensResponse:
         """How many tokens a prompt has."""
-        self._principal_of(context)
         token_ids = await self._intake.tokenize(_prompt_from_proto(request.prompt))
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
 
@@ -113,7 +107,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """The one model of this router."""
-        self._principal_of(context)
         model = inference_pb2.Model(name=self._model, max_model_len=self._intake.max_model_len)
         return inference_pb2.ListModelsResponse(models=[model])
 
@@ -121,7 +114,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[TextDelta, None]:
         """The stream of a request; of a resumable one that is kept already, the same again."""
-        request = _request_from_proto(message, self._arrival(context))
+        request = _request_from_proto(message, _arrival(context))
         if not message.resumable:
             return self._intake.stream(await self._intake.accept(request))
         content = message.SerializeToString(deterministic=True) + request.principal.tenant.encode()
@@ -133,12 +126,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 self._journal.keep(request_id, content, deltas, tenant=request.principal.tenant)
         return self._journal.read(request_id, 0, tenant=request.principal.tenant)
 
-    def _arrival(self, context: Context) -> _Arrival:
-        return _Arrival(time.perf_counter(), context.time_remaining(), self._principal_of(context))
 
-    def _principal_of(self, context: Context) -> Principal:
-        """Who calls; raises UnauthenticatedError. The first thing that every call asks."""
-        return self._api_keys.principal_of(authorization_of(context))
+def _arrival(context: Context) -> _Arrival:
+    return _Arrival(time.perf_counter(), context.time_remaining(), context.principal)
 
 
 def _request_from_proto(

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable
 
 from baton import wire_admin
+from baton.call_gate import Context
 from baton.errors import BatonError, ConfigError, InvalidRequestError, NotFoundError
-from baton.link import DrainCommand, NodeRegistration
-from baton.rpc import Context
+from baton.link import DrainCommand
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from baton.version import __version__
 from router.admin.explain import explain_now
@@ -44,7 +44,6 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         intake: tokenizes prompts.
         model: name that the router was given.
         policy: name of the dispatcher's.
-        calls: to nodes.
         on_policy: called with the name of a policy that was chosen.
     """
 
@@ -55,7 +54,6 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         *,
         model: str,
         policy: str,
-        calls: NodeCalls,
         on_policy: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._dispatcher = dispatcher
@@ -63,7 +61,6 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._intake = intake
         self._model = model
         self._policy = policy
-        self._calls = calls
         self._on_policy = on_policy
 
     # ------------------------------------------------------------------ nodes
@@ -213,17 +210,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.ListRequestsResponse:
         """Open requests of one node, of all routers."""
-        return await self._calls.list_requests(self._find(request.node).registration)
+        return await _calls(context).list_requests(self._find(request.node))
 
     async def Audit(  # gRPC's naming
         self, request: admin_pb2.AuditRequest, context: Context
     ) -> admin_pb2.AuditResponse:
         """Who holds which blocks, on one node or on all."""
 
-        async def ask(node: NodeRegistration) -> admin_pb2.NodeAudit:
-            audit = admin_pb2.NodeAudit(node_name=node.node_name)
+        async def ask(node: Node) -> admin_pb2.NodeAudit:
+            audit = admin_pb2.NodeAudit(node_name=node.name)
             try:
-                audit.ledger.CopyFrom(await self._calls.list_blocks(node))
+                audit.ledger.CopyFrom(await _calls(context).list_blocks(node))
             except BatonError as error:
                 audit.problem = str(error)
             return audit
@@ -239,10 +236,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         nodes = self._chosen(request.node)
         _note(context, f"flush-cache {request.node or 'of all nodes'}")
 
-        async def ask(node: NodeRegistration) -> admin_pb2.NodeFlush:
-            flush = admin_pb2.NodeFlush(node_name=node.node_name)
+        async def ask(node: Node) -> admin_pb2.NodeFlush:
+            flush = admin_pb2.NodeFlush(node_name=node.name)
             try:
-                flush.num_prefixes = (await self._calls.flush_cache(node)).num_prefixes
+                flush.num_prefixes = (await _calls(context).flush_cache(node)).num_prefixes
             except BatonError as error:
                 flush.problem = str(error)
             return flush
@@ -254,12 +251,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.SetLogLevelResponse:
         """Of the router, or of one node."""
         if not request.node:
-            return wire_admin.set_log_level(
-                admin_pb2.SetLogLevelRequest(level=request.level), context.peer()
-            )
+            return wire_admin.set_log_level(admin_pb2.SetLogLevelRequest(level=request.level))
         node = self._find(request.node)
         _note(context, f"log-level {request.level!r} on {node.name}")
-        return await self._calls.set_log_level(node.registration, request.level)
+        return await _calls(context).set_log_level(node, request.level)
 
     async def Profile(  # gRPC's naming
         self, request: admin_pb2.AdminProfileRequest, context: Context
@@ -269,7 +264,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         _note(context, f"profile {node.name if node else 'the router'} for {request.seconds:g} s")
         if node is None:
             return await wire_admin.profile(ROUTER_THREAD, request.seconds)
-        return await self._calls.profile(node.registration, request.seconds)
+        return await _calls(context).profile(node, request.seconds)
 
     # ------------------------------------------------------------------ inside
 
@@ -282,10 +277,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 return node
         raise NotFoundError(f"there is no node {name!r}")
 
-    def _chosen(self, name: str) -> list[NodeRegistration]:
-        """Those of one node, or of all."""
-        nodes = [self._find(name)] if name else self._pool.nodes
-        return [node.registration for node in nodes]
+    def _chosen(self, name: str) -> list[Node]:
+        """One node, or all."""
+        return [self._find(name)] if name else self._pool.nodes
 
     def _record(self, request_id: str) -> RequestRecord:
         record = self._dispatcher.log.get(request_id)
@@ -294,6 +288,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return record
 
 
+def _calls(context: Context) -> NodeCalls:
+    return NodeCalls(context.principal.name)
+
+
 def _note(context: Context, what: str) -> None:
-    """The audit log of operators: who changed what."""
-    logger.info("admin %s: %s", context.peer(), what)
+    """Every change is in the log, too: who reads there what a router did finds why."""
+    logger.info("admin %s %s: %s", context.address, context.principal.name, what)

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from baton.access import Access
+from baton.call_gate import CallGate
 from baton.client import AsyncClient
 from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, RouterCommand
 from baton.outputs import FinishReason
@@ -14,7 +16,6 @@ from baton.rpc import RpcServer
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.api_keys import ApiKeys
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
 from router.policies.least_tokens import LeastTokens
@@ -68,9 +69,7 @@ class AnsweringNode(HandNode):
 class GrpcScene:
     """What a test needs of a served router; ``talks`` is cleared to silence the decode node."""
 
-    def __init__(
-        self, options: JournalOptions | None = None, api_keys: ApiKeys | None = None
-    ) -> None:
+    def __init__(self, options: JournalOptions | None = None) -> None:
         self.pool = make_pool()
         self.talks = asyncio.Event()
         self.talks.set()
@@ -81,9 +80,7 @@ class GrpcScene:
         self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), retries)
         intake = Intake(self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
         self.journal = Journal(options)
-        self.service = InferenceService(
-            intake, model="demo", journal=self.journal, api_keys=api_keys
-        )
+        self.service = InferenceService(intake, model="demo", journal=self.journal)
 
     async def until_quiet(self) -> None:
         """Until no request is in progress."""
@@ -94,13 +91,14 @@ class GrpcScene:
 
 @contextlib.asynccontextmanager
 async def served(
-    options: JournalOptions | None = None, *, api_keys: ApiKeys | None = None, api_key: str = ""
+    options: JournalOptions | None = None, *, access: Access | None = None, api_key: str = ""
 ) -> AsyncIterator[tuple[GrpcScene, AsyncClient]]:
     """A scene behind a real server, and a client of it."""
-    scene = GrpcScene(options, api_keys)
+    scene = GrpcScene(options)
     server = RpcServer(
         [inference_pb2.DESCRIPTOR.services_by_name["Inference"]],
         lambda one: inference_pb2_grpc.add_InferenceServicer_to_server(scene.service, one),  # type: ignore[no-untyped-call]  # generated
+        CallGate(access),
     )
     address = await server.start("127.0.0.1:0")
     async with AsyncClient(address, api_key=api_key) as client:

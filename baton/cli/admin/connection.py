@@ -42,7 +42,11 @@ class OutputFormat(enum.Enum):
 
 RouterOption = Annotated[str, typer.Option(help="host:port of the router.", envvar="BATON_ROUTER")]
 TokenOption = Annotated[
-    str, typer.Option(help="What the router's --admin-token is.", envvar="BATON_ADMIN_TOKEN")
+    str,
+    typer.Option(
+        help="An API key with the role look or operate, or the router's --admin-token.",
+        envvar="BATON_ADMIN_TOKEN",
+    ),
 ]
 OutputOption = Annotated[OutputFormat, typer.Option(help="For people, or for programs.")]
 
