@@ -225,6 +225,7 @@ class PrefillCommand:
     Attributes:
         output_token_ids: sampled in earlier attempts. Their KV is computed as well, and the token
             behind them is sampled in place of token 1.
+        cache_salt: of who shares the prompt's KV; empty: everybody.
     """
 
     request_id: str
@@ -234,6 +235,7 @@ class PrefillCommand:
     decode_engine_id: str
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
+    cache_salt: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +246,7 @@ class DecodeCommand:
         prefill_engine_id: whose KV will come; empty: nobody's. Then the prompt is computed here,
             and the first token is sampled here, too.
         output_token_ids: sampled in earlier attempts; their KV arrives with the prompt's.
+        cache_salt: of who shares the prompt's KV; empty: everybody.
     """
 
     request_id: str
@@ -253,6 +256,7 @@ class DecodeCommand:
     prefill_engine_id: str
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
+    cache_salt: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from baton.v1 import (
 )
 from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
+from router.cache_salts import CacheSalts, read_secret
 from router.capacity import Capacity
 from router.dispatcher import Dispatcher
 from router.intake import Intake
@@ -60,6 +61,8 @@ class RouterConfig:
         served_model_name: what clients call the model; empty: as ``model``.
         api_keys_file: who may call; without it and tokens: anybody.
         audit_log: "-": standard output; empty: none.
+        cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
+            start.
     """
 
     model: str
@@ -81,6 +84,7 @@ class RouterConfig:
     served_model_name: str = ""
     api_keys_file: str = ""
     audit_log: str = ""
+    cache_salt_secret_file: str = ""
 
     def __post_init__(self) -> None:
         if self.reuse_port and not self.node_listen:
@@ -116,6 +120,7 @@ async def serve(config: RouterConfig) -> None:
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
+        cache_salts=_make_salts(config),
     )
     access = _make_access(config)
     servers = _make_servers(config, dispatcher, intake, access)
@@ -163,6 +168,17 @@ def _read_again(access: Access) -> None:
     """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
     access.reload()
     access.audit.reopen()
+
+
+def _make_salts(config: RouterConfig) -> CacheSalts:
+    if config.cache_salt_secret_file:
+        return CacheSalts(read_secret(config.cache_salt_secret_file))
+    if config.api_keys_file:
+        logger.info(
+            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
+            "through this router only, until it ends"
+        )
+    return CacheSalts()
 
 
 async def _end_calls(dispatcher: Dispatcher) -> None:
