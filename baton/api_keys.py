@@ -4,6 +4,7 @@
     name = "alice"
     sha256 = "5e884898da28..."
     tenant = "search"                      # as the name if not given
+    cache_group = "ours"                   # tenants that share what is cached; none if not given
     roles = ["infer"]                      # infer, look, operate, join; infer if not given
     expires = 2027-01-01                   # a day (its beginning, UTC) or a time with an offset
     models = ["llama-3.1-8b"]              # served names; all if not given
@@ -61,6 +62,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     sha256: str
     tenant: str = ""
+    cache_group: str = ""
     roles: list[str] = msgspec.field(default_factory=lambda: ["infer"])
     expires: Any = None
     models: list[str] = []
@@ -128,7 +130,9 @@ def _refuse_old_lines(text: str) -> None:
 
 def _check(where: str, entry: _Entry) -> ApiKey:
     """One key of its table; raises ConfigError."""
-    for name, value in (("name", entry.name), ("tenant", entry.tenant or entry.name)):
+    group = entry.cache_group or entry.name
+    names = {"name": entry.name, "tenant": entry.tenant or entry.name, "cache_group": group}
+    for name, value in names.items():
         if not _NAME.fullmatch(value):
             raise ConfigError(
                 f"{where}: {name}: must be 1 to 64 letters, digits, '.', '_', '@' or '-', and "
@@ -139,6 +143,7 @@ def _check(where: str, entry: _Entry) -> ApiKey:
     principal = Principal(
         name=entry.name,
         tenant=entry.tenant or entry.name,
+        cache_group=entry.cache_group,
         roles=_roles(where, entry.roles),
         models=frozenset(entry.models),
         limits=_limits(where, entry.limits),

@@ -6,7 +6,7 @@ peer or a client should not have sent.
 
 from __future__ import annotations
 
-from baton import link
+from baton import link, wire_admin_calls
 from baton.outputs import RequestOutput, TextDelta
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
 from baton.wire_types import (
@@ -230,17 +230,7 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
             )
         )
     if isinstance(event, link.AdminReply):
-        error = event.error
-        return node_pb2.NodeMessage(
-            admin_reply=node_pb2.AdminReply(
-                call_id=event.call_id,
-                part=event.part,
-                last=event.last,
-                error=node_pb2.RequestError(code=error.code, message=error.message)
-                if error
-                else None,
-            )
-        )
+        return wire_admin_calls.admin_reply_to_proto(event)
     return node_pb2.NodeMessage(
         peer_report=node_pb2.PeerReport(
             engine_id=event.engine_id,
@@ -280,11 +270,7 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
             events.sequence, events.snapshot, tuple(events.stored), tuple(events.removed)
         )
     if kind == "admin_reply":
-        reply = message.admin_reply
-        error = None
-        if reply.HasField("error"):
-            error = link.RequestError(reply.error.code, reply.error.message)
-        return link.AdminReply(reply.call_id, reply.part, reply.last, error)
+        return wire_admin_calls.admin_reply_from_proto(message.admin_reply)
     return None
 
 
@@ -350,14 +336,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
     if isinstance(command, link.SendKVSnapshot):
         return node_pb2.RouterMessage(send_kv_snapshot=node_pb2.SendKVSnapshot())
     if isinstance(command, link.AdminCall):
-        return node_pb2.RouterMessage(
-            admin_call=node_pb2.AdminCall(
-                call_id=command.call_id,
-                request=command.request,
-                timeout_s=command.timeout_s,
-                operator=command.operator,
-            )
-        )
+        return wire_admin_calls.admin_call_to_proto(command)
     return node_pb2.RouterMessage(
         cancel=node_pb2.CancelCommand(request_id=command.request_id, epoch=command.epoch)
     )
@@ -404,8 +383,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
     if kind == "send_kv_snapshot":
         return link.SendKVSnapshot()
     if kind == "admin_call":
-        call = message.admin_call
-        return link.AdminCall(call.call_id, call.request, call.timeout_s, call.operator)
+        return wire_admin_calls.admin_call_from_proto(message.admin_call)
     if kind == "cancel":
         return link.CancelCommand(message.cancel.request_id, message.cancel.epoch)
     return None

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 
 from baton.admin_answers import MAX_REPLY_BYTES
-from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError
-from baton.link import AdminReply, RequestError
+from baton.errors import NodeUnavailableError
+from baton.link import AdminReply
+from router.node_errors import error_of
 
 
 class AdminReplies:
@@ -39,7 +40,7 @@ class AdminReplies:
             return
         parts += reply.part
         if reply.error is not None:
-            answer.set_exception(_error(reply.error))
+            answer.set_exception(error_of(reply.error))
         elif len(parts) > MAX_REPLY_BYTES:
             answer.set_exception(
                 NodeUnavailableError(f"the answer has more than {MAX_REPLY_BYTES} bytes")
@@ -52,10 +53,3 @@ class AdminReplies:
         for answer, _ in self._open.values():
             if not answer.done():
                 answer.set_exception(NodeUnavailableError(why))
-
-
-def _error(error: RequestError) -> BatonError:
-    if error.code == "INVALID_ARGUMENT":
-        field, _, problem = error.message.partition(": ")
-        return InvalidRequestError(field, problem)
-    return NodeUnavailableError(error.message or error.code)

@@ -14,11 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from baton.errors import (
     BatonError,
-    DeadlineExceededError,
-    EngineDeadError,
-    InvalidRequestError,
     NodeUnavailableError,
-    OverloadedError,
     RequestCancelledError,
 )
 from baton.link import NodeRole, RequestDelta, RequestError
@@ -29,6 +25,7 @@ from router.call import Call, CallOutput
 from router.capacity import Capacity
 from router.decisions import DecisionLog
 from router.node import LegDelta
+from router.node_errors import error_of
 from router.node_pool import NodePool
 from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
@@ -36,16 +33,11 @@ from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from router.prompt_hashes import PromptHashes
 from router.request_log import Following, RequestLog
 from router.retry_budget import CallRetries, RetryBudget, RetryOptions
+from router.running_calls import RunningCalls
 from router.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
 
-_ERRORS: dict[str, type[BatonError]] = {
-    "UNAVAILABLE": NodeUnavailableError,
-    "DEADLINE_EXCEEDED": DeadlineExceededError,
-    "RESOURCE_EXHAUSTED": OverloadedError,
-    "CANCELLED": RequestCancelledError,
-}
 # A node that is gone, cannot reach its peer, or has an engine that cannot continue: another may.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
 _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
@@ -82,8 +74,8 @@ class Dispatcher:
         self.log = RequestLog()
         self.wake_ups = WakeUps()
         self.admission = admission or Admission(Capacity(lambda: pool.fleet))
-        self._running: set[str] = set()  # those that wait, too
-        self._open: dict[str, _OpenCall] = {}
+        self._running = RunningCalls()
+        self._open: dict[str, _OpenCall] = {}  # by `Call.scoped_id`
         self._stopped: RequestError | None = None
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
@@ -102,11 +94,9 @@ class Dispatcher:
             OverloadedError: decode nodes were short of memory time and again.
             DeadlineExceededError: the time is up.
         """
-        if call.request_id in self._running:
-            raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
         if self._stopped is not None:
-            raise _error(self._stopped)
-        self._running.add(call.request_id)
+            raise error_of(self._stopped)
+        self._running.add(call)
         try:
             with self.log.follow(call) as following:
                 async with self._admitted(call) as (admitted, ticket):
@@ -118,13 +108,13 @@ class Dispatcher:
                             following.note_output(output)
                             yield output
         finally:
-            self._running.remove(call.request_id)
+            self._running.remove(call)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, call: Call) -> AsyncIterator[tuple[Call, Ticket]]:
         """The call when it may begin; what it waited is no longer left until its deadline."""
         async with self.admission.enter(
-            request_id=call.request_id,
+            request_id=call.scoped_id,
             num_prompt_tokens=len(call.prompt_token_ids),
             max_tokens=call.sampling_params.max_tokens,
             timeout_s=call.timeout_s,
@@ -136,7 +126,7 @@ class Dispatcher:
 
     async def _run(self, call: Call, following: Following) -> AsyncGenerator[CallOutput, None]:
         self.budget.note_call()
-        opened = self._open[call.request_id] = _OpenCall(self, call, following)
+        opened = self._open[call.scoped_id] = _OpenCall(self, call, following)
         try:
             async with contextlib.aclosing(opened.outputs()) as outputs:
                 async for output in outputs:
@@ -146,20 +136,26 @@ class Dispatcher:
             raise
         finally:
             opened.close()
-            del self._open[call.request_id]
+            del self._open[call.scoped_id]
 
-    def receipt(self, request_id: str) -> Receipt:
+    def receipt(self, call: Call) -> Receipt:
         """The receipt of an open call as of now, for who is about to end it; after token 1."""
-        opened = self._open[request_id]
+        opened = self._open[call.scoped_id]
         receipt = opened.receipt(None)
         opened.following.finish(FinishReason.STOP, receipt)
         return receipt
 
-    def abort(self, request_id: str, why: str) -> bool:
-        """End a call from outside; its client gets CANCELLED. Returns whether it was open."""
-        if self.admission.withdraw(request_id, RequestCancelledError(why)):
+    def abort(self, request_id: str, why: str, *, tenant: str | None = None) -> bool:
+        """End a call from outside; its client gets CANCELLED. Returns whether it was open.
+
+        ``tenant`` None: whoever's it is; raises InvalidRequestError when several have that id.
+        """
+        call = self._running.find(request_id, tenant)
+        if call is None:
+            return False
+        if self.admission.withdraw(call.scoped_id, RequestCancelledError(why)):
             return True
-        opened = self._open.get(request_id)
+        opened = self._open.get(call.scoped_id)
         if opened is not None:
             opened.end(RequestError("CANCELLED", why))
             self.pool.note_eligibility_change()  # it may wait for nodes
@@ -168,8 +164,8 @@ class Dispatcher:
     def stop(self, why: str) -> None:
         """End all calls with UNAVAILABLE, also those that come from now on."""
         self._stopped = RequestError("UNAVAILABLE", why)
-        for request_id in list(self._running):
-            self.admission.withdraw(request_id, _error(self._stopped))
+        for scoped_id in self._running.ids():
+            self.admission.withdraw(scoped_id, error_of(self._stopped))
         for opened in list(self._open.values()):
             opened.end(self._stopped)
         self.pool.note_eligibility_change()  # they may wait for nodes
@@ -261,11 +257,11 @@ class _OpenCall:
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
         self._choice.note_failure(prefill, decode, item)
         if self._ended_by is not None:  # it is no node's fault
-            raise _error(self._ended_by)
+            raise error_of(self._ended_by)
         self._blame(attempt, item, error)
         self.following.note_failure(error.code, error.message)
         if error.code not in (*_RETRYABLE, "PREEMPTED"):
-            raise _error(error)
+            raise error_of(error)
         self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
         logger.info("request %s is tried again: %s", self._call.request_id, error.message)
 
@@ -366,7 +362,8 @@ class _OpenCall:
         fleet = pool.fleet.with_room_for(query.num_prompt_tokens + 1)
         placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
         if placement is not None:
-            dispatcher.decisions.note(call.request_id, query, placement)
+            is_first = self._num_attempts == 0
+            dispatcher.decisions.note(call.scoped_id, query, placement, is_first=is_first)
             for node in filter(None, (placement.prefill, placement.decode)):
                 pool.prefix_index.note_placement(node.engine_id, hashes)
         return placement
@@ -384,12 +381,5 @@ class _OpenCall:
         """Until the deadline; raises the error of a call that was ended."""
         remaining_s = self._expires_at - asyncio.get_running_loop().time()
         if self._ended_by is not None or remaining_s <= 0:
-            raise _error(self._ended_by or _DEADLINE)
+            raise error_of(self._ended_by or _DEADLINE)
         return remaining_s
-
-
-def _error(error: RequestError) -> BatonError:
-    if error.code == "INVALID_ARGUMENT":
-        field_name, _, problem = error.message.partition(": ")
-        return InvalidRequestError(field_name, problem)
-    return _ERRORS.get(error.code, EngineDeadError)(error.message)

@@ -117,14 +117,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request = _request_from_proto(message, _arrival(context))
         if not message.resumable:
             return self._intake.stream(await self._intake.accept(request))
-        content = message.SerializeToString(deterministic=True) + request.principal.tenant.encode()
+        content = message.SerializeToString(deterministic=True)
+        tenant = request.principal.tenant
         request_id = message.request_id or uuid.uuid4().hex
-        if not self._journal.holds(request_id, content):
+        if not self._journal.holds(request_id, content, tenant=tenant):
             call = await self._intake.accept(dataclasses.replace(request, request_id=request_id))
-            if not self._journal.holds(request_id, content):  # still not: checking takes time
+            # Still not: checking takes time.
+            if not self._journal.holds(request_id, content, tenant=tenant):
                 deltas = self._intake.stream(call)
-                self._journal.keep(request_id, content, deltas, tenant=request.principal.tenant)
-        return self._journal.read(request_id, 0, tenant=request.principal.tenant)
+                self._journal.keep(request_id, content, deltas, tenant=tenant)
+        return self._journal.read(request_id, 0, tenant=tenant)
 
 
 def _arrival(context: Context) -> _Arrival:

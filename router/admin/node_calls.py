@@ -9,7 +9,7 @@ import asyncio
 
 from google.protobuf.message import DecodeError
 
-from baton.errors import InvalidRequestError, NodeUnavailableError
+from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError
 from baton.link import AdminCall
 from baton.stack_sampler import MAX_SECONDS
 from baton.v1 import admin_pb2
@@ -74,7 +74,7 @@ class NodeCalls:
             raise NodeUnavailableError(f"{node.name}: its answer is no message") from None
         except InvalidRequestError:
             raise
-        except NodeUnavailableError as error:
+        except BatonError as error:
             raise NodeUnavailableError(f"{node.name}: {error}") from None
         finally:
             node.replies.end(call_id)

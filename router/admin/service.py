@@ -9,7 +9,14 @@ from collections.abc import Callable
 
 from baton import wire_admin
 from baton.call_gate import Context
-from baton.errors import BatonError, ConfigError, InvalidRequestError, NotFoundError
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+from baton.identity import Role
 from baton.link import DrainCommand
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from baton.version import __version__
@@ -22,6 +29,7 @@ from router.admin.views import (
     describe_request,
     describe_stats,
 )
+from router.call import scoped_id
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.node import Node
@@ -133,27 +141,35 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListRouterRequestsRequest, context: Context
     ) -> admin_pb2.ListRouterRequestsResponse:
         """The last requests of this router, the last one first."""
-        log = self._dispatcher.log
+        log, tenant = self._dispatcher.log, _whose(context, "", Role.LOOK)
         records = reversed(log.open) if request.open_only else log.latest()
-        chosen = itertools.islice(records, request.limit or _DEFAULT_LIMIT)
+        own = (one for one in records if tenant in (None, one.tenant))
+        chosen = itertools.islice(own, request.limit or _DEFAULT_LIMIT)
         return admin_pb2.ListRouterRequestsResponse(requests=map(describe_request, chosen))
 
     async def Trace(  # gRPC's naming
         self, request: admin_pb2.TraceRequest, context: Context
     ) -> admin_pb2.RequestTrace:
         """The life of one of the last requests."""
-        return describe_request(self._record(request.request_id))
+        tenant = _whose(context, request.tenant, Role.LOOK)
+        return describe_request(self._record(request.request_id, tenant))
 
     async def Explain(  # gRPC's naming
         self, request: admin_pb2.ExplainRequest, context: Context
     ) -> admin_pb2.ExplainResponse:
         """Why a request of the past went where it went, or where a prompt would go now."""
         max_tokens = request.max_tokens or _DEFAULT_MAX_TOKENS
-        dispatcher = self._dispatcher
-        match request.WhichOneof("what"):
+        dispatcher, tenant = self._dispatcher, _whose(context, request.tenant, Role.LOOK)
+        what = request.WhichOneof("what")
+        if what in ("prompt", "num_prompt_tokens") and not context.principal.is_operator:
+            raise PermissionDeniedError(
+                "what: must be a request_id: what nodes would do with a prompt tells what others "
+                "do, for which the role look is needed"
+            )
+        match what:
             case "request_id":
-                self._record(request.request_id)
-                decisions = dispatcher.decisions.get(request.request_id)
+                record = self._record(request.request_id, tenant)
+                decisions = dispatcher.decisions.get(scoped_id(record.request_id, record.tenant))
             case "prompt":
                 token_ids = await self._intake.tokenize(request.prompt)
                 decisions = [explain_now(dispatcher, len(token_ids), max_tokens, token_ids)]
@@ -171,7 +187,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.AbortRequest, context: Context
     ) -> admin_pb2.AbortResponse:
         """End an open request, on its nodes too; its client gets CANCELLED."""
-        if not self._dispatcher.abort(request.request_id, "an operator ended the request"):
+        tenant = _whose(context, request.tenant, Role.OPERATE)
+        why = "an operator ended the request" if tenant is None else "the request was ended"
+        if not self._dispatcher.abort(request.request_id, why, tenant=tenant):
             raise NotFoundError(f"request {request.request_id!r} is not open")
         _note(context, f"abort {request.request_id}")
         return admin_pb2.AbortResponse()
@@ -281,11 +299,30 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """One node, or all."""
         return [self._find(name)] if name else self._pool.nodes
 
-    def _record(self, request_id: str) -> RequestRecord:
-        record = self._dispatcher.log.get(request_id)
+    def _record(self, request_id: str, tenant: str | None) -> RequestRecord:
+        record = self._dispatcher.log.get(request_id, tenant)
         if record is None:
             raise NotFoundError(f"request {request_id!r} is not among the last ones of this router")
         return record
+
+
+def _whose(context: Context, tenant: str, role: Role) -> str | None:
+    """The tenant whose requests a caller may mean; None: anybody's.
+
+    Args:
+        tenant: that it asked for; empty: none.
+        role: with which it may mean those of others.
+
+    Raises PermissionDeniedError.
+    """
+    principal = context.principal
+    if principal.is_operator if role is Role.LOOK else principal.may(role):
+        return tenant or None
+    if not principal.tenant:
+        raise PermissionDeniedError(f"authorization: the role {role} is needed for this")
+    if tenant not in ("", principal.tenant):
+        raise PermissionDeniedError(f"tenant: {principal.name} may mean requests of its own only")
+    return principal.tenant
 
 
 def _calls(context: Context) -> NodeCalls:

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from baton import wire
 from baton.link import (
+    AdminCall,
+    AdminReply,
     NodeRegistration,
     NodeRole,
     PeerReport,
@@ -87,8 +89,14 @@ class HandNode:
     def __init__(self, pool: NodePool, registration: NodeRegistration) -> None:
         self.pool = pool
         self.commands: list[RouterCommand] = []
-        self.node = Node(registration, self.commands.append)
+        self.node = Node(registration, self._obey)
         pool.add(self.node)
+
+    def _obey(self, command: RouterCommand) -> None:
+        self.commands.append(command)
+        if isinstance(command, AdminCall):  # which operators would wait for
+            problem = RequestError("UNIMPLEMENTED", "driven by hand")
+            self.pool.take(self.node, AdminReply(command.call_id, error=problem))
 
     @property
     def engine_id(self) -> str:

@@ -48,6 +48,9 @@ TokenOption = Annotated[
         envvar="BATON_ADMIN_TOKEN",
     ),
 ]
+TenantOption = Annotated[
+    str, typer.Option(help="Whose request it is, when several tenants have one of that id.")
+]
 OutputOption = Annotated[OutputFormat, typer.Option(help="For people, or for programs.")]
 
 

@@ -13,6 +13,7 @@ from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
     RouterOption,
+    TenantOption,
     TokenOption,
     connection,
 )
@@ -60,13 +61,14 @@ def requests(
 
 def trace(
     request_id: RequestArgument,
+    tenant: TenantOption = "",
     router: RouterOption = DEFAULT_ADDRESS,
     token: TokenOption = "",
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Tell the life of one of the router's last requests."""
     with connection(router, token) as admin:
-        found = admin.call("Trace", admin_pb2.TraceRequest(request_id=request_id))
+        found = admin.call("Trace", admin_pb2.TraceRequest(request_id=request_id, tenant=tenant))
     if is_json(output):
         print_json(found)
         return
@@ -85,12 +87,13 @@ def trace(
 
 def abort(
     request_id: RequestArgument,
+    tenant: TenantOption = "",
     router: RouterOption = DEFAULT_ADDRESS,
     token: TokenOption = "",
 ) -> None:
     """End an open request, on its nodes too; its client is told CANCELLED."""
     with connection(router, token) as admin:
-        admin.call("Abort", admin_pb2.AbortRequest(request_id=request_id))
+        admin.call("Abort", admin_pb2.AbortRequest(request_id=request_id, tenant=tenant))
     typer.echo(f"{request_id} is ended")
 
 

@@ -12,8 +12,15 @@ import pytest
 from baton.access import Access
 from baton.api_keys import entry_text
 from baton.client import AsyncClient, Client
-from baton.errors import ConfigError, InvalidRequestError, OverloadedError
+from baton.errors import (
+    ConfigError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+)
+from baton.link import DecodeCommand
 from baton.rpc import bearer, open_channel
+from baton.sampling_params import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.admission import Admission, AdmissionOptions
 from router.capacity import Capacity
@@ -98,9 +105,65 @@ def test_a_kept_stream_is_its_own_clients_only(access: Access) -> None:
             with pytest.raises(InvalidRequestError, match="'mine' is not"):
                 await anext(bob.resume("mine"))
             with pytest.raises(InvalidRequestError, match="'mine' is another request's"):
-                await anext(bob.stream([1], params(), request_id="mine", resumable=True))
+                await anext(also_alice.stream([2], params(), request_id="mine", resumable=True))
+            his = [d async for d in bob.stream([1], params(3), request_id="mine", resumable=True)]
+            assert sum(len(delta.token_ids) for delta in his) == 3  # his own, of the same name
             again = [delta async for delta in also_alice.resume("mine", 0)]
             assert sum(len(delta.token_ids) for delta in again) == 8
+
+    run()
+
+
+async def all_of(
+    client: AsyncClient, prompt: list[int], wanted: SamplingParams, request_id: str
+) -> tuple[set[str], tuple[int, ...]]:
+    """Request ids and tokens of a stream."""
+    deltas = [one async for one in client.stream(prompt, wanted, request_id=request_id)]
+    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+    return {delta.request_id for delta in deltas}, token_ids
+
+
+def test_a_guessed_request_id_neither_blocks_nor_shows_nor_ends_anothers(access: Access) -> None:
+    """Two tenants use one id at once; each gets its own tokens, and nodes tell the two apart."""
+
+    @asynchronous
+    async def run() -> None:
+        async with (
+            served(access=access, api_key="secret-1") as (scene, alice),
+            AsyncClient(alice._address, api_key="with:colon") as bob,
+        ):
+            scene.talks.clear()
+            hers = asyncio.create_task(all_of(alice, [1], params(), "job-1"))
+            while scene.dispatcher.num_open < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            his = asyncio.create_task(all_of(bob, [1, 2], params(seed=500), "job-1"))
+            while scene.dispatcher.num_open < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            with pytest.raises(InvalidRequestError, match="'job-1' is in use"):
+                await all_of(alice, [1], params(), "job-1")
+            commands = scene.decode.of(DecodeCommand)
+            assert len({command.request_id for command in commands}) == 2
+            log = scene.dispatcher.log
+            assert [log.get("job-1", who).num_prompt_tokens for who in ("alice", "bob")] == [1, 2]  # type: ignore[union-attr]
+            with pytest.raises(InvalidRequestError, match="alice, bob have a request 'job-1' open"):
+                scene.dispatcher.abort("job-1", "a test")
+            assert not scene.dispatcher.abort("job-1", "a test", tenant="carol")
+            assert scene.dispatcher.abort("job-1", "a test", tenant="bob")
+            with pytest.raises(RequestCancelledError):
+                await his
+            scene.talks.set()
+            assert await hers == ({"job-1"}, expected(100, 8))
+
+    run()
+
+
+def test_an_id_that_is_used_again_and_again_is_one_request_in_the_log_of_decisions() -> None:
+    @asynchronous
+    async def run() -> None:
+        async with served() as (scene, client):
+            for _ in range(50):
+                await all_of(client, [1], params(1), "same")
+            assert len(scene.dispatcher.decisions.get("same")) == 1
 
     run()
 
