@@ -123,8 +123,10 @@ class Access:
             UnauthenticatedError: nobody who is known.
             OverloadedError: too many wrong keys came from there lately.
         """
+        if credentials.certificate_problem:
+            raise UnauthenticatedError(credentials.certificate_problem)
         if self.is_open:
-            return credentials.certificate or anybody
+            return anybody
         if not credentials.authorization and credentials.certificate is not None:
             return credentials.certificate
         scheme, _, given = credentials.authorization.partition(" ")

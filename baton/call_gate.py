@@ -7,11 +7,11 @@ before the call's message is read, and before it is said whether there is such a
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias
-from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -21,9 +21,11 @@ from google.protobuf.message import DecodeError, Message
 from baton.access import Access
 from baton.audit_log import AuditKind
 from baton.call_roles import ANY, OPEN, ROLES_OF_CALL, Roles
+from baton.credentials import grpc_credentials
 from baton.error_details import details_trailer, receipt_trailer
-from baton.errors import BatonError, InvalidRequestError, status_name
-from baton.identity import ANYBODY_HERE, Credentials, Principal, Role
+from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
+from baton.identity import ANYBODY_HERE, Principal, Role
+from baton.stall_watch import StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,10 @@ class Context:
         """Seconds until the caller's deadline; None when it has none."""
         return self._context.time_remaining()
 
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """What TLS knows of the caller, as gRPC has it; empty without TLS."""
+        return self._context.auth_context()
+
     def set_trailing_metadata(self, trailers: tuple[tuple[str, str | bytes], ...]) -> None:
         """What comes behind the last response."""
         self._context.set_trailing_metadata(trailers)
@@ -65,11 +71,23 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
     Args:
         access: knows who may call.
         anybody: who calls where there are no credentials; see `Access.principal_of`.
+        stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
     """
 
-    def __init__(self, access: Access | None = None, anybody: Principal = ANYBODY_HERE) -> None:
+    def __init__(
+        self,
+        access: Access | None = None,
+        anybody: Principal = ANYBODY_HERE,
+        *,
+        stall_timeout_s: float = 30.0,
+    ) -> None:
         self._access = access or Access()
         self._anybody = anybody
+        self._stall_timeout_s = stall_timeout_s
+
+    def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
+        """The same with another limit."""
+        return CallGate(self._access, self._anybody, stall_timeout_s=stall_timeout_s)
 
     async def intercept_service(
         self,
@@ -91,8 +109,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
     def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
         async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
+            watch: StallWatch | None = None
             try:
-                shown = credentials_of(raw)
+                shown = grpc_credentials(raw)
                 principal = self._access.admit(shown, roles, method, self._anybody)
                 if handler is None:
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
@@ -101,9 +120,17 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 request = requests if handler.request_streaming else await _only(requests)
                 behavior = _behavior(handler)
                 if inspect.isasyncgenfunction(behavior):
+                    watch = StallWatch(
+                        shown.address, self._stall_timeout_s, functools.partial(_say_last, raw)
+                    )
                     async with contextlib.aclosing(behavior(request, context)) as responses:
                         async for response in responses:
-                            yield response
+                            if not watch.num_sent:  # with the first message, no status could be
+                                await raw.send_initial_metadata(())  # sent while it is not taken
+                            watch.is_sending = True
+                            yield response  # back when the client's side has taken it
+                            watch.is_sending = False
+                            watch.num_sent += 1
                     return
                 try:
                     response = await behavior(request, context)
@@ -112,8 +139,13 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     raise
                 self._note(method, context, request)
                 yield response
+            except grpc.aio.BaseError:  # gRPC's own, such as a client that is gone
+                raise
             except Exception as error:
                 await _abort(raw, error)
+            finally:
+                if watch is not None:
+                    watch.close()
 
         return guarded
 
@@ -141,6 +173,12 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
         raise InvalidRequestError("request", "is no message of this call") from None
 
 
+async def _say_last(context: _Raw, problem: str) -> None:
+    """Tell a client that it was cut off, should it ever read on."""
+    with contextlib.suppress(grpc.aio.BaseError):
+        await _abort(context, RequestCancelledError(problem))
+
+
 def _behavior(handler: Handler) -> Callable[..., Any]:
     found = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
@@ -165,18 +203,3 @@ async def _abort(context: _Raw, error: Exception) -> None:
 def status_of(error: BatonError) -> grpc.StatusCode:
     """The status code of one of our errors; the nearest class in the table counts."""
     return grpc.StatusCode[status_name(error)]
-
-
-def credentials_of(context: _Raw) -> Credentials:
-    """What a call shows of who makes it."""
-    metadata = dict(context.invocation_metadata() or ())
-    return Credentials(
-        authorization=str(metadata.get("authorization", "")),
-        address=address_of(context.peer()),
-    )
-
-
-def address_of(peer: str) -> str:
-    """The machine's address in gRPC's ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
-    kind, _, rest = unquote(peer).partition(":")
-    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else rest

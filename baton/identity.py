@@ -86,11 +86,13 @@ class Credentials:
     Attributes:
         authorization: the header or the metadata of that name; empty: none came.
         certificate: whom the caller's certificate names; None: it showed none.
+        certificate_problem: why one that it showed is not good any more; empty: it is.
         address: of the machine that calls, without a port.
     """
 
     authorization: str = field(default="", repr=False)
     certificate: Principal | None = None
+    certificate_problem: str = ""
     address: str = ""
 
 

@@ -20,6 +20,7 @@ from baton.access import Access
 from baton.call_gate import CallGate
 from baton.drain import Drain
 from baton.errors import EngineDeadError
+from baton.exposure import Exposure
 from baton.ledger import Ledger
 from baton.link import (
     BEAT_INTERVAL_S,
@@ -34,7 +35,8 @@ from baton.metrics_page import MetricsPage
 from baton.node_admin import NodeAdmin
 from baton.process import stop_event
 from baton.router_links import RouterLinks
-from baton.rpc import RpcServer, warn_if_public
+from baton.rpc import RpcServer
+from baton.tls import NO_TLS, TlsFiles, TlsOptions, describe
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ async def run_node_program(
     node_token: str = "",
     metrics_listen: str = "",
     access: Access | None = None,
+    tls: TlsOptions = NO_TLS,
+    insecure: bool = False,
 ) -> None:
     """Run a node until it is told to stop.
 
@@ -88,13 +92,24 @@ async def run_node_program(
         node_token: shows routers that this node may join.
         metrics_listen: ``host:port`` of its Prometheus page, likewise; none if empty.
         access: who may look at its metrics page and its reflection; has its audit log.
+        tls: shows routers who this node is, and guards its own server and metrics page.
+        insecure: listen beyond loopback also where TLS or authentication is missing.
 
     Raises:
         BatonError: the node could not start or join, or its engine died.
     """
+    access = access or Access()
+    files = _tls_files(tls)
+    exposure = Exposure(
+        authentication="--tls-ca or --api-keys-file",
+        is_authenticated=not access.is_open,
+        is_encrypted=bool(tls.cert),
+        insecure=insecure,
+    )
+    exposure.check("listen", listen)
+    exposure.check("metrics_listen", metrics_listen)
     loop = asyncio.get_running_loop()
     stopping, leaving = stop_event(loop), asyncio.Event()
-    access = access or Access()
     loop.add_signal_handler(signal.SIGHUP, _read_again, access)
     drain = Drain()
     links: list[RouterLinks] = []  # empty until the node is loaded
@@ -109,14 +124,20 @@ async def run_node_program(
 
     node = await _make_or_stop(lambda: make_node(emit, on_death), stopping)
     # Health, and reflection: what operators ask of the node comes over its links.
-    server = RpcServer([], lambda grpc_server: None, CallGate(access))
+    server = RpcServer(
+        [],
+        lambda grpc_server: None,
+        CallGate(access),
+        tls=files,
+        require_client_certs=tls.verifies_clients,
+    )
     admin = NodeAdmin(node, node.registration("").num_blocks, access)
     page: MetricsPage | None = None
     try:
         if metrics_listen:
-            page = MetricsPage(metrics_listen, node.collector(), access)
+            page = MetricsPage(node.collector(), access=access, tls=files)
+            await page.start(metrics_listen)
         address = await server.start(listen)
-        warn_if_public(address)
         links.append(
             RouterLinks(
                 routers,
@@ -128,6 +149,7 @@ async def run_node_program(
                 join_timeout_s=join_timeout_s,
                 node_token=node_token,
                 answer=admin.answer,
+                tls=tls,
             )
         )
         ends = (_drained(stopping, drain, death, drain_timeout_s), _left(leaving, drain))
@@ -136,7 +158,7 @@ async def run_node_program(
             raise EngineDeadError(f"the engine cannot continue: {death[0]}")
     finally:
         if page is not None:
-            await asyncio.to_thread(page.close)
+            await page.close()
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
         await asyncio.to_thread(access.audit.close)
@@ -146,6 +168,16 @@ def _read_again(access: Access) -> None:
     """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
     access.reload()
     access.audit.reopen()
+
+
+def _tls_files(tls: TlsOptions) -> TlsFiles | None:
+    """Of the node's own server; a node that has only CAs listens without TLS."""
+    if not tls.cert:
+        return None
+    tls.check_server()
+    files = TlsFiles(tls)
+    logger.info("certificate: %s", describe(tls, files.current()))
+    return files
 
 
 def _emit_to(links: Sequence[RouterLinks], event: NodeEvent) -> None:

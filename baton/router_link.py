@@ -41,6 +41,8 @@ from baton.link import (
 )
 from baton.outputs import RequestOutput
 from baton.rpc import bearer, open_channel
+from baton.tls import NO_TLS, TlsOptions, read_tls
+from baton.tls_refusal import why_refused
 from baton.v1 import node_pb2, node_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -66,10 +68,13 @@ class RouterLink:
         join_timeout_s: how long to try for the first time.
         node_token: shows the router that this node may join.
         answer: answers what operators ask; None: nothing.
+        tls: shows it who this node is; read anew for each link.
+        server_name: that the router's certificate must have; empty: the address's host.
 
     Attributes:
         router_id: of the router's process, once it was joined.
         joined: whether there is a link now.
+        problem: why there is none, where TLS is the reason.
     """
 
     def __init__(
@@ -82,16 +87,21 @@ class RouterLink:
         join_timeout_s: float,
         node_token: str = "",
         answer: Answer | None = None,
+        tls: TlsOptions = NO_TLS,
+        server_name: str = "",
     ) -> None:
         self.router = router
         self.router_id = ""
         self.joined = False
+        self.problem = ""
         self._registration = registration
         self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
         self._submit = submit
         self._on_joined = on_joined
         self._join_timeout_s = join_timeout_s
         self._metadata = bearer(node_token)
+        self._tls = tls
+        self._server_name = server_name
         self._num_missed_beats = 0
         self._admin = AdminAnswers(answer, self._send_part)
 
@@ -110,29 +120,39 @@ class RouterLink:
         give_up_at = time.monotonic() + self._join_timeout_s
         ever_joined = warned = False
         while True:
-            async with open_channel(self.router) as channel:
-                try:
-                    await self._hold(channel)
-                except grpc.aio.AioRpcError as error:
-                    if error.code() in _REFUSALS:
-                        raise ConfigError(
-                            f"the router refused this node: {error.details()}"
-                        ) from None
-                    if error.code() in _TOLD:
-                        logger.warning("link to the router broke: %s", error.details())
+            await self._connect()
             if self.joined:
                 self.joined, ever_joined, warned = False, True, False
                 self._submit(AbortAll("the link to the router broke", self.router_id))
                 await self._on_joined(False)
+            if not warned:
+                warned = True
+                self.problem = await asyncio.to_thread(
+                    why_refused, self.router, self._tls, self._server_name
+                )
+                reason = f": {self.problem}" if self.problem else ""
+                logger.warning("router %s cannot be reached; trying again%s", self.router, reason)
             if not ever_joined and time.monotonic() > give_up_at:
                 raise NodeUnavailableError(
                     f"router: {self.router} cannot be reached (tried for "
                     f"{self._join_timeout_s:g} s)"
                 )
-            if not warned:
-                warned = True
-                logger.warning("router %s cannot be reached; trying again", self.router)
             await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def _connect(self) -> None:
+        """Be linked as long as it lasts; with the certificates that are there now."""
+        try:
+            tls = await asyncio.to_thread(read_tls, self._tls) if self._tls else None
+        except ConfigError:  # `_reason` says it; they may be better at the next try
+            return
+        async with open_channel(self.router, tls, server_name=self._server_name) as channel:
+            try:
+                await self._hold(channel)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _REFUSALS:
+                    raise ConfigError(f"the router refused this node: {error.details()}") from None
+                if error.code() in _TOLD:
+                    logger.warning("link to the router broke: %s", error.details())
 
     async def _hold(self, channel: grpc.aio.Channel) -> None:
         """Register, then carry messages until the stream breaks."""

@@ -10,6 +10,7 @@ from baton import wire
 from baton.access import Access
 from baton.audit_log import AuditKind
 from baton.call_gate import Context
+from baton.certificates import certificate_identity
 from baton.link import (
     DecodeCommand,
     NodeRegistration,
@@ -51,7 +52,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         if registration is None:
             yield _registered("the first message must be a registration with a known role")
             return
-        refusal = self._pool.refusal(registration)
+        refusal = self._refusal(context, registration) or self._pool.refusal(registration)
         if refusal:
             self._note(AuditKind.REFUSED, context, registration, refusal)
             yield _registered(refusal)
@@ -73,6 +74,13 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
+    def _refusal(self, context: Context, registration: NodeRegistration) -> str:
+        """Why a node may not join as what it says, however it may; empty: it may."""
+        identity = certificate_identity(context)
+        if identity is None:
+            return ""
+        return identity.node_refusal(registration.role.value, registration.node_name)
+
     def _note(
         self, kind: AuditKind, context: Context, node: NodeRegistration, problem: str = ""
     ) -> None:
@@ -83,6 +91,8 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             "version": node.version,
         }
         who, address = context.principal, context.address
+        if problem:
+            logger.warning("refused a node at %s: %s", address, problem)
         self._access.note(kind, who, address, _LINK, arguments, problem)
 
     async def _read(

@@ -7,21 +7,24 @@ import contextlib
 import gc
 import logging
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.access import Access
 from baton.audit_log import AuditLog
 from baton.call_gate import CallGate
 from baton.client import DEFAULT_ADDRESS
+from baton.connection_limits import ConnectionLimits
 from baton.errors import ConfigError
+from baton.exposure import is_public
 from baton.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
-from baton.process import stop_event
-from baton.rpc import RpcServer, is_public, warn_if_public
+from baton.process import num_descriptors_allowed, stop_event
+from baton.rpc import RpcLimits, RpcServer
+from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
 from baton.tokenizer import Tokenizer
 from baton.v1 import (
     admin_pb2,
@@ -35,21 +38,27 @@ from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
 from router.cache_salts import CacheSalts, read_secret
 from router.capacity import Capacity
+from router.connection_budget import (
+    ConnectionBudget,
+    ConnectionOptions,
+    share_descriptors,
+)
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
 from router.link_service import NodeLinkService
+from router.listeners import check_exposure, requires_client_certs
 from router.metrics import RouterMetrics
 from router.node_pool import NodePool
 from router.policies import POLICIES
 from router.retry_budget import RetryOptions
 from router.service import InferenceService
+from router.stopping import LAST_WORDS_S, StoppableServer, stop_router
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 2.0  # for requests to end by themselves
-_LAST_WORDS_S = 1.0  # behind it, to tell the clients of the others
-_POLL_INTERVAL_S = 0.02
+# Seconds that load balancers need to hear that a router is not ready; none on one machine.
+DRAIN_DELAY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +68,16 @@ class RouterConfig:
     Attributes:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
-        api_keys_file: who may call; without it and tokens: anybody.
+        api_keys_file: who may call; without it, tokens and CAs: anybody.
         audit_log: "-": standard output; empty: none.
+        connections: what clients' connections may cost.
+        max_request_timeout_s: a deadline that a client sets itself is at most this far away.
+        drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
+            others than this machine can call, else 0.
         cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
             start.
+        tls: of all that the router listens on.
+        insecure: listen beyond loopback also where TLS or authentication is missing.
     """
 
     model: str
@@ -84,9 +99,24 @@ class RouterConfig:
     served_model_name: str = ""
     api_keys_file: str = ""
     audit_log: str = ""
+    connections: ConnectionOptions = field(default_factory=ConnectionOptions)
+    max_request_timeout_s: float = 3600.0
+    drain_delay_s: float | None = None
+    drain_timeout_s: float = 20.0
     cache_salt_secret_file: str = ""
+    tls: TlsOptions = NO_TLS
+    insecure: bool = False
 
     def __post_init__(self) -> None:
+        self.tls.check_server()
+        if not self.max_request_timeout_s >= self.request_timeout_s:
+            raise ConfigError(
+                f"max_request_timeout_s: must be request_timeout_s ({self.request_timeout_s:g}) "
+                f"or more, got {self.max_request_timeout_s:g}"
+            )
+        for name in ("drain_delay_s", "drain_timeout_s"):
+            if not (getattr(self, name) or 0) >= 0:
+                raise ConfigError(f"{name}: must be 0 or more, got {getattr(self, name):g}")
         if self.reuse_port and not self.node_listen:
             raise ConfigError(
                 "reuse_port: needs node_listen, or nodes would join any one of the processes"
@@ -100,6 +130,10 @@ class RouterConfig:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until told to stop; raises ConfigError when something is wrong at the start."""
+    check_exposure(config)
+    files = TlsFiles(config.tls) if config.tls else None
+    if files is not None:
+        logger.info("certificate: %s", describe(config.tls, files.current()))
     folder = find_model_folder(config.model, weights=False)
     limits = read_limits(folder)
     pool = NodePool(
@@ -109,9 +143,7 @@ async def serve(config: RouterConfig) -> None:
         may_self_prefill=_may_self_prefill(config, config.policy),
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
-    admission = Admission(
-        Capacity(lambda: pool.fleet, config.admission.prefill_window_s), config.admission
-    )
+    admission = Admission(_make_capacity(config.admission, pool), config.admission)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     metrics = RouterMetrics(pool, admission)
     intake = Intake(
@@ -123,7 +155,12 @@ async def serve(config: RouterConfig) -> None:
         cache_salts=_make_salts(config),
     )
     access = _make_access(config)
-    servers = _make_servers(config, dispatcher, intake, access)
+    budget = share_descriptors(
+        num_descriptors_allowed(),
+        config.connections,
+        own_address_for_nodes=bool(config.node_listen),
+    )
+    servers = _make_servers(config, dispatcher, intake, access, budget, files)
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
     loop.add_signal_handler(signal.SIGHUP, _read_again, access)
@@ -131,20 +168,19 @@ async def serve(config: RouterConfig) -> None:
         for listen, server in servers.items():
             address = await server.start(listen)
             await server.set_serving(True)
-            warn_if_public(address, authenticated=not access.is_open)
             logger.info("router of %s listens on %s", config.model, address)
         async with (
             _watching(pool),
-            _serving_http(config, intake, pool, metrics, access) as stop_http,
+            _serving_http(config, intake, pool, metrics, access, budget.http, files) as http,
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
-            logger.info("stopping")
-            grace_s = STOP_GRACE_S + _LAST_WORDS_S
-            await asyncio.gather(
-                stop_http(),
-                *(server.stop(grace_s) for server in servers.values()),
-                _end_calls(dispatcher),
+            await stop_router(
+                dispatcher,
+                servers.values(),
+                http,
+                delay_s=_drain_delay_s(config),
+                timeout_s=config.drain_timeout_s,
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
@@ -159,6 +195,7 @@ def _make_access(config: RouterConfig) -> Access:
         node_token=config.node_token,
         model=config.served_model_name or config.model,
         audit=AuditLog(config.audit_log, program="router"),
+        by_certificate=config.tls.verifies_clients,
     )
     access.warn_of_gaps((Role.INFER, Role.JOIN))
     return access
@@ -168,6 +205,22 @@ def _read_again(access: Access) -> None:
     """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
     access.reload()
     access.audit.reopen()
+
+
+def _drain_delay_s(config: RouterConfig) -> float:
+    if config.drain_delay_s is not None:
+        return config.drain_delay_s
+    listens = filter(None, (config.listen, config.http_listen))
+    return DRAIN_DELAY_S * any(is_public("listen", listen) for listen in listens)
+
+
+def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
+    return Capacity(
+        lambda: pool.fleet,
+        options.prefill_window_s,
+        shared_prefill_window_s=options.shared_prefill_window_s,
+        clock=pool.clock,
+    )
 
 
 def _make_salts(config: RouterConfig) -> CacheSalts:
@@ -181,25 +234,6 @@ def _make_salts(config: RouterConfig) -> CacheSalts:
     return CacheSalts()
 
 
-async def _end_calls(dispatcher: Dispatcher) -> None:
-    """Wait for the open calls, end those that take too long, and let the nodes go."""
-    await _until_quiet(dispatcher, STOP_GRACE_S)
-    dispatcher.stop("the router is stopping")
-    await _until_quiet(dispatcher, _LAST_WORDS_S / 2)
-    for node in dispatcher.pool.nodes:
-        node.hang_up()
-
-
-async def _until_quiet(dispatcher: Dispatcher, timeout_s: float) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while dispatcher.num_open and time.monotonic() < give_up_at:  # noqa: ASYNC110  # once in a life
-        await asyncio.sleep(_POLL_INTERVAL_S)
-
-
-async def _no_stop() -> None:
-    """Where there is no HTTP there is nothing to stop."""
-
-
 @contextlib.asynccontextmanager
 async def _serving_http(
     config: RouterConfig,
@@ -207,14 +241,19 @@ async def _serving_http(
     pool: NodePool,
     metrics: RouterMetrics,
     access: Access,
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Gives what stops it."""
+    limits: ConnectionLimits,
+    files: TlsFiles | None,
+) -> AsyncIterator[StoppableServer | None]:
+    """Gives the HTTP API; None where there is none."""
     if not config.http_listen:
-        yield _no_stop
+        yield None
         return
     # Imported here: who serves no HTTP does not wait for it.
     from router.http.server import HttpServer
 
+    tls = None
+    if files is not None:
+        tls = ServerContext.of(files, require_client_certs=config.tls.require_client_certs)
     server = HttpServer(
         intake,
         pool,
@@ -222,13 +261,14 @@ async def _serving_http(
         model_name=config.served_model_name or config.model,
         access=access,
         cors_origin=config.http_cors_origin,
-        grace_s=STOP_GRACE_S + _LAST_WORDS_S,
+        grace_s=LAST_WORDS_S,
+        limits=limits,
+        tls=tls,
     )
     address = await server.start(config.http_listen)
-    warn_if_public(address, authenticated=not access.is_open)
-    logger.info("HTTP API on http://%s", address)
+    logger.info("HTTP API on %s://%s", "https" if files else "http", address)
     try:
-        yield server.stop
+        yield server
     finally:
         await server.stop()
 
@@ -250,7 +290,12 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
 
 
 def _make_servers(
-    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, access: Access
+    config: RouterConfig,
+    dispatcher: Dispatcher,
+    intake: Intake,
+    access: Access,
+    budget: ConnectionBudget,
+    files: TlsFiles | None,
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -259,7 +304,12 @@ def _make_servers(
 
     journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
     model_name = config.served_model_name or config.model
-    service = InferenceService(intake, model=model_name, journal=journal)
+    service = InferenceService(
+        intake,
+        model=model_name,
+        journal=journal,
+        max_timeout_s=config.max_request_timeout_s,
+    )
 
     def add_public(server: object) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
@@ -274,15 +324,27 @@ def _make_servers(
         add_public(server)
         add_private(server)
 
-    def gate(listen: str) -> CallGate:
-        return CallGate(access, ANYBODY if is_public("listen", listen) else ANYBODY_HERE)
+    def make(
+        listen: str, services: Sequence[Any], add: Any, limits: RpcLimits, **options: Any
+    ) -> RpcServer:
+        return RpcServer(
+            services,
+            add,
+            CallGate(access, ANYBODY if is_public("listen", listen) else ANYBODY_HERE),
+            limits=limits,
+            tls=files,
+            require_client_certs=requires_client_certs(config, listen),
+            **options,
+        )
 
-    public = gate(config.listen)
+    private = config.node_listen or config.listen
     if not config.node_listen:
-        return {config.listen: RpcServer([inference, link, admin], add_all, public)}
+        all_services = [inference, link, admin]
+        return {private: make(private, all_services, add_all, budget.public)}
+    own = config.reuse_port
     return {
-        config.node_listen: RpcServer([link, admin], add_private, gate(config.node_listen)),
-        config.listen: RpcServer([inference], add_public, public, reuse_port=config.reuse_port),
+        private: make(private, [link, admin], add_private, budget.nodes),
+        config.listen: make(config.listen, [inference], add_public, budget.public, reuse_port=own),
     }
 
 

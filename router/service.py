@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -39,6 +40,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     Args:
         model: its name, for `ListModels`.
         journal: keeps resumable requests.
+        max_timeout_s: a client's own deadline is at most this far away.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         *,
         model: str = "",
         journal: Journal | None = None,
+        max_timeout_s: float = math.inf,
     ) -> None:
         self._intake = intake
         self._model = model
         self._journal = journal or Journal()
+        self._max_timeout_s = max_timeout_s
 
     async def Generate(  # gRPC's naming
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -78,7 +82,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateBatchRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Stream the outputs of several prompts as they come. All are checked before one begins."""
-        arrival = _arrival(context)
+        arrival = self._arrival(context)
         first, more_prompts = _batch_from_proto(request, arrival)
         calls = await accept_choices(self._intake, first, more_prompts)
         streams = [self._intake.stream(call) for call in calls]
@@ -114,7 +118,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[TextDelta, None]:
         """The stream of a request; of a resumable one that is kept already, the same again."""
-        request = _request_from_proto(message, _arrival(context))
+        request = _request_from_proto(message, self._arrival(context))
         if not message.resumable:
             return self._intake.stream(await self._intake.accept(request))
         content = message.SerializeToString(deterministic=True)
@@ -128,9 +132,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 self._journal.keep(request_id, content, deltas, tenant=tenant)
         return self._journal.read(request_id, 0, tenant=tenant)
 
-
-def _arrival(context: Context) -> _Arrival:
-    return _Arrival(time.perf_counter(), context.time_remaining(), context.principal)
+    def _arrival(self, context: Context) -> _Arrival:
+        timeout_s = context.time_remaining()
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, self._max_timeout_s)
+        return _Arrival(time.perf_counter(), timeout_s, context.principal)
 
 
 def _request_from_proto(

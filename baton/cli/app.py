@@ -9,7 +9,7 @@ import typer
 import typer.core
 import typer.main
 
-from baton.cli import client_commands, keys, up
+from baton.cli import certs, client_commands, keys, up
 from baton.cli.admin import app as admin
 from baton.registry import Registry
 from baton.version import __version__
@@ -38,6 +38,7 @@ class _ProgramGroup(typer.core.TyperGroup):
             "chat",
             "admin",
             "keys",
+            "certs",
             "version",
         ]
 
@@ -60,6 +61,7 @@ app.command()(client_commands.generate)
 app.command()(client_commands.chat)
 app.add_typer(admin.app, name="admin")
 app.add_typer(keys.app, name="keys")
+app.add_typer(certs.app, name="certs")
 
 
 @app.callback()

@@ -11,13 +11,14 @@ from baton.audit_log import AuditLog
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
+from baton.exposure import split_address
 from baton.link import NodeEvent
 from baton.model_folder import find_model_folder
 from baton.node_program import NodeProgram, run_node_program
 from baton.process import run_program
 from baton.push_mode import PushMode
 from baton.registry import Registry
-from baton.rpc import split_address
+from baton.tls import NO_TLS, TlsOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class NodeOptions:
     listen: str
     join_timeout_s: float
     kv_connector: str
+    kv_listen: str
     engine: EngineConfig
     log_level: str
     push: PushMode
@@ -42,6 +44,8 @@ class NodeOptions:
     admin_token: str = field(default="", repr=False)
     api_keys_file: str = ""
     audit_log: str = ""
+    tls: TlsOptions = NO_TLS
+    insecure: bool = False
     decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
 
 
@@ -66,6 +70,12 @@ def run_node(options: NodeOptions, program: str) -> int:
         split_address("listen", options.listen)
         if options.metrics_listen:
             split_address("metrics_listen", options.metrics_listen)
+        if options.kv_listen:
+            split_address("kv_listen", options.kv_listen)
+            if options.kv_connector != "tls":
+                raise ConfigError(
+                    f"kv_listen: only --kv-connector tls listens, not {options.kv_connector}"
+                )
         find_model_folder(options.model)
         programs: Registry[MakeProgram] = Registry("node program", {"node": program})
         try:
@@ -89,7 +99,10 @@ def run_node(options: NodeOptions, program: str) -> int:
                 keys_file=Path(options.api_keys_file) if options.api_keys_file else None,
                 admin_token=options.admin_token,
                 audit=AuditLog(options.audit_log, program=options.name),
+                by_certificate=options.tls.verifies_clients,
             ),
+            tls=options.tls,
+            insecure=options.insecure,
         )
 
     return run_program(main, log_level=options.log_level)

@@ -12,9 +12,8 @@ from baton.cli.admin.connection import (
     NodeArgument,
     OutputFormat,
     OutputOption,
-    RouterOption,
-    TokenOption,
     connection,
+    takes_admin_access,
 )
 from baton.cli.admin.output import (
     enum_word,
@@ -26,20 +25,20 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.client import DEFAULT_ADDRESS
+from baton.cli.tls_options import Access
 from baton.rates import format_rate
 from baton.v1 import admin_pb2, node_pb2, types_pb2
 
 _STYLES = {"serving": "green", "draining": "yellow", "drained": "cyan", "lost": "red"}
 
 
+@takes_admin_access
 def nodes(
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """List the nodes that have joined a router, how busy they are, and whom they reach."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         response = admin.call("ListNodes", admin_pb2.ListNodesRequest())
     if is_json(output):
         print_json(response)
@@ -49,14 +48,15 @@ def nodes(
     print_problems(console, response.nodes)
 
 
+@takes_admin_access
 def node(
     name: NodeArgument,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show one node."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.node(name)
     if is_json(output):
         print_json(found)
