@@ -71,7 +71,7 @@ def router(
         int,
         typer.Option(
             help="Requests that wait while the nodes have all that they can take; then the least "
-            "urgent one is refused. 0: no limit."
+            "urgent one of the tenant that waits for most is refused. 0: no limit."
         ),
     ] = ADMISSION.max_queued_requests,
     max_open_requests: Annotated[
@@ -94,6 +94,13 @@ def router(
             "in the router, by priority."
         ),
     ] = ADMISSION.prefill_window_s,
+    shared_prefill_window_s: Annotated[
+        float,
+        typer.Option(
+            help="The same while several tenants ask for something, of those that have much before "
+            "the nodes already: what another tenant's next request may have to wait for."
+        ),
+    ] = ADMISSION.shared_prefill_window_s,
     node_token: Annotated[
         str,
         typer.Option(
@@ -231,6 +238,7 @@ def router(
                     max_open_requests_per_client=max_open_requests_per_client,
                     max_ttft_s=max_ttft_s,
                     prefill_window_s=prefill_window_s,
+                    shared_prefill_window_s=shared_prefill_window_s,
                 ),
                 node_token=node_token,
                 admin_token=admin_token,

@@ -8,7 +8,7 @@ import itertools
 from baton.admin_answers import MAX_REPLY_BYTES
 from baton.errors import NodeUnavailableError
 from baton.link import AdminReply
-from router.node_errors import error_of
+from router.call_errors import error_of
 
 
 class AdminReplies:

@@ -18,14 +18,14 @@ from baton.errors import (
     RequestCancelledError,
 )
 from baton.link import NodeRole, RequestDelta, RequestError
-from baton.outputs import DecodeReceipt, FinishReason, Receipt, RequestOutput
-from router.admission import Admission, Ticket
+from baton.outputs import FinishReason, Receipt, RequestOutput
+from router.admission import Admission
 from router.attempt import Attempt
 from router.call import Call, CallOutput
+from router.call_errors import error_of
 from router.capacity import Capacity
 from router.decisions import DecisionLog
 from router.node import LegDelta
-from router.node_errors import error_of
 from router.node_pool import NodePool
 from router.output_buffer import OutputBuffer
 from router.pair_choice import PairChoice
@@ -34,6 +34,8 @@ from router.prompt_hashes import PromptHashes
 from router.request_log import Following, RequestLog
 from router.retry_budget import CallRetries, RetryBudget, RetryOptions
 from router.running_calls import RunningCalls
+from router.ticket import Ticket
+from router.usage import num_tokens_used
 from router.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ class Dispatcher:
         self.decisions = DecisionLog()
         self.log = RequestLog()
         self.wake_ups = WakeUps()
-        self.admission = admission or Admission(Capacity(lambda: pool.fleet))
+        self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
         self._running = RunningCalls()
         self._open: dict[str, _OpenCall] = {}  # by `Call.scoped_id`
         self._stopped: RequestError | None = None
@@ -100,7 +102,7 @@ class Dispatcher:
         try:
             with self.log.follow(call) as following:
                 async with self._admitted(call) as (admitted, ticket):
-                    outputs = self._run(admitted, following)
+                    outputs = self._run(admitted, ticket, following)
                     async with contextlib.aclosing(outputs):
                         async for output in outputs:
                             if output.output.output_index == 0:
@@ -119,12 +121,20 @@ class Dispatcher:
             max_tokens=call.sampling_params.max_tokens,
             timeout_s=call.timeout_s,
             priority=call.priority,
-            client=call.principal.name,
+            principal=call.principal,
+            find_cached_tokens=lambda: self._num_cached(call),
         ) as ticket:
             left_s = call.timeout_s - ticket.waited_s
             yield dataclasses.replace(call, timeout_s=left_s), ticket
 
-    async def _run(self, call: Call, following: Following) -> AsyncGenerator[CallOutput, None]:
+    def _num_cached(self, call: Call) -> int:
+        """How much of a prompt some node has in its prefix cache."""
+        hashes = PromptHashes(call.prompt_token_ids, call.cache_salt)
+        return max(self.pool.prefix_index.match_tokens(hashes).values(), default=0)
+
+    async def _run(
+        self, call: Call, ticket: Ticket, following: Following
+    ) -> AsyncGenerator[CallOutput, None]:
         self.budget.note_call()
         opened = self._open[call.scoped_id] = _OpenCall(self, call, following)
         try:
@@ -132,24 +142,23 @@ class Dispatcher:
                 async for output in outputs:
                     yield output
         except BatonError as error:
-            error.receipt = opened.receipt(None)
+            error.receipt = opened.receipt()
             raise
         finally:
+            ticket.num_tokens_used = num_tokens_used(opened.receipt(), ticket.num_uncached_tokens)
             opened.close()
             del self._open[call.scoped_id]
 
     def receipt(self, call: Call) -> Receipt:
         """The receipt of an open call as of now, for who is about to end it; after token 1."""
         opened = self._open[call.scoped_id]
-        receipt = opened.receipt(None)
+        receipt = opened.receipt()
         opened.following.finish(FinishReason.STOP, receipt)
         return receipt
 
     def abort(self, request_id: str, why: str, *, tenant: str | None = None) -> bool:
-        """End a call from outside; its client gets CANCELLED. Returns whether it was open.
-
-        ``tenant`` None: whoever's it is; raises InvalidRequestError when several have that id.
-        """
+        """End a call from outside; its client gets CANCELLED. Says whether it was open; finds it
+        as `RunningCalls.find` does."""
         call = self._running.find(request_id, tenant)
         if call is None:
             return False
@@ -211,7 +220,7 @@ class _OpenCall:
                 if output.output_index == 0:
                     self._ttft_s = time.perf_counter() - self._call.received_at
                 if output.finish_reason is not None:
-                    yield CallOutput(output, self.receipt(buffer.decode_receipt))
+                    yield CallOutput(output, self.receipt())
                     return
                 yield CallOutput(output)
             elif buffer.failure is not None:
@@ -220,8 +229,8 @@ class _OpenCall:
                 self._check_retry(attempt, failure)
                 attempt = await self._begin(failure.delta.error.message)
 
-    def receipt(self, decode: DecodeReceipt | None) -> Receipt:
-        """What the call cost up to now; ``decode``: the decode node's part, with its last token."""
+    def receipt(self) -> Receipt:
+        """What the call cost up to now; the decode node's part comes with its last token."""
         attempt = self._attempt
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
@@ -233,7 +242,7 @@ class _OpenCall:
             if attempt and attempt.decode and attempt.decoded
             else "",
             prefill=attempt.prefill_receipt if attempt else None,
-            decode=decode,
+            decode=self._buffer.decode_receipt,
             num_attempts=self._num_attempts,
             router_queue_s=self._router_queue_s,
         )

@@ -1,4 +1,4 @@
-"""What a node says is wrong with a request, as the error that its client gets."""
+"""The error that a client is told for what a node, or the router, said of its request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ERRORS: dict[str, type[BatonError]] = {
 
 
 def error_of(error: RequestError) -> BatonError:
-    """By its status code; one that nobody knows is the engine's."""
+    """The exception for a request's error; a code that nobody knows is the engine's fault."""
     if error.code == "INVALID_ARGUMENT":
         field_name, _, problem = error.message.partition(": ")
         return InvalidRequestError(field_name, problem)
