@@ -221,6 +221,9 @@ class Access:
             if not self._all_lines.take(""):
                 self.audit.note_suppressed()
                 return
+        elif kind is AuditKind.REFUSED and not self._refusal_lines.take(_network(address)):
+            self.audit.note_suppressed()
+            return
         self.audit.write(
             AuditEvent(
                 kind=kind,

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -74,6 +75,7 @@ class RouterLink:
     Attributes:
         router_id: of the router's process, once it was joined.
         joined: whether there is a link now.
+        obstacle: why the router does not take this node now, if it said so when last asked.
         problem: why there is none, where TLS is the reason.
     """
 
@@ -93,8 +95,9 @@ class RouterLink:
         self.router = router
         self.router_id = ""
         self.joined = False
-        self.problem = ""
-        self._registration = registration
+        self.obstacle = self.problem = ""
+        # A key for each router: none of them can show the others' to be this node.
+        self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
         self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
         self._submit = submit
         self._on_joined = on_joined
@@ -127,11 +130,12 @@ class RouterLink:
                 await self._on_joined(False)
             if not warned:
                 warned = True
-                self.problem = await asyncio.to_thread(
-                    why_refused, self.router, self._tls, self._server_name
-                )
-                reason = f": {self.problem}" if self.problem else ""
-                logger.warning("router %s cannot be reached; trying again%s", self.router, reason)
+                if not self.obstacle:
+                    self.problem = await asyncio.to_thread(
+                        why_refused, self.router, self._tls, self._server_name
+                    )
+                why = self.obstacle or self.problem or "it cannot be reached"
+                logger.warning("router %s is tried again: %s", self.router, why)
             if not ever_joined and time.monotonic() > give_up_at:
                 raise NodeUnavailableError(
                     f"router: {self.router} cannot be reached (tried for "
@@ -167,8 +171,13 @@ class RouterLink:
             return
         if not isinstance(first, node_pb2.RouterMessage):
             return
+        if first.registered.problem:
+            self.obstacle = first.registered.problem
+            if first.registered.may_retry:
+                return
+            raise ConfigError(f"the router refused this node: {self.obstacle}")
+        self.obstacle = ""
         self.router_id = first.registered.router_id
-        self._take(first)
         while not self._events.empty():  # of a time before this link
             self._events.get_nowait()
         self.joined = True
@@ -233,15 +242,13 @@ class RouterLink:
             logger.warning("refused a command: %s", error)
             self._refuse(message, str(error))
             return
-        if isinstance(command, Refusal):
-            raise ConfigError(f"the router refused this node: {command.problem}")
         if isinstance(command, AdminCall):
             self._admin.take(command)
             return
         if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
             name = node_request_id(command.request_id, self.router_id)
             command = dataclasses.replace(command, request_id=name)
-        if command is not None and not isinstance(command, RouterBeat):
+        if command is not None and not isinstance(command, RouterBeat | Refusal):
             self._submit(command)
 
     def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> None:

@@ -115,13 +115,10 @@ class RouterLinks:
             while True:
                 now = time.monotonic()
                 ever_joined |= any(link.joined for link in self._links.values())
-                if not ever_joined and now > give_up_at:
-                    problems = dict.fromkeys(link.problem for link in self._links.values())
-                    why = "; ".join(filter(None, problems))
-                    raise NodeUnavailableError(
-                        f"router: {', '.join(self._routers)} cannot be reached (tried for "
-                        f"{self._join_timeout_s:g} s){': ' if why else ''}{why}"
-                    )
+                if any(link.joined for link in self._links.values()):
+                    give_up_at = now + self._join_timeout_s
+                elif now > give_up_at:
+                    self._give_up(ever_joined=ever_joined)
                 if now >= resolve_at:
                     await self._follow(await _resolve(self._routers))
                     resolve_at = now + (RESOLVE_INTERVAL_S if self._links else 0.0)
@@ -140,6 +137,21 @@ class RouterLinks:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _give_up(self, *, ever_joined: bool) -> None:
+        """Raise what kept this node from every router for so long, if it should not go on."""
+        obstacles = [link.obstacle for link in self._links.values() if link.obstacle]
+        if obstacles:  # another node has its name, most likely
+            raise ConfigError(
+                f"the router refuses this node for {self._join_timeout_s:g} s: {obstacles[0]}"
+            )
+        if not ever_joined:
+            problems = dict.fromkeys(link.problem for link in self._links.values())
+            why = "; ".join(filter(None, problems))
+            raise NodeUnavailableError(
+                f"router: {', '.join(self._routers)} cannot be reached (tried for "
+                f"{self._join_timeout_s:g} s){': ' if why else ''}{why}"
+            )
 
     def _end(self, task: asyncio.Task[None]) -> None:
         """A router refused this node: so it cannot go on, unless it is leaving anyway."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from baton.cli.run_node import NodeOptions
 from baton.link import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
+from baton.tls import TlsFiles
 from decode_node.node import DecodeNode
 from engine.node_engine import load_engine
 from engine.node_threads import NodeThreads
@@ -35,8 +36,9 @@ def make_program(
     """
     faults = faults_of(options.inject_faults, options.name)
     make_transport = KV_CONNECTORS.load(options.kv_connector)
-    transport_options = (
-        TransportOptions(listen=options.kv_listen) if options.kv_listen else NO_OPTIONS
+    transport_options = TransportOptions(
+        listen=options.kv_listen or NO_OPTIONS.listen,
+        tls=TlsFiles(options.tls) if options.tls.verifies_clients else None,
     )
     loaded = load_engine(
         options.model,

@@ -320,10 +320,9 @@ class _OpenCall:
         assert prefill is not None or placement.prefill is None
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
         num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
-        ends_with_next = (
-            len(self._output_token_ids) + 1 >= call.sampling_params.max_tokens
-            or num_tokens + 1 >= dispatcher.pool.max_model_len
-        )
+        num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
+        room = dispatcher.pool.max_len_at(placement) - num_tokens
+        ends_with_next = min(num_left, room) <= 1
         self._num_attempts += 1
         if not self._output_token_ids:
             self._router_queue_s = time.perf_counter() - call.received_at
@@ -373,7 +372,8 @@ class _OpenCall:
             now=pool.clock(),
             find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
         )
-        fleet = pool.fleet.with_room_for(query.num_prompt_tokens + 1)
+        num_tokens = query.num_prompt_tokens
+        fleet = pool.fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
         placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
         if placement is not None:
             is_first = self._num_attempts == 0

@@ -27,6 +27,9 @@ from router.node_pool import NodePool
 logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
+REGISTER_TIMEOUT_S = 10.0
+# Far more than a node that listens ever has before it.
+MAX_QUEUED_COMMANDS = 50_000
 
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
@@ -43,7 +46,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         context: Context,
     ) -> AsyncIterator[node_pb2.RouterMessage]:
         """The first message registers; then events come in and commands go out."""
-        first = await anext(request_iterator, None)
+        first = await _first(request_iterator)
         registration = (
             wire.registration_from_proto(first.register)
             if first is not None and first.WhichOneof("message") == "register"
@@ -57,8 +60,25 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             self._note(AuditKind.REFUSED, context, registration, refusal)
             yield _registered(refusal)
             return
+        obstacle = self._pool.gate.obstacle(registration, self._pool.nodes, context.address)
+        if obstacle:
+            self._note(AuditKind.REFUSED, context, registration, obstacle)
+            yield _registered(obstacle, may_retry=True)
+            return
         outgoing: asyncio.Queue[RouterCommand | None] = asyncio.Queue()
-        node = Node(registration, outgoing.put_nowait, hang_up=lambda: outgoing.put_nowait(None))
+
+        call = asyncio.current_task()
+        assert call is not None
+
+        def send(command: RouterCommand) -> None:
+            outgoing.put_nowait(command)
+            if outgoing.qsize() > MAX_QUEUED_COMMANDS:  # it talks and does not listen
+                logger.warning("hung up on %s, which reads nothing of its link", node.name)
+                while not outgoing.empty():
+                    outgoing.get_nowait()
+                call.cancel()  # the call waits for its reading, and for nothing else
+
+        node = Node(registration, send, hang_up=lambda: outgoing.put_nowait(None))
         self._pool.add(node)
         self._note(AuditKind.JOINED, context, registration)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
@@ -126,6 +146,17 @@ def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | No
     return None
 
 
-def _registered(problem: str, router_id: str = "") -> node_pb2.RouterMessage:
-    registered = node_pb2.Registered(problem=problem, router_id=router_id)
+async def _first(messages: AsyncIterator[node_pb2.NodeMessage]) -> node_pb2.NodeMessage | None:
+    """None when nothing comes, or not in time."""
+    try:
+        async with asyncio.timeout(REGISTER_TIMEOUT_S):
+            return await anext(messages, None)
+    except TimeoutError:
+        return None
+
+
+def _registered(
+    problem: str, router_id: str = "", *, may_retry: bool = False
+) -> node_pb2.RouterMessage:
+    registered = node_pb2.Registered(problem=problem, router_id=router_id, may_retry=may_retry)
     return node_pb2.RouterMessage(registered=registered)

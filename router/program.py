@@ -141,6 +141,7 @@ async def serve(config: RouterConfig) -> None:
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
         may_self_prefill=_may_self_prefill(config, config.policy),
+        vocab_size=limits.vocab_size,
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     admission = Admission(_make_capacity(config.admission, pool), config.admission)
