@@ -31,6 +31,7 @@ class Connection:
 
     Attributes:
         is_secure: the handshake is done, and the other end has shown who it is.
+        is_ready: its owner has seen that there is something to read, or room to write.
         problem: why it has ended; empty while it has not.
         made_at: when.
         sent_bytes: encrypted with this connection's keys.
@@ -47,6 +48,7 @@ class Connection:
         now: float,
     ) -> None:
         self.is_secure = False
+        self.is_ready = True
         self.problem = ""
         self.made_at = now
         self.sent_bytes = 0
@@ -86,8 +88,9 @@ class Connection:
 
     @property
     def has_more(self) -> bool:
-        """Whether it has stopped though it could go on: its turn was over."""
-        return self._has_more
+        """Whether it has stopped though it could go on: its turn was over, or has not come yet."""
+        waits_for_peer = self._wants_write or self.problem
+        return self._has_more or (bool(self._queue) and self.is_secure and not waits_for_peer)
 
     def post(self, *parts: memoryview | bytes) -> None:
         """Queue bytes; what they view must stay as it is until they are sent."""
@@ -96,8 +99,9 @@ class Connection:
 
     def progress(self) -> bool:
         """Go on as far as is possible at once, for a turn; whether anything moved."""
-        if self._socket is None or self.problem:
+        if self._socket is None or self.problem or not (self.is_ready or self.has_more):
             return False
+        self.is_ready = False
         self._has_more = self._wants_write = False
         try:
             if not self.is_secure:

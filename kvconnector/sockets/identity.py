@@ -83,7 +83,10 @@ class PinnedIdentity:
             try:
                 context.load_verify_locations(cadata=identity)
             except ssl.SSLError as error:
-                raise TransferError("its peer info has no certificate") from error
+                raise TransferError(
+                    "it shows no certificate of its own making, as this node does (--tls-cert is "
+                    "needed on all nodes, or on none)"
+                ) from error
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
         return connection.getpeercert(binary_form=True) or b""
@@ -120,8 +123,11 @@ class NamedIdentity:
         return made[1]
 
     def learn(self, identity: bytes) -> None:
-        if not identity:
-            raise TransferError("its peer info names no identity")
+        if not (identity and identity.isascii()):
+            raise TransferError(
+                "it shows a certificate of its own making, and this node wants one of a CA "
+                "(--tls-cert is needed on all nodes, or on none)"
+            )
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
         certificate = connection.getpeercert() or {}

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from baton.errors import ConfigError, TransferError
+from baton.exposure import split_address
 from kvconnector.base import NO_OPTIONS, NO_TRANSFER, TransferKey, TransportOptions
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.peer_info import PeerInfo, host_identity
@@ -182,8 +183,9 @@ class TlsTransport:
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Also all progress: goes on for a moment while bytes of blocks come or go."""
         until = self._clock() + ROUND_S
+        self._look(0.0)
         while self._progress() and self._is_amid() and self._clock() < until:
-            self._await(until - self._clock())
+            self._look(until - self._clock())
         for engine_id in self._grants.keys() - self._peers.keys():
             del self._grants[engine_id]
         taken, self._inbox = self._inbox, []
@@ -195,7 +197,7 @@ class TlsTransport:
 
     def _connections(self) -> list[Connection]:
         out = [c for outgoing in self._outgoing.values() for c in outgoing.connections()]
-        return out + self._incoming.connections()
+        return [c for c in out + self._incoming.connections() if not c.problem]
 
     def _is_amid(self) -> bool:
         """Whether it is worth a moment to wait for more."""
@@ -203,20 +205,22 @@ class TlsTransport:
             return True
         return any(c.has_more or c.reader.is_amid for c in self._incoming.connections())
 
-    def _await(self, seconds: float) -> None:
-        """Until there is something to do."""
+    def _look(self, seconds: float) -> None:
+        """Find out who is ready; wait so long until somebody is."""
         poller = select.poll()
         poller.register(self._incoming.listener, select.POLLIN)
         for outgoing in self._outgoing.values():
             if outgoing.dialling is not None:
                 poller.register(outgoing.dialling, select.POLLOUT)
-        for connection in self._connections():
+        by_descriptor = {c.socket.fileno(): c for c in self._connections()}
+        for descriptor, connection in by_descriptor.items():
             if connection.has_more:
-                return
-            if not connection.problem:
-                events = select.POLLIN | (select.POLLOUT if connection.wants_write else 0)
-                poller.register(connection.socket, events)
-        poller.poll(max(0.0, seconds) * 1e3)
+                seconds = 0.0
+            room = select.POLLOUT if connection.wants_write else 0
+            poller.register(descriptor, select.POLLIN | room)
+        for descriptor, _ in poller.poll(max(0.0, seconds) * 1e3):
+            if descriptor in by_descriptor:
+                by_descriptor[descriptor].is_ready = True
 
     def _on_message(self, engine_id: str, payload: bytes) -> None:
         self._inbox.append((engine_id, payload))
@@ -254,15 +258,12 @@ class TlsTransport:
 
 
 def _listen_address(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"kv_listen: must be host:port, got {listen!r}")
-    if host in ("*", "0.0.0.0", "::"):
+    host, port = split_address("kv_listen", listen)
+    if host in ("0.0.0.0", "[::]"):
         raise ConfigError(
-            f"kv_listen: peers dial this address, so it must be one of this machine's, not {host!r}"
+            f"kv_listen: peers dial this address, so it must be one of this machine's, not {host}"
         )
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), port
 
 
 def _read_where(peer: PeerInfo) -> _Where:

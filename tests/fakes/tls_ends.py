@@ -6,9 +6,11 @@ from collections.abc import Callable
 from itertools import count
 
 import msgspec
+import pytest
 import torch
 
-from kvconnector.base import PendingWrite, TransportOptions
+from baton.errors import TransferError
+from kvconnector.base import CertificateFiles, PendingWrite, TransportOptions
 from kvconnector.peer_info import PeerInfo
 from kvconnector.sockets.transport import TlsTransport, _Where
 from tests.fakes.virtual_clock import VirtualClock
@@ -22,10 +24,16 @@ numbers = count()
 class End:
     """A transport whose I/O thread is the test."""
 
-    def __init__(self, name: str, shape: tuple[int, ...] = SHAPE, listen: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...] = SHAPE,
+        listen: str = "127.0.0.1:0",
+        tls: CertificateFiles | None = None,
+    ) -> None:
         self.blocks = torch.rand(shape) if name == "p" else torch.zeros(shape)
         self.clock = VirtualClock()
-        options = TransportOptions(listen=listen or "127.0.0.1:0")
+        options = TransportOptions(listen=listen, tls=tls)
         engine_id = f"{name}{next(numbers)}"
         self.transport = TlsTransport(engine_id, self.blocks, options, self.clock)
         self.heard: list[bytes] = []
@@ -70,3 +78,16 @@ def with_where(info: PeerInfo, where: _Where) -> PeerInfo:
 
 def where_of(info: PeerInfo) -> _Where:
     return msgspec.msgpack.decode(info.agent_metadata, type=_Where)
+
+
+def reason(p: End, d: End) -> str:
+    """Why the connection does not come about, once that is said."""
+    for _ in range(2000):
+        try:
+            p.transport.notify(d.id, b"x")
+        except TransferError as error:
+            return str(error)
+        p.round()
+        d.round()
+        p.clock.advance(0.01)
+    pytest.fail("no reason is given")

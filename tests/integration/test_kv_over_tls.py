@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -102,6 +105,31 @@ def test_blocks_of_a_prefill_node_that_stands_still_are_free_at_once(
         for _ in range(4):  # both prefill nodes have their turn; what is late lands nowhere
             assert Stream(client, LONG_PROMPT).end() == expected
         wait_until(lambda: all_blocks_free(deployment), "all blocks free")
+
+
+def test_with_certificates_of_a_ca_both_ends_verify_them(tmp_path: Path, llm: LLM) -> None:
+    folder = tmp_path / "certs"
+    subprocess.run(
+        [sys.executable, "-m", "baton.cli.app", "certs", "dev", "--out", str(folder)], check=True
+    )
+    config = LocalDeploymentConfig(
+        model=str(DEMO_MODEL),
+        listen=free_address(),
+        num_prefill=1,
+        num_decode=1,
+        router_args=["--no-local-prefill"],
+        node_args=[*NODE_ARGS, "--kv-connector", "tls"],
+        tls_folder=folder,
+        log_folder=tmp_path / "logs",
+    )
+    with LocalDeployment(config) as running:
+        running.wait_ready(READY_TIMEOUT_S)
+        with Client(config.listen, tls=config.tls_of("client")) as client:
+            completion = client.generate(LONG_PROMPT, GREEDY)
+    assert completion.token_ids == llm.generate([LONG_PROMPT], GREEDY)[0].token_ids
+    assert completion.receipt is not None
+    assert completion.receipt.decode is not None
+    assert completion.receipt.decode.push.transport == "tls/tcp"
 
 
 def test_idle_nodes_rest(deployment: LocalDeployment) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.access import Access
 from baton.errors import ConfigError
 from baton.node_program import run_node_program
 from baton.tls import TlsOptions
@@ -32,7 +33,6 @@ def config(**options: Any) -> RouterConfig:
     [
         ({"listen": ALL}, "listen: 0.0.0.0:1 .* needs TLS .* and authentication"),
         ({"listen": ALL, "tls": TLS}, "listen: .* needs authentication"),
-        ({"listen": ALL, "tls": TLS, **KEYS}, "listen: .* needs authentication"),  # nodes, admin
         ({"listen": ALL, **KEYS, **TOKENS}, r"listen: .* needs TLS \(--tls-cert, --tls-key\);"),
         # A CA alone asks nobody for a certificate where clients and nodes share the port.
         ({"listen": ALL, "tls": MTLS}, "listen: .* needs authentication"),
@@ -41,7 +41,6 @@ def config(**options: Any) -> RouterConfig:
             r"listen: .* \(--api-keys-file or --tls-",
         ),
         ({"node_listen": ALL, "tls": TLS}, "node_listen: .* needs authentication"),
-        ({"node_listen": ALL, "tls": TLS, "node_token": "n"}, "node_listen: .* needs auth"),
         ({"node_listen": ALL, **TOKENS}, "node_listen: .* needs TLS"),
         ({"http_listen": ALL}, "http_listen: .* needs TLS .* and authentication"),
         ({"http_listen": ALL, "tls": MTLS}, "http_listen: .* needs authentication"),
@@ -60,7 +59,9 @@ def test_a_router_beyond_loopback_needs_both(options: dict[str, Any], problem: s
         {},
         {"http_listen": HERE, "node_listen": HERE},
         {"listen": ALL, "http_listen": ALL, "tls": ALL_MTLS},
-        {"listen": ALL, "tls": TLS, **KEYS, **TOKENS},
+        # With any key at all, who brings none may do nothing.
+        {"listen": ALL, "tls": TLS, **KEYS},
+        {"node_listen": ALL, "tls": TLS, "node_token": "n"},
         {"listen": ALL, "node_listen": ALL, "http_listen": ALL, "tls": MTLS, **KEYS},
         {"listen": ALL, "node_listen": HERE, "tls": TLS, **KEYS},
         {"node_listen": ALL, "tls": TLS, **TOKENS},
@@ -95,8 +96,9 @@ def test_a_node_beyond_loopback_needs_mutual_tls(option: str, tmp_path: Path) ->
     full = authority.issue("d0", "node/decode/d0")
     with pytest.raises(ConfigError, match=rf"^{option}: 0.0.0.0:0 .* needs TLS .* and auth"):
         run()
-    with pytest.raises(ConfigError, match=rf"^{option}: .* needs authentication \(--tls-ca\)"):
+    with pytest.raises(ConfigError, match=rf"^{option}: .* needs authentication \(--tls-ca or"):
         run(tls=TlsOptions(cert=full.cert, key=full.key))
-    for options in ({"tls": full}, {"insecure": True}):
+    guarded: dict[str, Any] = {"tls": full, "access": Access(by_certificate=True)}
+    for options in (guarded, {"insecure": True}):
         with pytest.raises(AssertionError, match="nothing is loaded before"):
             run(**options)

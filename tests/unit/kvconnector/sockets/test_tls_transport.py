@@ -10,7 +10,17 @@ from baton.errors import ConfigError, TransferError
 from kvconnector.base import PendingWrite
 from kvconnector.sockets.identity import PinnedIdentity
 from kvconnector.sockets.transport import _Where
-from tests.fakes.tls_ends import GRANTED, SHAPE, End, done, meet, rounds_until, where_of, with_where
+from tests.fakes.tls_ends import (
+    GRANTED,
+    SHAPE,
+    End,
+    done,
+    meet,
+    reason,
+    rounds_until,
+    where_of,
+    with_where,
+)
 
 
 def refused(p: End, d: End, write: PendingWrite) -> None:
@@ -147,19 +157,6 @@ def test_who_is_learnt_late_is_dialled_until_it_answers(ends: tuple[End, End]) -
     late.clock.advance(1.0)
     rounds_until((late, d), lambda: d.heard == [b"hello"], "the message")
     late.transport.close()
-
-
-def reason(p: End, d: End) -> str:
-    """Why the connection does not come about, once that is said."""
-    for _ in range(2000):
-        try:
-            p.transport.notify(d.id, b"x")
-        except TransferError as error:
-            return str(error)
-        p.round()
-        d.round()
-        p.clock.advance(0.01)
-    pytest.fail("no reason is given")
 
 
 def test_a_peer_that_shows_another_certificate_is_not_spoken_to(ends: tuple[End, End]) -> None:
