@@ -8,8 +8,10 @@ the router's names on the stream, and `node_request_id` behind it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,10 +20,13 @@ import grpc
 import grpc.aio
 
 from baton import wire
+from baton.admin_answers import AdminAnswers, Answer
 from baton.errors import ConfigError, InvalidRequestError, NodeUnavailableError
 from baton.link import (
     BEAT_INTERVAL_S,
     AbortAll,
+    AdminCall,
+    AdminReply,
     CancelCommand,
     DecodeCommand,
     NodeEvent,
@@ -47,6 +52,10 @@ RETRY_INTERVAL_S = 0.5
 REGISTER_TIMEOUT_S = 2.0
 # A router that misses more beats is stopped or behind a dead network.
 MAX_MISSED_BEATS = 6
+_PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
+# Who it is, or what it may, is wrong: trying again changes nothing.
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_TOLD = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 class RouterLink:
@@ -59,12 +68,14 @@ class RouterLink:
         on_joined: called with True when registered, with False when the link is lost.
         join_timeout_s: how long to try for the first time.
         node_token: shows the router that this node may join.
+        answer: answers what operators ask; None: nothing.
         tls: shows it who this node is; read anew for each link.
         server_name: that the router's certificate must have; empty: the address's host.
 
     Attributes:
         router_id: of the router's process, once it was joined.
         joined: whether there is a link now.
+        obstacle: why the router does not take this node now, if it said so when last asked.
         problem: why there is none, where TLS is the reason.
     """
 
@@ -77,14 +88,16 @@ class RouterLink:
         on_joined: Callable[[bool], Awaitable[None]],
         join_timeout_s: float,
         node_token: str = "",
+        answer: Answer | None = None,
         tls: TlsOptions = NO_TLS,
         server_name: str = "",
     ) -> None:
         self.router = router
         self.router_id = ""
         self.joined = False
-        self.problem = ""
-        self._registration = registration
+        self.obstacle = self.problem = ""
+        # A key for each router: none of them can show the others' to be this node.
+        self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
         self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
         self._submit = submit
         self._on_joined = on_joined
@@ -93,6 +106,7 @@ class RouterLink:
         self._tls = tls
         self._server_name = server_name
         self._num_missed_beats = 0
+        self._admin = AdminAnswers(answer, self._send_part)
 
     def emit(self, event: NodeEvent) -> None:
         """Queue an event; dropped while there is no link. On the loop's thread."""
@@ -116,11 +130,12 @@ class RouterLink:
                 await self._on_joined(False)
             if not warned:
                 warned = True
-                self.problem = await asyncio.to_thread(
-                    why_refused, self.router, self._tls, self._server_name
-                )
-                reason = f": {self.problem}" if self.problem else ""
-                logger.warning("router %s cannot be reached; trying again%s", self.router, reason)
+                if not self.obstacle:
+                    self.problem = await asyncio.to_thread(
+                        why_refused, self.router, self._tls, self._server_name
+                    )
+                why = self.obstacle or self.problem or "it cannot be reached"
+                logger.warning("router %s is tried again: %s", self.router, why)
             if not ever_joined and time.monotonic() > give_up_at:
                 raise NodeUnavailableError(
                     f"router: {self.router} cannot be reached (tried for "
@@ -138,7 +153,9 @@ class RouterLink:
             try:
                 await self._hold(channel)
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.INTERNAL:
+                if error.code() in _REFUSALS:
+                    raise ConfigError(f"the router refused this node: {error.details()}") from None
+                if error.code() in _TOLD:
                     logger.warning("link to the router broke: %s", error.details())
 
     async def _hold(self, channel: grpc.aio.Channel) -> None:
@@ -147,14 +164,20 @@ class RouterLink:
         call = stub.Link(metadata=self._metadata)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                await call.write(wire.registration_to_proto(self._registration))
+                with contextlib.suppress(asyncio.InvalidStateError):  # refused: `read` says why
+                    await call.write(wire.registration_to_proto(self._registration))
                 first = await call.read()
         except TimeoutError:  # it takes connections and does not answer
             return
         if not isinstance(first, node_pb2.RouterMessage):
             return
+        if first.registered.problem:
+            self.obstacle = first.registered.problem
+            if first.registered.may_retry:
+                return
+            raise ConfigError(f"the router refused this node: {self.obstacle}")
+        self.obstacle = ""
         self.router_id = first.registered.router_id
-        self._take(first)
         while not self._events.empty():  # of a time before this link
             self._events.get_nowait()
         self.joined = True
@@ -168,9 +191,21 @@ class RouterLink:
             for task in done:
                 task.result()
         finally:
+            self._admin.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send_part(self, reply: AdminReply) -> None:
+        """Put a part of an answer behind all events, so that no more than it is before a token.
+
+        On a link that is never idle, one now and then.
+        """
+        for _ in range(_MOST_PART_PAUSES):
+            if self._events.empty():
+                break
+            await asyncio.sleep(_PART_PAUSE_S)
+        self.emit(reply)
 
     async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while isinstance(message := await call.read(), node_pb2.RouterMessage):
@@ -207,12 +242,13 @@ class RouterLink:
             logger.warning("refused a command: %s", error)
             self._refuse(message, str(error))
             return
-        if isinstance(command, Refusal):
-            raise ConfigError(f"the router refused this node: {command.problem}")
+        if isinstance(command, AdminCall):
+            self._admin.take(command)
+            return
         if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
             name = node_request_id(command.request_id, self.router_id)
             command = dataclasses.replace(command, request_id=name)
-        if command is not None and not isinstance(command, RouterBeat):
+        if command is not None and not isinstance(command, RouterBeat | Refusal):
             self._submit(command)
 
     def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> None:

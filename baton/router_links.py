@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from baton.admin_answers import Answer
 from baton.drain import Drain
 from baton.errors import ConfigError, NodeUnavailableError
 from baton.exposure import split_address
@@ -49,6 +50,7 @@ class RouterLinks:
         on_stop: called when a router wants the process to end, once it is drained.
         join_timeout_s: how long to try to reach the first router.
         node_token: shows routers that this node may join.
+        answer: answers what operators ask; None: nothing.
         tls: shows them who this node is.
     """
 
@@ -63,6 +65,7 @@ class RouterLinks:
         on_stop: Callable[[], None],
         join_timeout_s: float,
         node_token: str = "",
+        answer: Answer | None = None,
         tls: TlsOptions = NO_TLS,
     ) -> None:
         self._routers = routers
@@ -73,6 +76,7 @@ class RouterLinks:
         self._on_stop = on_stop
         self._join_timeout_s = join_timeout_s
         self._node_token = node_token
+        self._answer = answer
         self._tls = tls
         self._links: dict[str, RouterLink] = {}  # by address
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -111,13 +115,10 @@ class RouterLinks:
             while True:
                 now = time.monotonic()
                 ever_joined |= any(link.joined for link in self._links.values())
-                if not ever_joined and now > give_up_at:
-                    problems = dict.fromkeys(link.problem for link in self._links.values())
-                    why = "; ".join(filter(None, problems))
-                    raise NodeUnavailableError(
-                        f"router: {', '.join(self._routers)} cannot be reached (tried for "
-                        f"{self._join_timeout_s:g} s){': ' if why else ''}{why}"
-                    )
+                if any(link.joined for link in self._links.values()):
+                    give_up_at = now + self._join_timeout_s
+                elif now > give_up_at:
+                    self._give_up(ever_joined=ever_joined)
                 if now >= resolve_at:
                     await self._follow(await _resolve(self._routers))
                     resolve_at = now + (RESOLVE_INTERVAL_S if self._links else 0.0)
@@ -136,6 +137,21 @@ class RouterLinks:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _give_up(self, *, ever_joined: bool) -> None:
+        """Raise what kept this node from every router for so long, if it should not go on."""
+        obstacles = [link.obstacle for link in self._links.values() if link.obstacle]
+        if obstacles:  # another node has its name, most likely
+            raise ConfigError(
+                f"the router refuses this node for {self._join_timeout_s:g} s: {obstacles[0]}"
+            )
+        if not ever_joined:
+            problems = dict.fromkeys(link.problem for link in self._links.values())
+            why = "; ".join(filter(None, problems))
+            raise NodeUnavailableError(
+                f"router: {', '.join(self._routers)} cannot be reached (tried for "
+                f"{self._join_timeout_s:g} s){': ' if why else ''}{why}"
+            )
 
     def _end(self, task: asyncio.Task[None]) -> None:
         """A router refused this node: so it cannot go on, unless it is leaving anyway."""
@@ -183,6 +199,7 @@ class RouterLinks:
             on_joined=on_joined,
             join_timeout_s=float("inf"),  # here is who gives up
             node_token=self._node_token,
+            answer=self._answer,
             tls=self._tls,
             server_name=host,
         )

@@ -87,9 +87,11 @@ def state_of(found: admin_pb2.NodeDescription) -> str:
     return (found.health or "serving") if serving_state == "serving" else serving_state
 
 
-def kv_share(found: admin_pb2.NodeDescription) -> float:
-    """Share of a node's KV blocks that requests hold."""
-    return 1 - found.beat.num_free_blocks / found.num_blocks if found.num_blocks else 0.0
+def kv_bar(found: admin_pb2.NodeDescription) -> str:
+    """Share of a node's KV blocks that requests hold; it is not known before its first beat."""
+    if not found.HasField("beat") or not found.num_blocks:
+        return "?"
+    return format_bar(1 - found.beat.num_free_blocks / found.num_blocks)
 
 
 def nodes_table(found: Sequence[admin_pb2.NodeDescription], *, peers: bool = True) -> Table:
@@ -110,7 +112,7 @@ def nodes_table(found: Sequence[admin_pb2.NodeDescription], *, peers: bool = Tru
                     str(one.num_requests),
                     str(beat.num_running),
                     str(beat.num_waiting + beat.num_waiting_for_remote_kvs),
-                    format_bar(kv_share(one)),
+                    kv_bar(one),
                 )
             ),
         ]
@@ -155,10 +157,10 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
         f"{beat.num_waiting_for_remote_kvs} waiting for KV, of all routers",
     )
     table.add_row("transfers", str(beat.num_transfers))
-    num_used = one.num_blocks - beat.num_free_blocks
+    num_used = str(one.num_blocks - beat.num_free_blocks) if one.HasField("beat") else "?"
     table.add_row(
         "KV blocks",
-        f"{format_bar(kv_share(one))}  {num_used} of {one.num_blocks} in use, "
+        f"{kv_bar(one)}  {num_used} of {one.num_blocks} in use, "
         f"{beat.num_quarantined_blocks} in quarantine",
     )
     table.add_row(
