@@ -3,25 +3,29 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 PROTOC_TOOLS := grpcio-tools==1.73.1
+AUDIT_TOOLS := 'cyclonedx-bom>=7' 'pip-audit>=2.10' 'pip-licenses>=5.5' 'uv>=0.13'
 EXAMPLES ?= 10000
 STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_system.py)
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test property-long bench performance kernels gpu-suite chaos resilience check protocol-check fmt proto train-demo-model clean
+.PHONY: help setup lock demo test property-long bench performance kernels gpu-suite chaos resilience check protocol-check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 setup: .venv/.ready ## create .venv and install the project for development
 
-# torch comes first and pinned: its CPU build, where there is one, keeps gigabytes of CUDA packages away.
-.venv/.ready: pyproject.toml
+# All but torch is locked, with hashes (tools/lock.in says why not torch); its pinned CPU build, where
+# there is one, keeps gigabytes of CUDA packages away.
+.venv/.ready: pyproject.toml requirements.lock
 	@tools/check_python.sh $(PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
 	@touch $@
 
 demo: setup ## start router, prefill and decode node; send prompts; show the receipts; stop
@@ -59,7 +63,7 @@ kernels: setup ## compile the Triton kernels for sm_80 and sm_90, no GPU needed;
 gpu-suite: setup ## all that needs a GPU, in ten minutes: right tokens, step times, KV in its memory; JSON in benchmarks/results
 	$(BIN)/python benchmarks/gpu_suite.py
 
-check: setup .venv-proto/.ready ## lint, types, import rules, stub freshness
+check: setup .venv-proto/.ready .venv-audit/.ready ## lint, types, import rules, stub freshness, what is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -67,6 +71,10 @@ check: setup .venv-proto/.ready ## lint, types, import rules, stub freshness
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_layout.py
 	tools/generate_stubs.sh .venv-proto/bin/python --check
+	$(BIN)/python tools/supply_chain.py .venv-audit/bin dist/sbom.cdx.json
+
+lock: .venv-audit/.ready ## write requirements.lock anew from pyproject.toml (UPGRADE=--upgrade: newest versions)
+	tools/lock.sh .venv-audit/bin/uv $(UPGRADE)
 
 protocol-check: ## search the model of the hand-off to its end with spin (minutes; apt-get install spin)
 	$(PYTHON) tools/protocol_check.py
@@ -81,6 +89,11 @@ fmt: setup ## format and fix what can be fixed
 	.venv-proto/bin/python -m pip install --quiet $(PROTOC_TOOLS)
 	@touch $@
 
+.venv-audit/.ready: Makefile
+	@test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet $(AUDIT_TOOLS)
+	@touch $@
+
 proto: .venv-proto/.ready ## regenerate the stubs in baton/v1
 	tools/generate_stubs.sh .venv-proto/bin/python
 
@@ -89,4 +102,4 @@ train-demo-model: setup ## train examples/demo_model anew (about an hour on two 
 		--reserve-seconds 60 --compile
 
 clean: ## remove environments and caches
-	rm -rf .venv .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-audit .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -33,15 +33,18 @@ class Limits:
         max_open_requests: that wait or are in progress.
         requests_per_minute: that begin.
         tokens_per_minute: prompt tokens computed and output tokens sampled.
-        weight: its share beside other principals when requests wait.
-        most_urgent_priority: smaller priorities are refused; None: any.
+        weight: of what its requests are charged to its tenant when tenants compete: with 2 it is
+            half, so that the tenant gets two shares.
+        most_urgent_priority: smaller priorities are refused; None: any. Who has no leave to be
+            more urgent than 0 cannot get before other tenants by asking for it. Where callers have
+            no tenant there are no others, and any will do.
     """
 
     max_open_requests: int = 0
     requests_per_minute: float = 0.0
     tokens_per_minute: float = 0.0
     weight: float = 1.0
-    most_urgent_priority: int | None = None
+    most_urgent_priority: int | None = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,8 @@ class Principal:
         roles: what it may do.
         models: names of the served models that it may use; empty: all.
         limits: what it may take.
+        cache_group: tenants of one group find each other's cached prompts; empty: a tenant finds
+            its own only.
     """
 
     name: str = ""
@@ -62,11 +67,37 @@ class Principal:
     roles: frozenset[Role] = frozenset()
     models: frozenset[str] = frozenset()
     limits: Limits = field(default_factory=Limits)
+    cache_group: str = ""
 
     def may(self, role: Role) -> bool:
         """Say whether this principal has a role."""
         return role in self.roles
 
+    @property
+    def is_operator(self) -> bool:
+        """Whether it may see what others sent; who may change things may look, too."""
+        return not self.roles.isdisjoint((Role.LOOK, Role.OPERATE))
 
-ANYBODY = Principal(roles=frozenset({Role.INFER}))
-"""Who calls a router that has no keys."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What a call shows of who makes it.
+
+    Attributes:
+        authorization: the header or the metadata of that name; empty: none came.
+        certificate: whom the caller's certificate names; None: it showed none.
+        certificate_problem: why one that it showed is not good any more; empty: it is.
+        address: of the machine that calls, without a port.
+    """
+
+    authorization: str = field(default="", repr=False)
+    certificate: Principal | None = None
+    certificate_problem: str = ""
+    address: str = ""
+
+
+ANYBODY = Principal(roles=frozenset({Role.INFER, Role.LOOK, Role.JOIN}))
+"""Who calls a program that has no credentials, through an address that others can reach."""
+
+ANYBODY_HERE = Principal(roles=frozenset(Role))
+"""The same, through an address that only this machine can reach."""

@@ -37,6 +37,7 @@ class NodeRegistration:
         prefix_hash: algorithm that names blocks (`baton/block_hash.py`); empty: no prefix cache.
         kv_bytes_per_token: of all layers; 0: unknown.
         computes_prompts: a decode node that takes requests without a prefill node.
+        process_key: known to this process and its routers only; empty: it has none.
     """
 
     node_name: str
@@ -52,6 +53,7 @@ class NodeRegistration:
     prefix_hash: str = ""
     kv_bytes_per_token: float = 0.0
     computes_prompts: bool = False
+    process_key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,10 @@ class NodeBeat:
         serving_state: ``DRAINED`` only when every router knows, and no request, no transfer and no
             block that a peer may still write is left.
         num_uncomputed_tokens: of prompts that are to be computed here.
+        num_rounds: that the engine's thread has ended, idle ones too.
+        stalled_s: for so long one of the node's threads has been in one round; 0: none has.
+        longest_round_s: that ended, up to now.
+        stalled_thread: which thread it is.
     """
 
     num_waiting: int = 0
@@ -121,6 +127,10 @@ class NodeBeat:
     num_transfers: int = 0
     serving_state: ServingState = ServingState.SERVING
     num_uncomputed_tokens: int = 0
+    num_rounds: int = 0
+    stalled_s: float = 0.0
+    longest_round_s: float = 0.0
+    stalled_thread: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +198,23 @@ class KVCacheEvents:
     removed: tuple[ShortHash, ...] = field(default=(), repr=False)
 
 
-NodeEvent = tuple[RequestDelta, ...] | StepDeltas | NodeBeat | PeerReport | KVCacheEvents
+@dataclass(frozen=True, slots=True)
+class AdminReply:
+    """A part of the answer to an `AdminCall`; parts come in order.
+
+    Attributes:
+        error: in place of an answer; ``code`` is the name of a gRPC status code.
+    """
+
+    call_id: int
+    part: bytes = field(default=b"", repr=False)
+    last: bool = True
+    error: RequestError | None = None
+
+
+NodeEvent = (
+    tuple[RequestDelta, ...] | StepDeltas | NodeBeat | PeerReport | KVCacheEvents | AdminReply
+)
 
 # ------------------------------------------------------------------ router -> node
 
@@ -209,6 +235,7 @@ class PrefillCommand:
     Attributes:
         output_token_ids: sampled in earlier attempts. Their KV is computed as well, and the token
             behind them is sampled in place of token 1.
+        cache_salt: of who shares the prompt's KV; empty: everybody.
     """
 
     request_id: str
@@ -218,6 +245,7 @@ class PrefillCommand:
     decode_engine_id: str
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
+    cache_salt: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +256,7 @@ class DecodeCommand:
         prefill_engine_id: whose KV will come; empty: nobody's. Then the prompt is computed here,
             and the first token is sampled here, too.
         output_token_ids: sampled in earlier attempts; their KV arrives with the prompt's.
+        cache_salt: of who shares the prompt's KV; empty: everybody.
     """
 
     request_id: str
@@ -237,6 +266,7 @@ class DecodeCommand:
     prefill_engine_id: str
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
+    cache_salt: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +279,14 @@ class CancelCommand:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The router wants nothing to do with this node (any more), and why."""
+    """The router does not take this node, and why.
+
+    Attributes:
+        may_retry: what is in the way may go.
+    """
 
     problem: str
+    may_retry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +316,22 @@ class SendKVSnapshot:
     """Send a snapshot of the prefix cache, and how it changes from then on."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdminCall:
+    """What an operator asks of the node. No node's loop ever sees it.
+
+    Attributes:
+        call_id: names it on this link.
+        request: a `NodeAdminRequest` as bytes: only who answers needs to understand it.
+        operator: who asks, as the router knows them.
+    """
+
+    call_id: int
+    request: bytes = field(repr=False)
+    timeout_s: float
+    operator: str = ""
+
+
 RouterCommand = (
     Refusal
     | PeerUpdate
@@ -291,6 +342,7 @@ RouterCommand = (
     | DrainCommand
     | DrainSeen
     | SendKVSnapshot
+    | AdminCall
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -21,12 +22,23 @@ from types import TracebackType
 import grpc
 
 from baton.errors import ConfigError, NodeUnavailableError
+from baton.exposure import split_address
 from baton.process import PARENT_PIPE_VARIABLE
 from baton.rpc import bearer, open_sync_channel
+from baton.tls import (
+    CA_VARIABLE,
+    CERT_VARIABLE,
+    KEY_VARIABLE,
+    NO_TLS,
+    REQUIRE_CLIENT_CERTS_VARIABLE,
+    TlsOptions,
+    read_tls,
+)
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
-STOP_GRACE_S = 6.0
+STOP_GRACE_S = 6.0  # beyond the time that open requests have
 _POLL_S = 0.1
+_NOT_INHERITED = (CERT_VARIABLE, KEY_VARIABLE, CA_VARIABLE, REQUIRE_CLIENT_CERTS_VARIABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +52,12 @@ class LocalDeploymentConfig:
         node_args: more arguments of every `baton prefill` and `baton decode`.
         decode_args: more arguments of every `baton decode`.
         log_folder: where each process's log goes; None: a temporary folder.
-        admin_token: of the router and its nodes; empty: none.
+        admin_token: of the router; empty: none, but where the router has other keys, one is
+            made up, as is what its nodes join with.
+        drain_timeout_s: for open requests to end when all is stopped.
+        tls_folder: of certificates as `baton certs dev` makes them, which then everybody needs;
+            None: no TLS.
+        insecure: listen beyond loopback also where TLS or authentication is missing.
     """
 
     model: str
@@ -53,6 +70,23 @@ class LocalDeploymentConfig:
     decode_args: Sequence[str] = ()
     log_folder: Path | None = None
     admin_token: str = field(default="", repr=False)
+    drain_timeout_s: float = 2.0
+    tls_folder: Path | None = None
+    insecure: bool = False
+
+    def tls_of(self, name: str) -> TlsOptions:
+        """The certificate of the folder that is of this name."""
+        if self.tls_folder is None:
+            return NO_TLS
+        own = str(self.tls_folder / name)
+        return TlsOptions(cert=f"{own}.crt", key=f"{own}.key", ca=str(self.tls_folder / "ca.crt"))
+
+    @property
+    def router_address(self) -> str:
+        """Where its own processes reach the router: nothing is dialled at a wildcard."""
+        host, port = split_address("listen", self.listen)
+        local = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+        return f"{local.get(host, host)}:{port}"
 
 
 @dataclass(slots=True)
@@ -74,6 +108,7 @@ class LocalDeployment:
         self.config = config
         self.children: list[Child] = []
         self._stack = contextlib.ExitStack()
+        self._tokens = _tokens(config)
 
     def __enter__(self) -> LocalDeployment:
         folder = self.config.log_folder
@@ -101,6 +136,11 @@ class LocalDeployment:
     ) -> None:
         self.stop()
 
+    @property
+    def admin_token(self) -> str:
+        """What the router takes of operators (who may send prompts, too); empty: nothing."""
+        return self._tokens["BATON_ADMIN_TOKEN"]
+
     # ------------------------------------------------------------------ life
 
     def wait_ready(
@@ -113,7 +153,8 @@ class LocalDeployment:
             NodeUnavailableError: the time is up.
         """
         give_up_at = time.monotonic() + timeout_s
-        with open_sync_channel(self.config.listen) as channel:
+        operator = read_tls(self.config.tls_of("operator"))
+        with open_sync_channel(self.config.router_address, operator) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             while True:
                 self.check()
@@ -174,13 +215,14 @@ class LocalDeployment:
     # ------------------------------------------------------------------ inside
 
     def _stop_gracefully(self) -> None:
-        """The nodes first; the router stays to hear of it."""
-        for group in (self.children[1:], self.children[:1]):
+        """The router first: it takes nothing new, and its nodes end what is open."""
+        grace_s = self.config.drain_timeout_s + STOP_GRACE_S
+        for group in (self.children[:1], self.children[1:]):
             for child in group:
                 if child.process.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
                         child.process.send_signal(signal.SIGTERM)
-            give_up_at = time.monotonic() + STOP_GRACE_S
+            give_up_at = time.monotonic() + grace_s
             for child in group:
                 try:
                     child.process.wait(max(0.0, give_up_at - time.monotonic()))
@@ -196,7 +238,11 @@ class LocalDeployment:
             "router",
             [
                 "router", "--model", config.model, "--listen", config.listen,
-                "--http-listen", config.http_listen, *config.router_args,
+                "--http-listen", config.http_listen,
+                "--drain-timeout-s", f"{config.drain_timeout_s:g}",
+                *_options_of(config.tls_of("router")),
+                *(["--tls-require-client-certs"] if config.tls_folder else []),
+                *(["--insecure"] if config.insecure else []), *config.router_args,
             ],
             None,
         )  # fmt: skip
@@ -207,7 +253,8 @@ class LocalDeployment:
             self._start(
                 name,
                 [
-                    command, "--model", config.model, "--router", config.listen, "--name", name,
+                    command, "--model", config.model, "--router", config.router_address,
+                    "--name", name, *_options_of(config.tls_of(name)),
                     "--num-threads", str(len(share)), "--drain-timeout-s", "0",
                     *config.node_args, *own_args,
                 ],
@@ -225,10 +272,12 @@ class LocalDeployment:
         more_arguments: Sequence[str] = (),
     ) -> Child:
         log = self._log_folder / f"{name}.log"
+        # Whose certificates the environment names, is whoever calls: not its children.
+        inherited = {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
         environment = {
-            **os.environ,
+            **inherited,
             PARENT_PIPE_VARIABLE: str(self._read_end),
-            "BATON_ADMIN_TOKEN": self.config.admin_token,  # not where `ps` shows it
+            **self._tokens,  # not where `ps` shows them
         }
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
@@ -249,7 +298,7 @@ class LocalDeployment:
         return Child(name, process, log, arguments, cores)
 
     def _update_states(self, stub: admin_pb2_grpc.AdminStub) -> None:
-        metadata = bearer(self.config.admin_token)
+        metadata = bearer(self.admin_token)
         try:
             response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2, metadata=metadata)
         except grpc.RpcError:
@@ -265,6 +314,18 @@ class LocalDeployment:
                 child.state = "ready" if connected >= num_peers[child.name[0]] else "connecting"
 
 
+def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
+    """What router and nodes take from the environment; a router that asks for keys has both."""
+    given = {
+        "BATON_ADMIN_TOKEN": config.admin_token or os.environ.get("BATON_ADMIN_TOKEN", ""),
+        "BATON_NODE_TOKEN": os.environ.get("BATON_NODE_TOKEN", ""),
+    }
+    asks_for_keys = {"--api-keys-file", "--node-token", "--admin-token"} & set(config.router_args)
+    if not (asks_for_keys or any(given.values()) or os.environ.get("BATON_API_KEYS_FILE")):
+        return given
+    return {name: token or secrets.token_urlsafe(32) for name, token in given.items()}
+
+
 def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]]:
     """Each process's share of the cores: disjoint while there are enough, else one each in turn."""
     if num_processes >= len(cores):
@@ -277,6 +338,13 @@ def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]
         end = start + size + (index < extra)
         yield list(cores[start:end])
         start = end
+
+
+def _options_of(tls: TlsOptions) -> list[str]:
+    """As arguments of a program; none for no TLS."""
+    if not tls:
+        return []
+    return ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]
 
 
 def _last_words(child: Child, code: int) -> str:

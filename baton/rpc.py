@@ -5,11 +5,9 @@ Takes our exceptions, gives status codes; nobody else calls `context.abort`.
 
 from __future__ import annotations
 
-import contextlib
-import hmac
-import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -18,9 +16,10 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.error_details import details_trailer, receipt_trailer
-from baton.errors import BatonError, ConfigError, InvalidRequestError, status_name
-from baton.wire_reading import forgiving
+from baton.call_gate import CallGate
+from baton.errors import ConfigError
+from baton.exposure import split_address
+from baton.tls import TlsFiles, TlsMaterial, channel_credentials, server_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +34,7 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 ]
+_IDENTITY_ONLY = 1  # in gRPC's set of compression algorithms
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_CLIENT_MESSAGE_BYTES),
@@ -45,112 +45,42 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     # Calls that wait to be taken; more of them are dropped as CANCELLED, which says nothing.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
+    # A message of a few kilobytes would become megabytes, and many of them gigabytes.
+    ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+    ("grpc.max_concurrent_streams", 4096),
 ]
 
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
-def status_of(error: BatonError) -> grpc.StatusCode:
-    """The status code of one of our errors; the nearest class in the table counts."""
-    return grpc.StatusCode[status_name(error)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RpcLimits:
+    """What connections to a server may cost.
 
+    Attributes:
+        max_connections: open at once; more are closed as they come.
+        handshake_timeout_s: for a connection to come up, with what TLS needs.
+        idle_timeout_s: one without a call is closed; clients connect again by themselves.
+        stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
+    """
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """Turns what a handler raises into a status: ours by the table, all else into INTERNAL."""
+    max_connections: int = 256
+    handshake_timeout_s: float = 10.0
+    idle_timeout_s: float = 60.0
+    stall_timeout_s: float = 30.0
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        if handler.unary_unary:
-            wrapped = _guard_unary(handler.unary_unary)
-            make = grpc.unary_unary_rpc_method_handler
-        elif handler.unary_stream:
-            wrapped = _guard_stream(handler.unary_stream)
-            make = grpc.unary_stream_rpc_method_handler
-        elif handler.stream_stream:
-            wrapped = _guard_stream(handler.stream_stream)
-            make = grpc.stream_stream_rpc_method_handler
-        else:
-            return handler
-        deserialize = handler.request_deserializer
-        if handler.stream_stream is None and deserialize is not None:
-            deserialize = forgiving(deserialize)
-        return make(wrapped, deserialize, handler.response_serializer)
-
-
-def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> Any:
-        try:
-            return await behavior(_checked(request), context)
-        except Exception as error:
-            await _abort(context, error)
-
-    return guarded
-
-
-def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            async with contextlib.aclosing(behavior(_checked(request), context)) as responses:
-                async for response in responses:
-                    yield response
-        except Exception as error:
-            await _abort(context, error)
-
-    # Services of other libraries (reflection, health) are plain coroutines or generators of theirs;
-    # what is not one of our async generators passes through untouched.
-    return guarded if inspect.isasyncgenfunction(behavior) else behavior
-
-
-def _checked(request: Any) -> Any:
-    """A request that could be read; raises what is wrong with it if not."""
-    if isinstance(request, InvalidRequestError):
-        raise request
-    return request
-
-
-async def _abort(context: Context, error: Exception) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, BatonError):
-        status, message = status_of(error), str(error)
-        trailers = [details_trailer(status.value[0], message, error)]
-        if error.receipt is not None:
-            trailers.append(receipt_trailer(error.receipt))
-        await context.abort(status, message, tuple(trailers))
-    logger.error("unexpected error in a call", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
-
-
-def has_token(context: Context, token: str) -> bool:
-    """Whether a call brings ``authorization: Bearer <token>``; takes as long for any wrong one."""
-    return bears_token(context.invocation_metadata(), token)
-
-
-def bears_token(metadata: Iterable[tuple[str, str | bytes]] | None, token: str) -> bool:
-    """The same, of a call's metadata."""
-    return hmac.compare_digest(_authorization(metadata).encode(), f"Bearer {token}".encode())
-
-
-def authorization_of(context: Context) -> str:
-    """What a call shows of who makes it; empty when it shows nothing."""
-    return _authorization(context.invocation_metadata())
-
-
-def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    return str(dict(metadata or ()).get("authorization", ""))
+    def channel_arguments(self) -> list[tuple[str, int]]:
+        """These limits as gRPC's core takes them."""
+        return [
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.server_handshake_timeout_ms", round(1000 * self.handshake_timeout_s)),
+            ("grpc.max_connection_idle_ms", round(1000 * self.idle_timeout_s)),
+        ]
 
 
 def bearer(token: str) -> Metadata:
-    """Metadata that `has_token` and `authorization_of` look at; none for an empty token."""
+    """Metadata that says who calls; none for an empty token."""
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
@@ -160,23 +90,39 @@ class RpcServer:
     Args:
         services: full names of the services that `register` adds, for reflection.
         register: adds the servicers to the server.
-        interceptors: see each call before its handler does.
+        gate: guards all calls; without one, anybody of this machine may make them.
         reuse_port: whether other processes may serve on the same port, each a part of the
             connections. Without it a second server on the port does not start.
+        limits: of connections.
+        tls: what the server shows; None: no TLS.
+        require_client_certs: whether only those are served that show a certificate of a CA in
+            ``tls``; else nobody is asked for one.
     """
 
     def __init__(
         self,
         services: Sequence[ServiceDescriptor],
         register: Callable[[grpc.aio.Server], None],
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
+        gate: CallGate | None = None,
         *,
         reuse_port: bool = False,
+        limits: RpcLimits | None = None,
+        tls: TlsFiles | None = None,
+        require_client_certs: bool = False,
     ) -> None:
-        options = [*_SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
-        self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors], options=options
+        self._credentials = (
+            None
+            if tls is None
+            else server_credentials(tls, require_client_certs=require_client_certs)
         )
+        limits = limits or RpcLimits()
+        options = [
+            *_SERVER_OPTIONS,
+            *limits.channel_arguments(),
+            ("grpc.so_reuseport", int(reuse_port)),
+        ]
+        gate = (gate or CallGate()).with_stall_timeout(limits.stall_timeout_s)
+        self._server = grpc.aio.server(interceptors=[gate], options=options)
         register(self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # lazy there
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -192,7 +138,10 @@ class RpcServer:
         """
         host, port = split_address("listen", listen)
         try:
-            bound = self._server.add_insecure_port(listen)
+            if self._credentials is None:
+                bound = self._server.add_insecure_port(listen)
+            else:
+                bound = self._server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"listen: cannot listen on {listen}; is the port in use by another program?"
@@ -215,32 +164,30 @@ class RpcServer:
         await self._server.stop(grace_s)
 
 
-def split_address(option: str, address: str) -> tuple[str, int]:
-    """``host:port`` in its parts; raises ConfigError that names the option."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{option}: must be host:port, got {address!r}")
-    return host, int(port)
+def open_channel(
+    address: str, tls: TlsMaterial | None = None, *, server_name: str = ""
+) -> grpc.aio.Channel:
+    """An asyncio channel with our limits.
+
+    Args:
+        tls: None: no TLS.
+        server_name: that the server's certificate must have; empty: the address's host.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(
+        address, channel_credentials(tls), options=_tls_options(server_name)
+    )
 
 
-def is_public(option: str, address: str) -> bool:
-    """Whether other machines can reach an address; raises ConfigError that names the option."""
-    host, _ = split_address(option, address)
-    return host not in ("localhost", "[::1]") and not host.startswith("127.")
+def open_sync_channel(address: str, tls: TlsMaterial | None = None) -> grpc.Channel:
+    """A blocking channel with our limits; without TLS if there is none."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, channel_credentials(tls), options=_tls_options())
 
 
-def warn_if_public(address: str, *, authenticated: bool = False) -> None:
-    """Log a warning when others than this machine can call, and in what it is not protected."""
-    if is_public("listen", address):
-        missing = "TLS" if authenticated else "authentication or TLS"
-        logger.warning("%s can be reached from other machines, without %s", address, missing)
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """An asyncio channel with our limits."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-
-
-def open_sync_channel(address: str) -> grpc.Channel:
-    """A blocking channel with our limits."""
-    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def _tls_options(server_name: str = "") -> list[tuple[str, Any]]:
+    named = [("grpc.ssl_target_name_override", server_name.strip("[]"))] if server_name else []
+    # Else a channel of new certificates could go on with a connection of the old ones.
+    return [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1), *named]

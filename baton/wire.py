@@ -6,7 +6,9 @@ peer or a client should not have sent.
 
 from __future__ import annotations
 
-from baton import link
+import dataclasses
+
+from baton import link, wire_admin_calls
 from baton.outputs import RequestOutput, TextDelta
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
 from baton.wire_types import (
@@ -84,6 +86,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             prefix_hash=registration.prefix_hash,
             kv_bytes_per_token=registration.kv_bytes_per_token,
             computes_prompts=registration.computes_prompts,
+            process_key=registration.process_key,
         )
     )
 
@@ -107,6 +110,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         prefix_hash=message.prefix_hash,
         kv_bytes_per_token=message.kv_bytes_per_token,
         computes_prompts=message.computes_prompts,
+        process_key=message.process_key,
     )
 
 
@@ -159,32 +163,24 @@ _SERVING_TO_PROTO = {
 _SERVING_FROM_PROTO = {number: state for state, number in _SERVING_TO_PROTO.items()}
 
 
+_BEAT_FIELDS = [one.name for one in dataclasses.fields(link.NodeBeat)]
+_BEAT_FIELDS.remove("serving_state")
+
+
 def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
     return node_pb2.NodeBeat(
-        num_waiting=beat.num_waiting,
-        num_waiting_for_remote_kvs=beat.num_waiting_for_remote_kvs,
-        num_running=beat.num_running,
-        num_free_blocks=beat.num_free_blocks,
-        num_quarantined_blocks=beat.num_quarantined_blocks,
-        num_transfers=beat.num_transfers,
         serving_state=_SERVING_TO_PROTO[beat.serving_state],
-        num_uncomputed_tokens=beat.num_uncomputed_tokens,
+        **{name: getattr(beat, name) for name in _BEAT_FIELDS},
     )
 
 
 def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
     return link.NodeBeat(
-        num_waiting=message.num_waiting,
-        num_waiting_for_remote_kvs=message.num_waiting_for_remote_kvs,
-        num_running=message.num_running,
-        num_free_blocks=message.num_free_blocks,
-        num_quarantined_blocks=message.num_quarantined_blocks,
-        num_transfers=message.num_transfers,
         serving_state=_SERVING_FROM_PROTO.get(
             message.serving_state,
             link.ServingState.DRAINING,  # a state that we do not know yet
         ),
-        num_uncomputed_tokens=message.num_uncomputed_tokens,
+        **{name: getattr(message, name) for name in _BEAT_FIELDS},
     )
 
 
@@ -229,6 +225,8 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
                 removed=event.removed,
             )
         )
+    if isinstance(event, link.AdminReply):
+        return wire_admin_calls.admin_reply_to_proto(event)
     return node_pb2.NodeMessage(
         peer_report=node_pb2.PeerReport(
             engine_id=event.engine_id,
@@ -267,6 +265,8 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
         return link.KVCacheEvents(
             events.sequence, events.snapshot, tuple(events.stored), tuple(events.removed)
         )
+    if kind == "admin_reply":
+        return wire_admin_calls.admin_reply_from_proto(message.admin_reply)
     return None
 
 
@@ -287,7 +287,8 @@ def request_view_to_proto(view: link.RequestView) -> admin_pb2.RequestDescriptio
 
 def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
     if isinstance(command, link.Refusal):
-        return node_pb2.RouterMessage(registered=node_pb2.Registered(problem=command.problem))
+        registered = node_pb2.Registered(problem=command.problem, may_retry=command.may_retry)
+        return node_pb2.RouterMessage(registered=registered)
     if isinstance(command, link.PeerUpdate):
         return node_pb2.RouterMessage(
             peer_update=node_pb2.PeerUpdate(
@@ -306,6 +307,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 decode_engine_id=command.decode_engine_id,
                 timeout_s=command.timeout_s,
                 output_token_ids=command.output_token_ids,
+                cache_salt=command.cache_salt,
             )
         )
     if isinstance(command, link.DecodeCommand):
@@ -318,6 +320,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 prefill_engine_id=command.prefill_engine_id,
                 timeout_s=command.timeout_s,
                 output_token_ids=command.output_token_ids,
+                cache_salt=command.cache_salt,
             )
         )
     if isinstance(command, link.RouterBeat):
@@ -329,6 +332,8 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         return node_pb2.RouterMessage(drain_seen=node_pb2.DrainSeen())
     if isinstance(command, link.SendKVSnapshot):
         return node_pb2.RouterMessage(send_kv_snapshot=node_pb2.SendKVSnapshot())
+    if isinstance(command, link.AdminCall):
+        return wire_admin_calls.admin_call_to_proto(command)
     return node_pb2.RouterMessage(
         cancel=node_pb2.CancelCommand(request_id=command.request_id, epoch=command.epoch)
     )
@@ -338,7 +343,10 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
     """None for a message of a kind that this version does not know."""
     kind = message.WhichOneof("message")
     if kind == "registered":
-        return link.Refusal(message.registered.problem) if message.registered.problem else None
+        registered = message.registered
+        if not registered.problem:
+            return None
+        return link.Refusal(registered.problem, registered.may_retry)
     if kind == "peer_update":
         update = message.peer_update
         return link.PeerUpdate(update.engine_id, update.peer_info, update.removed)
@@ -352,6 +360,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             decode_engine_id=prefill.decode_engine_id,
             timeout_s=prefill.timeout_s,
             output_token_ids=tuple(prefill.output_token_ids),
+            cache_salt=prefill.cache_salt,
         )
     if kind == "decode":
         decode = message.decode
@@ -363,6 +372,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             prefill_engine_id=decode.prefill_engine_id,
             timeout_s=decode.timeout_s,
             output_token_ids=tuple(decode.output_token_ids),
+            cache_salt=decode.cache_salt,
         )
     if kind == "beat":
         return link.RouterBeat()
@@ -372,6 +382,8 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         return link.DrainSeen()
     if kind == "send_kv_snapshot":
         return link.SendKVSnapshot()
+    if kind == "admin_call":
+        return wire_admin_calls.admin_call_from_proto(message.admin_call)
     if kind == "cancel":
         return link.CancelCommand(message.cancel.request_id, message.cancel.epoch)
     return None

@@ -29,7 +29,7 @@ def forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def read(data: bytes) -> Any:
         if len(data) > MAX_EMPTY_PARTS and data.count(0) > MAX_EMPTY_PARTS:
             return InvalidRequestError(
-                "message", f"must have at most {MAX_EMPTY_PARTS} empty parts"
+                "request", f"must have at most {MAX_EMPTY_PARTS} empty parts"
             )
         try:
             return deserialize(data)
@@ -37,7 +37,7 @@ def forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             field = _field_of_wrong_text(data, descriptor) if descriptor is not None else ""
             if field:
                 return InvalidRequestError(field, "is not valid UTF-8")
-            return InvalidRequestError("message", "cannot be read: it is no such message")
+            return InvalidRequestError("request", "is no message of this call")
 
     return read
 

@@ -15,6 +15,7 @@ import socket
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ import transformers
 from baton import AsyncClient, Client, Receipt, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from environment import summary
-from kvconnector.digests import BlockDigests
+from kvconnector.digests import BlockDigests, Written
+from kvconnector.pair_keys import BlockKey
 
 LENGTHS = (256, 1024, 4096, 16384)  # tokens
 MODES = {
@@ -72,7 +74,7 @@ def measure_modes(num_requests: int) -> dict[str, object]:
                 LocalDeployment(
                     LocalDeploymentConfig(
                         model=str(folder),
-                        listen=_free_address(),
+                        listen=free_address(),
                         router_args=["--no-local-prefill"],
                         node_args=["--kv-cache-memory", "256M", "--no-prefix-cache", *arguments],
                     )
@@ -82,22 +84,25 @@ def measure_modes(num_requests: int) -> dict[str, object]:
         }
         for deployment in deployments.values():
             deployment.wait_ready(READY_TIMEOUT_S)
-        receipts = _collect(deployments, num_requests)
+        receipts = collect_receipts(deployments, num_requests)
         results: dict[str, object] = {"modes": _modes_table(receipts)}
         results["bandwidth"] = _bandwidth(receipts)
         address = deployments["layers"].config.listen
         results["among_32_decoding"] = asyncio.run(_join_a_batch(address))
         time.sleep(3.0)  # what was done last is settled
-        results["idle_cpu_percent_of_a_core"] = _idle_cpu(deployments["layers"])
+        results["idle_cpu_percent_of_a_core"] = idle_cpu(deployments["layers"])
     return results
 
 
-def _collect(
-    deployments: dict[str, LocalDeployment], num_requests: int
+def collect_receipts(
+    deployments: dict[str, LocalDeployment],
+    num_requests: int,
+    lengths: Sequence[int] = LENGTHS,
 ) -> dict[tuple[str, int], list[Receipt]]:
+    """By mode and prompt length, what the same requests' receipts say."""
     receipts: dict[tuple[str, int], list[Receipt]] = {}
     draw = random.Random(0)
-    for length in LENGTHS:
+    for length in lengths:
         fewer = 1.0 if length <= 1024 else 0.4 if length <= 4096 else 0.2
         rounds = max(1, round(fewer * num_requests))
         for index in range(rounds + (length <= 1024)):  # the first round warms up
@@ -113,7 +118,8 @@ def _collect(
     return receipts
 
 
-def _push_figures(receipts: list[Receipt]) -> dict[str, float]:
+def push_figures(receipts: list[Receipt]) -> dict[str, float]:
+    """Medians of what was pushed."""
     decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
     median = statistics.median
     # Both legs begin at about the same time: what is beyond the prefill, with commit and checks.
@@ -136,7 +142,7 @@ def _push_figures(receipts: list[Receipt]) -> dict[str, float]:
 def _modes_table(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, object]:
     table: dict[str, object] = {}
     for length in LENGTHS:
-        rows = {mode: _push_figures(receipts[mode, length]) for mode in MODES}
+        rows = {mode: push_figures(receipts[mode, length]) for mode in MODES}
         latest = rows["after-prefill"]["exposed_transfer_ms"]
         for row in rows.values():
             row["exposed_ratio_to_after_prefill"] = round(row["exposed_transfer_ms"] / latest, 3)
@@ -159,13 +165,14 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
     """Bytes per second of a plain copy, and of the digests of as many blocks of 128 KiB."""
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
     target = torch.zeros_like(source)  # its pages are there
-    digests = BlockDigests(source)
+    digests, key = BlockDigests(source), BlockKey(bytes(32))
+    written = Written("r", 1, range(len(source)), (0, 8), 0, 0)
     copy_s, digest_s = [], []
     for _ in range(7):
         started = time.perf_counter()
         np.copyto(target.numpy(), source.numpy())
         copied = time.perf_counter()
-        digests.of(range(len(source)), None)
+        digests.of(range(len(source)), written, key)
         copy_s.append(copied - started)
         digest_s.append(time.perf_counter() - copied)
     return {
@@ -207,7 +214,9 @@ async def _join_a_batch(address: str) -> dict[str, object]:
     }
 
 
-def _idle_cpu(deployment: LocalDeployment) -> dict[str, float]:
+def idle_cpu(deployment: LocalDeployment) -> dict[str, float]:
+    """By process, percent of a core."""
+
     def seconds() -> dict[str, float]:
         tick = os.sysconf("SC_CLK_TCK")
         found = {}
@@ -231,7 +240,8 @@ def _byte_tokenizer() -> object:
     return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))
 
 
-def _free_address() -> str:
+def free_address() -> str:
+    """A loopback address that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -25,6 +25,7 @@ from kvconnector import messages
 from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
 from kvconnector.messages import Beat, Hello, Message
 from kvconnector.peer_info import PeerInfo
+from kvconnector.seals import Channels
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Peer:
         is_tested: the last one has passed.
         bandwidth_bytes_per_s: as that one measured it.
         problem: what was reported of it last.
+        unreached: why it could not be reached when that was tried last.
     """
 
     info: PeerInfo
@@ -77,6 +79,7 @@ class Peer:
     is_tested: bool = False
     bandwidth_bytes_per_s: float = 0.0
     problem: str = ""
+    unreached: str = ""
 
     @property
     def engine_id(self) -> str:
@@ -96,6 +99,7 @@ class Peers:
 
     Attributes:
         own_id: engine id of this end.
+        channels: with the keys shared with each of them.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Peers:
     ) -> None:
         self._transport = transport
         self.own_id = transport.peer_info.engine_id
+        self.channels = Channels(self.own_id)
         self._emit = emit
         self._clock = clock
         self._greets = greets
@@ -133,8 +138,15 @@ class Peers:
     # ------------------------------------------------------------------ coming and going
 
     def add(self, info: PeerInfo) -> None:
-        """Learn a peer, or greet a known one anew; PEER_FAILED if the transport cannot."""
+        """Learn a peer, or greet a known one anew; PEER_FAILED if that cannot be.
+
+        One process start has one `PeerInfo`: another one in a known peer's name changes nothing.
+        """
+        if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
+            logger.warning("%s is known, and otherwise than now presented", info.engine_id)
+            return
         try:
+            self.channels.learn(info)
             path = self._transport.connect(info)
         except TransferError as error:
             self._report(info.engine_id, str(error))
@@ -265,7 +277,8 @@ class Peers:
             peer.speak_at = now + HELLO_INTERVAL_S
             if now >= peer.report_at:
                 what = "no self-test" if self._is_fresh(peer) else "no answer"
-                self._lose(peer, f"{what} in {HELLO_TIMEOUT_S:.0f} s")
+                why = f": {peer.unreached}" if peer.unreached else ""
+                self._lose(peer, f"{what} in {HELLO_TIMEOUT_S:.0f} s{why}")
         self._notify(peer, Hello(engine_id=self.own_id, sent_at_s=now, test=peer.test))
 
     def is_fresh(self, engine_id: str) -> bool:
@@ -303,7 +316,7 @@ class Peers:
         return False
 
     def _notify(self, peer: Peer, message: Message) -> bool:
-        payload = messages.encode(message)
+        payload = self.channels[peer.engine_id].seal(messages.encode(message))
         for _ in range(2):  # a connection that failed stays failed; the peer may be well
             if peer.is_broken and not self._reconnect(peer):
                 return False
@@ -312,6 +325,7 @@ class Peers:
             except TransferError as error:
                 logger.warning("cannot reach %s: %s", peer.engine_id, error)
                 peer.is_broken = True
+                peer.unreached = str(error)
             else:
                 return True
         return False

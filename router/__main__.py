@@ -7,13 +7,25 @@ from typing import Annotated
 
 import typer
 
+from baton.audit_log import HELP as AUDIT_LOG_HELP
+from baton.audit_log import STANDARD_OUTPUT
+from baton.cli.tls_options import (
+    InsecureOption,
+    RequireClientCertsOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+)
 from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
+from baton.tls import TlsOptions
 from router.admission import AdmissionOptions
+from router.connection_budget import ConnectionOptions
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
 
 ADMISSION = AdmissionOptions()
+CONNECTIONS = ConnectionOptions()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -59,7 +71,7 @@ def router(
         int,
         typer.Option(
             help="Requests that wait while the nodes have all that they can take; then the least "
-            "urgent one is refused. 0: no limit."
+            "urgent one of the tenant that waits for most is refused. 0: no limit."
         ),
     ] = ADMISSION.max_queued_requests,
     max_open_requests: Annotated[
@@ -82,18 +94,27 @@ def router(
             "in the router, by priority."
         ),
     ] = ADMISSION.prefill_window_s,
+    shared_prefill_window_s: Annotated[
+        float,
+        typer.Option(
+            help="The same while several tenants ask for something, of those that have much before "
+            "the nodes already: what another tenant's next request may have to wait for."
+        ),
+    ] = ADMISSION.shared_prefill_window_s,
     node_token: Annotated[
         str,
         typer.Option(
-            help="Only nodes that bring this token may join; anybody if empty.",
+            help="What nodes may bring to join: a key with the role join and no file. With this, "
+            "--admin-token or --api-keys-file nothing is open to who brings none of them.",
             envvar="BATON_NODE_TOKEN",
         ),
     ] = "",
     admin_token: Annotated[
         str,
         typer.Option(
-            help="That admin calls must bring, and that the router brings to nodes. If empty "
-            "anybody may look, and change something if only this machine can reach the router.",
+            help="What operators may bring: a key with the roles infer, look and operate, and no "
+            "file. Without any key anybody may look, and change something if only this machine "
+            "can reach the router.",
             envvar="BATON_ADMIN_TOKEN",
         ),
     ] = "",
@@ -127,9 +148,73 @@ def router(
     api_keys_file: Annotated[
         str,
         typer.Option(
-            help="Lines of name:key; only who brings one of the keys may call, over gRPC and "
-            "HTTP. Read again on SIGHUP. Anybody may call if not given.",
+            help="TOML, a table per key (baton keys new): who may call, over gRPC and HTTP, and "
+            "what. Read again on SIGHUP.",
             envvar="BATON_API_KEYS_FILE",
+        ),
+    ] = "",
+    audit_log: Annotated[str, typer.Option(help=AUDIT_LOG_HELP)] = STANDARD_OUTPUT,
+    tls_cert: TlsCertOption = "",
+    tls_key: TlsKeyOption = "",
+    tls_ca: TlsCaOption = "",
+    tls_require_client_certs: RequireClientCertsOption = False,
+    insecure: InsecureOption = False,
+    max_request_timeout_s: Annotated[
+        float,
+        typer.Option(help="A deadline of a client's own is at most this far away, seconds."),
+    ] = 3600.0,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            help="Of clients, over each API. When there are so many, those that wait for a request "
+            "make way for new ones. 0: as the limit of descriptors allows, at most 10,000."
+        ),
+    ] = CONNECTIONS.max_connections,
+    max_connections_per_address: Annotated[
+        int,
+        typer.Option(
+            help="Of these from one address, over HTTP. All clients behind one proxy share its "
+            "address. 0: half of them."
+        ),
+    ] = CONNECTIONS.max_connections_per_address,
+    header_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="For a new connection's first request to come, with what TLS needs, seconds."
+        ),
+    ] = CONNECTIONS.header_timeout_s,
+    idle_timeout_s: Annotated[
+        float, typer.Option(help="A connection without a request is closed after it, seconds.")
+    ] = CONNECTIONS.idle_timeout_s,
+    stall_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="A client that takes nothing of its stream for so long is cut off, and its "
+            "request ended, seconds."
+        ),
+    ] = CONNECTIONS.stall_timeout_s,
+    drain_delay_s: Annotated[
+        float | None,
+        typer.Option(
+            help="When it is told to stop: be not ready, but serve on for so long, so that load "
+            "balancers hear of it. 5 where other machines can call, else 0, if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    drain_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="Then take no new requests, and give the open ones so long to end, seconds. A "
+            "second signal ends the process at once."
+        ),
+    ] = 20.0,
+    cache_salt_secret_file: Annotated[
+        str,
+        typer.Option(
+            help="A secret of 16 bytes or more, of which each tenant's cache salt is made; give "
+            "all routers of a fleet the same. If not given it is drawn at each start: tenants "
+            "then find what they have cached on nodes through this router only, until it ends.",
+            envvar="BATON_CACHE_SALT_SECRET_FILE",
         ),
     ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
@@ -153,6 +238,7 @@ def router(
                     max_open_requests_per_client=max_open_requests_per_client,
                     max_ttft_s=max_ttft_s,
                     prefill_window_s=prefill_window_s,
+                    shared_prefill_window_s=shared_prefill_window_s,
                 ),
                 node_token=node_token,
                 admin_token=admin_token,
@@ -163,6 +249,25 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 api_keys_file=api_keys_file,
+                audit_log=audit_log,
+                tls=TlsOptions(
+                    cert=tls_cert,
+                    key=tls_key,
+                    ca=tls_ca,
+                    require_client_certs=tls_require_client_certs,
+                ),
+                insecure=insecure,
+                connections=ConnectionOptions(
+                    max_connections=max_connections,
+                    max_connections_per_address=max_connections_per_address,
+                    header_timeout_s=header_timeout_s,
+                    idle_timeout_s=idle_timeout_s,
+                    stall_timeout_s=stall_timeout_s,
+                ),
+                max_request_timeout_s=max_request_timeout_s,
+                drain_delay_s=drain_delay_s,
+                drain_timeout_s=drain_timeout_s,
+                cache_salt_secret_file=cache_salt_secret_file,
             )
         )
 

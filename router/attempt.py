@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, RequestDelta
+import msgspec
+
+from baton.link import (
+    CancelCommand,
+    DecodeCommand,
+    NodeRole,
+    PrefillCommand,
+    RequestDelta,
+    RequestError,
+)
 from baton.outputs import PrefillReceipt, RequestOutput
 from router.call import Call
 from router.delta_order import DeltaOrder
@@ -49,9 +58,9 @@ class Attempt:
         self.epoch = epoch
         self.prefill_receipt: PrefillReceipt | None = None
         self.decoded = False
-        self._request_id = call.request_id
+        self._request_id = call.scoped_id
         self._buffer = buffer
-        self._order = DeltaOrder(len(buffer.token_ids))
+        self._order = DeltaOrder(len(buffer.token_ids), call.sampling_params.max_tokens)
         self._began = False  # its first token was forwarded
         self._kv_arrived = False
         self._finished_on: NodeRole | None = None
@@ -71,7 +80,7 @@ class Attempt:
             arrives_s = load.prefill_base_s + load.prefill_s_per_token * num_uncomputed
         if self.decode is not None:
             self.decode.open_leg(
-                call.request_id,
+                self._request_id,
                 self.epoch,
                 len(call.prompt_token_ids) + params.max_tokens,
                 self,
@@ -83,29 +92,31 @@ class Attempt:
             )
             self.decode.send(
                 DecodeCommand(
-                    request_id=call.request_id,
+                    request_id=self._request_id,
                     epoch=self.epoch,
                     prompt_token_ids=call.prompt_token_ids,
                     sampling_params=params,
                     prefill_engine_id=self.prefill.engine_id if self.prefill else "",
                     timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                     output_token_ids=output_token_ids,
+                    cache_salt=call.cache_salt,
                 )
             )
         if self.prefill is None:
             return
         self.prefill.open_leg(
-            call.request_id, self.epoch, num_uncomputed, self, num_uncomputed=num_uncomputed
+            self._request_id, self.epoch, num_uncomputed, self, num_uncomputed=num_uncomputed
         )
         self.prefill.send(
             PrefillCommand(
-                request_id=call.request_id,
+                request_id=self._request_id,
                 epoch=self.epoch,
                 prompt_token_ids=call.prompt_token_ids,
                 sampling_params=params,
                 decode_engine_id=self.decode.engine_id if self.decode else "",
                 timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                 output_token_ids=output_token_ids,
+                cache_salt=call.cache_salt,
             )
         )
 
@@ -122,6 +133,11 @@ class Attempt:
         if item.delta.error is not None:
             if not self._survives(item):
                 self.fail(item)
+            return
+        if not self._order.admits(item):
+            problem = f"{item.role.value}: said tokens that nobody asked for"
+            error = RequestError("INTERNAL", problem)
+            self.fail(LegDelta(item.role, msgspec.structs.replace(item.delta, error=error)))
             return
         self._kv_arrived |= item.role is NodeRole.DECODE
         for ready in self._order.push(item):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +23,7 @@ class Call:
         session_id: calls with the same one go to the same nodes, if the policy looks at it.
         priority: where calls wait, smaller goes first.
         principal: who asks.
+        cache_salt: of who shares the prompt's KV; empty: everybody.
     """
 
     request_id: str
@@ -32,6 +34,23 @@ class Call:
     session_id: str = ""
     priority: int = 0
     principal: Principal = ANYBODY
+    cache_salt: bytes = field(default=b"", repr=False)
+
+    @property
+    def scoped_id(self) -> str:
+        """Its name among the requests of all tenants."""
+        return scoped_id(self.request_id, self.principal.tenant)
+
+
+def scoped_id(request_id: str, tenant: str) -> str:
+    """A request's name wherever requests of several tenants meet, such as on nodes.
+
+    Clients choose their request ids; so that a guessed one is of no use, those of each tenant are
+    apart. As the client wrote it where there are no tenants.
+    """
+    if not tenant:
+        return request_id
+    return f"{request_id}@{hashlib.sha256(tenant.encode(errors='surrogatepass')).hexdigest()[:16]}"
 
 
 class CallOutput(msgspec.Struct, frozen=True, gc=False):

@@ -14,18 +14,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from baton.errors import (
     BatonError,
-    DeadlineExceededError,
-    EngineDeadError,
-    InvalidRequestError,
     NodeUnavailableError,
-    OverloadedError,
     RequestCancelledError,
 )
 from baton.link import NodeRole, RequestDelta, RequestError
-from baton.outputs import DecodeReceipt, FinishReason, Receipt, RequestOutput
-from router.admission import Admission, Ticket
+from baton.outputs import FinishReason, Receipt, RequestOutput
+from router.admission import Admission
 from router.attempt import Attempt
 from router.call import Call, CallOutput
+from router.call_errors import error_of
 from router.capacity import Capacity
 from router.decisions import DecisionLog
 from router.node import LegDelta
@@ -36,16 +33,13 @@ from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from router.prompt_hashes import PromptHashes
 from router.request_log import Following, RequestLog
 from router.retry_budget import CallRetries, RetryBudget, RetryOptions
+from router.running_calls import RunningCalls
+from router.ticket import Ticket
+from router.usage import num_tokens_used
 from router.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
 
-_ERRORS: dict[str, type[BatonError]] = {
-    "UNAVAILABLE": NodeUnavailableError,
-    "DEADLINE_EXCEEDED": DeadlineExceededError,
-    "RESOURCE_EXHAUSTED": OverloadedError,
-    "CANCELLED": RequestCancelledError,
-}
 # A node that is gone, cannot reach its peer, or has an engine that cannot continue: another may.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
 _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
@@ -81,9 +75,9 @@ class Dispatcher:
         self.decisions = DecisionLog()
         self.log = RequestLog()
         self.wake_ups = WakeUps()
-        self.admission = admission or Admission(Capacity(lambda: pool.fleet))
-        self._running: set[str] = set()  # those that wait, too
-        self._open: dict[str, _OpenCall] = {}
+        self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
+        self._running = RunningCalls()
+        self._open: dict[str, _OpenCall] = {}  # by `Call.scoped_id`
         self._stopped: RequestError | None = None
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
@@ -102,15 +96,13 @@ class Dispatcher:
             OverloadedError: decode nodes were short of memory time and again.
             DeadlineExceededError: the time is up.
         """
-        if call.request_id in self._running:
-            raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
         if self._stopped is not None:
-            raise _error(self._stopped)
-        self._running.add(call.request_id)
+            raise error_of(self._stopped)
+        self._running.add(call)
         try:
             with self.log.follow(call) as following:
                 async with self._admitted(call) as (admitted, ticket):
-                    outputs = self._run(admitted, following)
+                    outputs = self._run(admitted, ticket, following)
                     async with contextlib.aclosing(outputs):
                         async for output in outputs:
                             if output.output.output_index == 0:
@@ -118,58 +110,76 @@ class Dispatcher:
                             following.note_output(output)
                             yield output
         finally:
-            self._running.remove(call.request_id)
+            self._running.remove(call)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, call: Call) -> AsyncIterator[tuple[Call, Ticket]]:
         """The call when it may begin; what it waited is no longer left until its deadline."""
         async with self.admission.enter(
-            request_id=call.request_id,
+            request_id=call.scoped_id,
             num_prompt_tokens=len(call.prompt_token_ids),
             max_tokens=call.sampling_params.max_tokens,
             timeout_s=call.timeout_s,
             priority=call.priority,
-            client=call.principal.name,
+            principal=call.principal,
+            find_cached_tokens=lambda: self._num_cached(call),
         ) as ticket:
             left_s = call.timeout_s - ticket.waited_s
             yield dataclasses.replace(call, timeout_s=left_s), ticket
 
-    async def _run(self, call: Call, following: Following) -> AsyncGenerator[CallOutput, None]:
+    def _num_cached(self, call: Call) -> int:
+        """How much of a prompt some node has in its prefix cache."""
+        hashes = PromptHashes(call.prompt_token_ids, call.cache_salt)
+        return max(self.pool.prefix_index.match_tokens(hashes).values(), default=0)
+
+    async def _run(
+        self, call: Call, ticket: Ticket, following: Following
+    ) -> AsyncGenerator[CallOutput, None]:
         self.budget.note_call()
-        opened = self._open[call.request_id] = _OpenCall(self, call, following)
+        opened = self._open[call.scoped_id] = _OpenCall(self, call, following)
         try:
             async with contextlib.aclosing(opened.outputs()) as outputs:
                 async for output in outputs:
                     yield output
         except BatonError as error:
-            error.receipt = opened.receipt(None)
+            error.receipt = opened.receipt()
             raise
         finally:
+            ticket.num_tokens_used = num_tokens_used(opened.receipt(), ticket.num_uncached_tokens)
             opened.close()
-            del self._open[call.request_id]
+            del self._open[call.scoped_id]
 
-    def receipt(self, request_id: str) -> Receipt:
+    def receipt(self, call: Call) -> Receipt:
         """The receipt of an open call as of now, for who is about to end it; after token 1."""
-        opened = self._open[request_id]
-        receipt = opened.receipt(None)
+        opened = self._open[call.scoped_id]
+        receipt = opened.receipt()
         opened.following.finish(FinishReason.STOP, receipt)
         return receipt
 
-    def abort(self, request_id: str, why: str) -> bool:
-        """End a call from outside; its client gets CANCELLED. Returns whether it was open."""
-        if self.admission.withdraw(request_id, RequestCancelledError(why)):
+    def abort(self, request_id: str, why: str, *, tenant: str | None = None) -> bool:
+        """End a call from outside; its client gets CANCELLED. Says whether it was open; finds it
+        as `RunningCalls.find` does."""
+        call = self._running.find(request_id, tenant)
+        if call is None:
+            return False
+        if self.admission.withdraw(call.scoped_id, RequestCancelledError(why)):
             return True
-        opened = self._open.get(request_id)
+        opened = self._open.get(call.scoped_id)
         if opened is not None:
             opened.end(RequestError("CANCELLED", why))
             self.pool.note_eligibility_change()  # it may wait for nodes
         return opened is not None
 
+    def refuse_new(self, why: str) -> None:
+        """End calls that come from now on with UNAVAILABLE; those that are open go on."""
+        self._stopped = RequestError("UNAVAILABLE", why)
+
     def stop(self, why: str) -> None:
         """End all calls with UNAVAILABLE, also those that come from now on."""
-        self._stopped = RequestError("UNAVAILABLE", why)
-        for request_id in list(self._running):
-            self.admission.withdraw(request_id, _error(self._stopped))
+        self.refuse_new(why)
+        assert self._stopped is not None
+        for scoped_id in self._running.ids():
+            self.admission.withdraw(scoped_id, error_of(self._stopped))
         for opened in list(self._open.values()):
             opened.end(self._stopped)
         self.pool.note_eligibility_change()  # they may wait for nodes
@@ -210,7 +220,7 @@ class _OpenCall:
                 if output.output_index == 0:
                     self._ttft_s = time.perf_counter() - self._call.received_at
                 if output.finish_reason is not None:
-                    yield CallOutput(output, self.receipt(buffer.decode_receipt))
+                    yield CallOutput(output, self.receipt())
                     return
                 yield CallOutput(output)
             elif buffer.failure is not None:
@@ -219,8 +229,8 @@ class _OpenCall:
                 self._check_retry(attempt, failure)
                 attempt = await self._begin(failure.delta.error.message)
 
-    def receipt(self, decode: DecodeReceipt | None) -> Receipt:
-        """What the call cost up to now; ``decode``: the decode node's part, with its last token."""
+    def receipt(self) -> Receipt:
+        """What the call cost up to now; the decode node's part comes with its last token."""
         attempt = self._attempt
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
@@ -232,7 +242,7 @@ class _OpenCall:
             if attempt and attempt.decode and attempt.decoded
             else "",
             prefill=attempt.prefill_receipt if attempt else None,
-            decode=decode,
+            decode=self._buffer.decode_receipt,
             num_attempts=self._num_attempts,
             router_queue_s=self._router_queue_s,
         )
@@ -261,11 +271,11 @@ class _OpenCall:
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
         self._choice.note_failure(prefill, decode, item)
         if self._ended_by is not None:  # it is no node's fault
-            raise _error(self._ended_by)
+            raise error_of(self._ended_by)
         self._blame(attempt, item, error)
         self.following.note_failure(error.code, error.message)
         if error.code not in (*_RETRYABLE, "PREEMPTED"):
-            raise _error(error)
+            raise error_of(error)
         self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
         logger.info("request %s is tried again: %s", self._call.request_id, error.message)
 
@@ -310,10 +320,9 @@ class _OpenCall:
         assert prefill is not None or placement.prefill is None
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
         num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
-        ends_with_next = (
-            len(self._output_token_ids) + 1 >= call.sampling_params.max_tokens
-            or num_tokens + 1 >= dispatcher.pool.max_model_len
-        )
+        num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
+        room = dispatcher.pool.max_len_at(placement) - num_tokens
+        ends_with_next = min(num_left, room) <= 1
         self._num_attempts += 1
         if not self._output_token_ids:
             self._router_queue_s = time.perf_counter() - call.received_at
@@ -353,7 +362,7 @@ class _OpenCall:
         call, dispatcher = self._call, self._dispatcher
         pool = dispatcher.pool
         token_ids = [*call.prompt_token_ids, *self._output_token_ids]
-        hashes = PromptHashes(token_ids)
+        hashes = PromptHashes(token_ids, call.cache_salt)
         query = RouteQuery(
             num_prompt_tokens=len(token_ids),
             max_tokens=call.sampling_params.max_tokens - len(self._output_token_ids),
@@ -363,10 +372,12 @@ class _OpenCall:
             now=pool.clock(),
             find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
         )
-        fleet = pool.fleet.with_room_for(query.num_prompt_tokens + 1)
+        num_tokens = query.num_prompt_tokens
+        fleet = pool.fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
         placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
         if placement is not None:
-            dispatcher.decisions.note(call.request_id, query, placement)
+            is_first = self._num_attempts == 0
+            dispatcher.decisions.note(call.scoped_id, query, placement, is_first=is_first)
             for node in filter(None, (placement.prefill, placement.decode)):
                 pool.prefix_index.note_placement(node.engine_id, hashes)
         return placement
@@ -384,12 +395,5 @@ class _OpenCall:
         """Until the deadline; raises the error of a call that was ended."""
         remaining_s = self._expires_at - asyncio.get_running_loop().time()
         if self._ended_by is not None or remaining_s <= 0:
-            raise _error(self._ended_by or _DEADLINE)
+            raise error_of(self._ended_by or _DEADLINE)
         return remaining_s
-
-
-def _error(error: RequestError) -> BatonError:
-    if error.code == "INVALID_ARGUMENT":
-        field_name, _, problem = error.message.partition(": ")
-        return InvalidRequestError(field_name, problem)
-    return _ERRORS.get(error.code, EngineDeadError)(error.message)

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from baton.errors import InvalidRequestError
+from baton.errors import BatonError, InvalidRequestError
 from baton.grammar_trials import GrammarTrials
 from baton.identity import ANYBODY, Principal
 from baton.outputs import FinishReason, TextDelta
@@ -20,11 +20,13 @@ from baton.sampling_params import SamplingParams
 from baton.stop_strings import OutputText
 from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
+from router.cache_salts import CacheSalts
 from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
 from router.grammar_checks import GrammarChecks
 from router.metrics import RouterMetrics
 from router.texts import ChatPrompt, Texts
+from router.usage import OwnPrompts, told
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
@@ -66,6 +68,7 @@ class Intake:
         vocab_size: of the model.
         default_timeout_s: for requests that come without a deadline.
         metrics: count every request.
+        cache_salts: whose cached prompts a request may find; each tenant its own if not given.
 
     Attributes:
         tokenizer: as given.
@@ -79,10 +82,13 @@ class Intake:
         vocab_size: int,
         default_timeout_s: float,
         metrics: RouterMetrics | None = None,
+        cache_salts: CacheSalts | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
+        self._cache_salts = cache_salts or CacheSalts()
+        self._own_prompts = OwnPrompts(self._cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
         self._texts: Texts | None = None
@@ -116,19 +122,22 @@ class Intake:
             return await self._check(request)
 
     async def _check(self, request: GenerationRequest) -> Call:
+        self._dispatcher.admission.check_key(request.principal)  # before anything costs time
         check_name("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
         check_name("session_id", request.session_id, MAX_SESSION_ID_CHARS)
-        check_priority(request.priority)
+        principal = request.principal
+        most_urgent = principal.limits.most_urgent_priority if principal.tenant else None
+        check_priority(request.priority, most_urgent)
         params = request.sampling_params
         check_sampling_params(params, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
         if params.structured_output is not None:
-            await self._check_structured_output(params.structured_output, request.principal)
+            await self._check_structured_output(params.structured_output, principal)
         if params.seed is None:
             # Drawn here, so that both nodes (and a retry) sample the same.
             params = dataclasses.replace(params, seed=draw_seed())
-        token_ids = await self.tokenize(request.prompt, request.principal)
+        token_ids = await self.tokenize(request.prompt, principal)
         max_model_len = self._dispatcher.pool.max_model_len
         check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=max_model_len)
         timeout_s = request.timeout_s
@@ -140,22 +149,32 @@ class Intake:
             timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
             session_id=request.session_id,
             priority=request.priority,
-            principal=request.principal,
+            principal=principal,
+            cache_salt=self._cache_salts.of(principal),
         )
 
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
         """Run a call; ending the iteration early cancels it. Raises what the dispatcher does."""
         text = OutputText(self.tokenizer, call.sampling_params) if self.tokenizer else None
-        with self._metrics.running() as record:
-            async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
-                async for item in outputs:
-                    delta = self._text_delta(item, text)
-                    if delta.finish_reason is None:
-                        yield delta
-                        continue
-                    record.finish(delta)  # not always the nodes' end: they know no text
-                    yield delta
-                    return
+        num_own = self._own_prompts.num_tokens(call)
+        try:
+            with self._metrics.running() as record:
+                async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+                    async for item in outputs:
+                        delta = self._text_delta(call, item, text)
+                        if delta.output_index == 0:
+                            self._own_prompts.note(call)
+                        if delta.finish_reason is None:
+                            yield delta
+                            continue
+                        record.finish(delta)  # not always the nodes' end: they know no text
+                        assert delta.receipt is not None
+                        yield dataclasses.replace(delta, receipt=told(delta.receipt, num_own))
+                        return
+        except BatonError as error:
+            if error.receipt is not None:
+                error.receipt = told(error.receipt, num_own)
+            raise
 
     async def tokenize(self, prompt: Prompt, principal: Principal = ANYBODY) -> list[int]:
         """Token ids of a prompt, not checked against the model.
@@ -186,7 +205,7 @@ class Intake:
             raise InvalidRequestError("tools", "this checkpoint's chat template takes none")
         return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
 
-    def _text_delta(self, item: CallOutput, text: OutputText | None) -> TextDelta:
+    def _text_delta(self, call: Call, item: CallOutput, text: OutputText | None) -> TextDelta:
         """New tokens with what they add to the text; ends the output where a stop string does."""
         output = item.output
         finish_reason, receipt = output.finish_reason, item.receipt
@@ -196,7 +215,7 @@ class Intake:
             finish_reason = FinishReason.STOP
             token_ids = token_ids[: text.num_tokens - output.output_index]
             receipt = dataclasses.replace(
-                receipt or self._dispatcher.receipt(output.request_id),
+                receipt or self._dispatcher.receipt(call),
                 num_output_tokens=text.num_tokens,
             )
         return TextDelta(

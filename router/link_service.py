@@ -7,29 +7,38 @@ import logging
 from collections.abc import AsyncIterator
 
 from baton import wire
+from baton.access import Access
+from baton.audit_log import AuditKind
+from baton.call_gate import Context
+from baton.certificates import certificate_identity
 from baton.link import (
     DecodeCommand,
+    NodeRegistration,
     PrefillCommand,
     RequestDelta,
     RequestError,
     RouterCommand,
 )
 from baton.outputs import RequestOutput
-from baton.rpc import Context, has_token
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.node import Node
 from router.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
+_LINK = "/baton.v1.NodeLink/Link"
+REGISTER_TIMEOUT_S = 10.0
+# Far more than a node that listens ever has before it.
+MAX_QUEUED_COMMANDS = 50_000
+
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     """Serves `Link`: one call per joined node, as long as the node lives."""
 
-    def __init__(self, pool: NodePool, node_token: str = "") -> None:
-        """With a token, only nodes that know it may join."""
+    def __init__(self, pool: NodePool, access: Access | None = None) -> None:
+        """Args: access: hears who joined, left or was refused."""
         self._pool = pool
-        self._node_token = node_token
+        self._access = access or Access()
 
     async def Link(  # gRPC's naming
         self,
@@ -37,7 +46,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         context: Context,
     ) -> AsyncIterator[node_pb2.RouterMessage]:
         """The first message registers; then events come in and commands go out."""
-        first = await anext(request_iterator, None)
+        first = await _first(request_iterator)
         registration = (
             wire.registration_from_proto(first.register)
             if first is not None and first.WhichOneof("message") == "register"
@@ -46,13 +55,32 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         if registration is None:
             yield _registered("the first message must be a registration with a known role")
             return
-        refusal = self._refusal(context) or self._pool.refusal(registration)
+        refusal = self._refusal(context, registration) or self._pool.refusal(registration)
         if refusal:
+            self._note(AuditKind.REFUSED, context, registration, refusal)
             yield _registered(refusal)
             return
+        obstacle = self._pool.gate.obstacle(registration, self._pool.nodes, context.address)
+        if obstacle:
+            self._note(AuditKind.REFUSED, context, registration, obstacle)
+            yield _registered(obstacle, may_retry=True)
+            return
         outgoing: asyncio.Queue[RouterCommand | None] = asyncio.Queue()
-        node = Node(registration, outgoing.put_nowait, hang_up=lambda: outgoing.put_nowait(None))
+
+        call = asyncio.current_task()
+        assert call is not None
+
+        def send(command: RouterCommand) -> None:
+            outgoing.put_nowait(command)
+            if outgoing.qsize() > MAX_QUEUED_COMMANDS:  # it talks and does not listen
+                logger.warning("hung up on %s, which reads nothing of its link", node.name)
+                while not outgoing.empty():
+                    outgoing.get_nowait()
+                call.cancel()  # the call waits for its reading, and for nothing else
+
+        node = Node(registration, send, hang_up=lambda: outgoing.put_nowait(None))
         self._pool.add(node)
+        self._note(AuditKind.JOINED, context, registration)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
         try:
             yield _registered("", self._pool.router_id)
@@ -62,13 +90,30 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     yield message
         finally:
             self._pool.remove(node)
+            self._note(AuditKind.LEFT, context, registration)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    def _refusal(self, context: Context) -> str:
-        if not self._node_token or has_token(context, self._node_token):
+    def _refusal(self, context: Context, registration: NodeRegistration) -> str:
+        """Why a node may not join as what it says, however it may; empty: it may."""
+        identity = certificate_identity(context)
+        if identity is None:
             return ""
-        return "node_token: is missing or not the one that this router wants"
+        return identity.node_refusal(registration.role.value, registration.node_name)
+
+    def _note(
+        self, kind: AuditKind, context: Context, node: NodeRegistration, problem: str = ""
+    ) -> None:
+        arguments = {
+            "node": node.node_name,
+            "engine_id": node.engine_id,
+            "role": node.role.value,
+            "version": node.version,
+        }
+        who, address = context.principal, context.address
+        if problem:
+            logger.warning("refused a node at %s: %s", address, problem)
+        self._access.note(kind, who, address, _LINK, arguments, problem)
 
     async def _read(
         self,
@@ -101,6 +146,17 @@ def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | No
     return None
 
 
-def _registered(problem: str, router_id: str = "") -> node_pb2.RouterMessage:
-    registered = node_pb2.Registered(problem=problem, router_id=router_id)
+async def _first(messages: AsyncIterator[node_pb2.NodeMessage]) -> node_pb2.NodeMessage | None:
+    """None when nothing comes, or not in time."""
+    try:
+        async with asyncio.timeout(REGISTER_TIMEOUT_S):
+            return await anext(messages, None)
+    except TimeoutError:
+        return None
+
+
+def _registered(
+    problem: str, router_id: str = "", *, may_retry: bool = False
+) -> node_pb2.RouterMessage:
+    registered = node_pb2.Registered(problem=problem, router_id=router_id, may_retry=may_retry)
     return node_pb2.RouterMessage(registered=registered)

@@ -7,18 +7,24 @@ import contextlib
 import gc
 import logging
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from baton.admin_gate import AdminGate
+from baton.access import Access
+from baton.audit_log import AuditLog
+from baton.call_gate import CallGate
 from baton.client import DEFAULT_ADDRESS
+from baton.connection_limits import ConnectionLimits
 from baton.errors import ConfigError
+from baton.exposure import is_public
+from baton.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
-from baton.process import stop_event
-from baton.rpc import RpcServer, is_public, warn_if_public
+from baton.process import num_descriptors_allowed, stop_event
+from baton.rpc import RpcLimits, RpcServer
+from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
 from baton.tokenizer import Tokenizer
 from baton.v1 import (
     admin_pb2,
@@ -28,26 +34,31 @@ from baton.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
-from router.admin.node_calls import NodeCalls
 from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
-from router.api_keys import ApiKeys
+from router.cache_salts import CacheSalts, read_secret
 from router.capacity import Capacity
+from router.connection_budget import (
+    ConnectionBudget,
+    ConnectionOptions,
+    share_descriptors,
+)
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
 from router.link_service import NodeLinkService
+from router.listeners import check_exposure, requires_client_certs
 from router.metrics import RouterMetrics
 from router.node_pool import NodePool
 from router.policies import POLICIES
 from router.retry_budget import RetryOptions
 from router.service import InferenceService
+from router.stopping import LAST_WORDS_S, StoppableServer, stop_router
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 2.0  # for requests to end by themselves
-_LAST_WORDS_S = 1.0  # behind it, to tell the clients of the others
-_POLL_INTERVAL_S = 0.02
+# Seconds that load balancers need to hear that a router is not ready; none on one machine.
+DRAIN_DELAY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +68,16 @@ class RouterConfig:
     Attributes:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
-        api_keys_file: who may call; empty: anybody.
+        api_keys_file: who may call; without it, tokens and CAs: anybody.
+        audit_log: "-": standard output; empty: none.
+        connections: what clients' connections may cost.
+        max_request_timeout_s: a deadline that a client sets itself is at most this far away.
+        drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
+            others than this machine can call, else 0.
+        cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
+            start.
+        tls: of all that the router listens on.
+        insecure: listen beyond loopback also where TLS or authentication is missing.
     """
 
     model: str
@@ -78,8 +98,25 @@ class RouterConfig:
     http_cors_origin: str = ""
     served_model_name: str = ""
     api_keys_file: str = ""
+    audit_log: str = ""
+    connections: ConnectionOptions = field(default_factory=ConnectionOptions)
+    max_request_timeout_s: float = 3600.0
+    drain_delay_s: float | None = None
+    drain_timeout_s: float = 20.0
+    cache_salt_secret_file: str = ""
+    tls: TlsOptions = NO_TLS
+    insecure: bool = False
 
     def __post_init__(self) -> None:
+        self.tls.check_server()
+        if not self.max_request_timeout_s >= self.request_timeout_s:
+            raise ConfigError(
+                f"max_request_timeout_s: must be request_timeout_s ({self.request_timeout_s:g}) "
+                f"or more, got {self.max_request_timeout_s:g}"
+            )
+        for name in ("drain_delay_s", "drain_timeout_s"):
+            if not (getattr(self, name) or 0) >= 0:
+                raise ConfigError(f"{name}: must be 0 or more, got {getattr(self, name):g}")
         if self.reuse_port and not self.node_listen:
             raise ConfigError(
                 "reuse_port: needs node_listen, or nodes would join any one of the processes"
@@ -93,6 +130,10 @@ class RouterConfig:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until told to stop; raises ConfigError when something is wrong at the start."""
+    check_exposure(config)
+    files = TlsFiles(config.tls) if config.tls else None
+    if files is not None:
+        logger.info("certificate: %s", describe(config.tls, files.current()))
     folder = find_model_folder(config.model, weights=False)
     limits = read_limits(folder)
     pool = NodePool(
@@ -100,11 +141,10 @@ async def serve(config: RouterConfig) -> None:
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
         may_self_prefill=_may_self_prefill(config, config.policy),
+        vocab_size=limits.vocab_size,
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
-    admission = Admission(
-        Capacity(lambda: pool.fleet, config.admission.prefill_window_s), config.admission
-    )
+    admission = Admission(_make_capacity(config.admission, pool), config.admission)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     metrics = RouterMetrics(pool, admission)
     intake = Intake(
@@ -113,56 +153,88 @@ async def serve(config: RouterConfig) -> None:
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
+        cache_salts=_make_salts(config),
     )
     intake.start()
-    api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
-    servers = _make_servers(config, dispatcher, intake, api_keys)
+    access = _make_access(config)
+    budget = share_descriptors(
+        num_descriptors_allowed(),
+        config.connections,
+        own_address_for_nodes=bool(config.node_listen),
+    )
+    servers = _make_servers(config, dispatcher, intake, access, budget, files)
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
-    loop.add_signal_handler(signal.SIGHUP, api_keys.reload)
+    loop.add_signal_handler(signal.SIGHUP, _read_again, access)
     try:
         for listen, server in servers.items():
             address = await server.start(listen)
             await server.set_serving(True)
-            # (Operators and nodes bring no API key.)
-            all_bring_keys = bool(config.api_keys_file and config.node_listen)
-            warn_if_public(address, authenticated=all_bring_keys and listen == config.listen)
             logger.info("router of %s listens on %s", config.model, address)
         async with (
             _watching(pool),
-            _serving_http(config, intake, pool, metrics, api_keys) as stop_http,
+            _serving_http(config, intake, pool, metrics, access, budget.http, files) as http,
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
-            logger.info("stopping")
-            grace_s = STOP_GRACE_S + _LAST_WORDS_S
-            await asyncio.gather(
-                stop_http(),
-                *(server.stop(grace_s) for server in servers.values()),
-                _end_calls(dispatcher),
+            await stop_router(
+                dispatcher,
+                servers.values(),
+                http,
+                delay_s=_drain_delay_s(config),
+                timeout_s=config.drain_timeout_s,
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
         intake.close()
+        await asyncio.to_thread(access.audit.close)
 
 
-async def _end_calls(dispatcher: Dispatcher) -> None:
-    """Wait for the open calls, end those that take too long, and let the nodes go."""
-    await _until_quiet(dispatcher, STOP_GRACE_S)
-    dispatcher.stop("the router is stopping")
-    await _until_quiet(dispatcher, _LAST_WORDS_S / 2)
-    for node in dispatcher.pool.nodes:
-        node.hang_up()
+def _make_access(config: RouterConfig) -> Access:
+    """Raises ConfigError."""
+    access = Access(
+        keys_file=Path(config.api_keys_file) if config.api_keys_file else None,
+        admin_token=config.admin_token,
+        node_token=config.node_token,
+        model=config.served_model_name or config.model,
+        audit=AuditLog(config.audit_log, program="router"),
+        by_certificate=config.tls.verifies_clients,
+    )
+    access.warn_of_gaps((Role.INFER, Role.JOIN))
+    return access
 
 
-async def _until_quiet(dispatcher: Dispatcher, timeout_s: float) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while dispatcher.num_open and time.monotonic() < give_up_at:  # noqa: ASYNC110  # once in a life
-        await asyncio.sleep(_POLL_INTERVAL_S)
+def _read_again(access: Access) -> None:
+    """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
+    access.reload()
+    access.audit.reopen()
 
 
-async def _no_stop() -> None:
-    """Where there is no HTTP there is nothing to stop."""
+def _drain_delay_s(config: RouterConfig) -> float:
+    if config.drain_delay_s is not None:
+        return config.drain_delay_s
+    listens = filter(None, (config.listen, config.http_listen))
+    return DRAIN_DELAY_S * any(is_public("listen", listen) for listen in listens)
+
+
+def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
+    return Capacity(
+        lambda: pool.fleet,
+        options.prefill_window_s,
+        shared_prefill_window_s=options.shared_prefill_window_s,
+        clock=pool.clock,
+    )
+
+
+def _make_salts(config: RouterConfig) -> CacheSalts:
+    if config.cache_salt_secret_file:
+        return CacheSalts(read_secret(config.cache_salt_secret_file))
+    if config.api_keys_file:
+        logger.info(
+            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
+            "through this router only, until it ends"
+        )
+    return CacheSalts()
 
 
 @contextlib.asynccontextmanager
@@ -171,29 +243,35 @@ async def _serving_http(
     intake: Intake,
     pool: NodePool,
     metrics: RouterMetrics,
-    api_keys: ApiKeys,
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Gives what stops it."""
+    access: Access,
+    limits: ConnectionLimits,
+    files: TlsFiles | None,
+) -> AsyncIterator[StoppableServer | None]:
+    """Gives the HTTP API; None where there is none."""
     if not config.http_listen:
-        yield _no_stop
+        yield None
         return
     # Imported here: who serves no HTTP does not wait for it.
     from router.http.server import HttpServer
 
+    tls = None
+    if files is not None:
+        tls = ServerContext.of(files, require_client_certs=config.tls.require_client_certs)
     server = HttpServer(
         intake,
         pool,
         metrics,
         model_name=config.served_model_name or config.model,
-        api_keys=api_keys,
+        access=access,
         cors_origin=config.http_cors_origin,
-        grace_s=STOP_GRACE_S + _LAST_WORDS_S,
+        grace_s=LAST_WORDS_S,
+        limits=limits,
+        tls=tls,
     )
     address = await server.start(config.http_listen)
-    warn_if_public(address, authenticated=bool(config.api_keys_file))
-    logger.info("HTTP API on http://%s", address)
+    logger.info("HTTP API on %s://%s", "https" if files else "http", address)
     try:
-        yield server.stop
+        yield server
     finally:
         await server.stop()
 
@@ -215,7 +293,12 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
 
 
 def _make_servers(
-    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, api_keys: ApiKeys
+    config: RouterConfig,
+    dispatcher: Dispatcher,
+    intake: Intake,
+    access: Access,
+    budget: ConnectionBudget,
+    files: TlsFiles | None,
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -224,13 +307,18 @@ def _make_servers(
 
     journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
     model_name = config.served_model_name or config.model
-    service = InferenceService(intake, model=model_name, journal=journal, api_keys=api_keys)
+    service = InferenceService(
+        intake,
+        model=model_name,
+        journal=journal,
+        max_timeout_s=config.max_request_timeout_s,
+    )
 
     def add_public(server: object) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_private(server: object) -> None:
-        links = NodeLinkService(dispatcher.pool, config.node_token)
+        links = NodeLinkService(dispatcher.pool, access)
         node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
         admin_service = _make_admin(config, dispatcher, intake)
         admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
@@ -239,13 +327,27 @@ def _make_servers(
         add_public(server)
         add_private(server)
 
+    def make(
+        listen: str, services: Sequence[Any], add: Any, limits: RpcLimits, **options: Any
+    ) -> RpcServer:
+        return RpcServer(
+            services,
+            add,
+            CallGate(access, ANYBODY if is_public("listen", listen) else ANYBODY_HERE),
+            limits=limits,
+            tls=files,
+            require_client_certs=requires_client_certs(config, listen),
+            **options,
+        )
+
     private = config.node_listen or config.listen
-    gate = AdminGate(admin.full_name, config.admin_token, is_public=is_public("listen", private))
     if not config.node_listen:
-        return {config.listen: RpcServer([inference, link, admin], add_all, [gate])}
+        all_services = [inference, link, admin]
+        return {private: make(private, all_services, add_all, budget.public)}
+    own = config.reuse_port
     return {
-        config.node_listen: RpcServer([link, admin], add_private, [gate]),
-        config.listen: RpcServer([inference], add_public, reuse_port=config.reuse_port),
+        private: make(private, [link, admin], add_private, budget.nodes),
+        config.listen: make(config.listen, [inference], add_public, budget.public, reuse_port=own),
     }
 
 
@@ -255,7 +357,6 @@ def _make_admin(config: RouterConfig, dispatcher: Dispatcher, intake: Intake) ->
         intake,
         model=config.model,
         policy=config.policy,
-        calls=NodeCalls(config.admin_token),
         on_policy=lambda name: dispatcher.pool.allow_self_prefill(_may_self_prefill(config, name)),
     )
 

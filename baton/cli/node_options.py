@@ -10,13 +10,17 @@ from typing import Annotated
 
 import typer
 
+from baton.audit_log import HELP as AUDIT_LOG_HELP
+from baton.audit_log import STANDARD_OUTPUT
 from baton.block_hash import HASH_ALGORITHMS
 from baton.cli.run_node import NodeOptions, run_node
+from baton.cli.tls_options import InsecureOption, TlsCaOption, TlsCertOption, TlsKeyOption
 from baton.client import DEFAULT_ADDRESS
 from baton.engine_config import DTYPES, KV_CACHE_DTYPES, WEIGHTS, EngineConfig
 from baton.errors import ConfigError
 from baton.process import print_error
 from baton.push_mode import PushMode
+from baton.tls import TlsOptions
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULTS = EngineConfig()
@@ -75,18 +79,47 @@ def node_command(
         node_token: Annotated[
             str,
             typer.Option(
-                help="What routers with --node-token want to see.", envvar="BATON_NODE_TOKEN"
+                help="Shows routers that this node may join: their --node-token, or an API key "
+                "with the role join.",
+                envvar="BATON_NODE_TOKEN",
             ),
         ] = "",
         admin_token: Annotated[
             str,
             typer.Option(
-                help="That admin calls must bring; the same at the router, which asks for "
-                "operators. Anybody may look if empty.",
+                help="That who looks at the metrics page must bring. Without it and "
+                "--api-keys-file whoever reaches the page may look.",
                 envvar="BATON_ADMIN_TOKEN",
             ),
         ] = "",
-        kv_connector: Annotated[str, typer.Option(help="How KV blocks travel.")] = "nixl",
+        api_keys_file: Annotated[
+            str,
+            typer.Option(
+                help="API keys, as of the router; those with the role look or operate may look at "
+                "the metrics page. Read again on SIGHUP.",
+                envvar="BATON_API_KEYS_FILE",
+            ),
+        ] = "",
+        audit_log: Annotated[str, typer.Option(help=AUDIT_LOG_HELP)] = STANDARD_OUTPUT,
+        tls_cert: TlsCertOption = "",
+        tls_key: TlsKeyOption = "",
+        tls_ca: TlsCaOption = "",
+        insecure: InsecureOption = False,
+        kv_connector: Annotated[
+            str,
+            typer.Option(
+                help="How KV blocks travel. nixl: fast, not encrypted and not authenticated, for "
+                "networks that are trusted. tls: encrypted, and both ends prove who they are. "
+                "The same on all nodes."
+            ),
+        ] = "nixl",
+        kv_listen: Annotated[
+            str,
+            typer.Option(
+                help="With --kv-connector tls: host:port that peers send KV blocks to, an address "
+                "of this machine that they reach; port 0: any free; by default on loopback."
+            ),
+        ] = "",
         dtype: Annotated[
             str, typer.Option(help=f"Weights and computation: {', '.join(DTYPES)}.")
         ] = _DEFAULTS.dtype,
@@ -170,9 +203,12 @@ def node_command(
             typer.Option(help="Of a prefill node: parts of a layer-wise sent chunk.", min=1),
         ] = 4,
         kv_digests: Annotated[
-            bool,
-            typer.Option(help="Check that KV blocks arrive unchanged; the same on all nodes."),
-        ] = False,
+            bool | None,
+            typer.Option(
+                help="Check with keyed digests that KV blocks arrive unchanged; the same on all "
+                "nodes. If not given: where UCX_NET_DEVICES lets KV leave loopback."
+            ),
+        ] = None,
         log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
         inject_faults: Annotated[
             str,
@@ -194,6 +230,7 @@ def node_command(
                 listen=listen,
                 join_timeout_s=join_timeout_s,
                 kv_connector=kv_connector,
+                kv_listen=kv_listen,
                 engine=EngineConfig(
                     dtype=dtype,
                     kv_cache_dtype=kv_cache_dtype,
@@ -229,6 +266,10 @@ def node_command(
                 node_token=node_token,
                 metrics_listen=metrics_listen,
                 admin_token=admin_token,
+                api_keys_file=api_keys_file,
+                audit_log=audit_log,
+                tls=TlsOptions(cert=tls_cert, key=tls_key, ca=tls_ca),
+                insecure=insecure,
             )
             options = complete(options)
         except ConfigError as error:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from baton.access import Access
+from baton.audit_log import AuditLog
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
+from baton.exposure import split_address
 from baton.link import NodeEvent
 from baton.model_folder import find_model_folder
 from baton.node_program import NodeProgram, run_node_program
 from baton.process import run_program
 from baton.push_mode import PushMode
 from baton.registry import Registry
-from baton.rpc import split_address
+from baton.tls import NO_TLS, TlsOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +31,21 @@ class NodeOptions:
     listen: str
     join_timeout_s: float
     kv_connector: str
+    kv_listen: str
     engine: EngineConfig
     log_level: str
     push: PushMode
     layer_groups: int
-    kv_digests: bool
+    kv_digests: bool | None
     inject_faults: str = ""
     drain_timeout_s: float = 0.0
     node_token: str = field(default="", repr=False)
     metrics_listen: str = ""
     admin_token: str = field(default="", repr=False)
+    api_keys_file: str = ""
+    audit_log: str = ""
+    tls: TlsOptions = NO_TLS
+    insecure: bool = False
     decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
 
 
@@ -61,6 +70,12 @@ def run_node(options: NodeOptions, program: str) -> int:
         split_address("listen", options.listen)
         if options.metrics_listen:
             split_address("metrics_listen", options.metrics_listen)
+        if options.kv_listen:
+            split_address("kv_listen", options.kv_listen)
+            if options.kv_connector != "tls":
+                raise ConfigError(
+                    f"kv_listen: only --kv-connector tls listens, not {options.kv_connector}"
+                )
         find_model_folder(options.model)
         programs: Registry[MakeProgram] = Registry("node program", {"node": program})
         try:
@@ -71,8 +86,8 @@ def run_node(options: NodeOptions, program: str) -> int:
             ) from error
         return make_program(options, emit, on_death)
 
-    return run_program(
-        lambda: run_node_program(
+    async def main() -> None:
+        await run_node_program(
             make_node,
             routers=options.routers,
             listen=options.listen,
@@ -80,7 +95,14 @@ def run_node(options: NodeOptions, program: str) -> int:
             drain_timeout_s=options.drain_timeout_s,
             node_token=options.node_token,
             metrics_listen=options.metrics_listen,
-            admin_token=options.admin_token,
-        ),
-        log_level=options.log_level,
-    )
+            access=Access(
+                keys_file=Path(options.api_keys_file) if options.api_keys_file else None,
+                admin_token=options.admin_token,
+                audit=AuditLog(options.audit_log, program=options.name),
+                by_certificate=options.tls.verifies_clients,
+            ),
+            tls=options.tls,
+            insecure=options.insecure,
+        )
+
+    return run_program(main, log_level=options.log_level)

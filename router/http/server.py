@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
+import ssl
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import hdrs, web
 
+from baton.access import Access
+from baton.audit_log import AuditKind
+from baton.call_roles import ANY, INFER, LOOK, OPEN, Roles
+from baton.connection_limits import ConnectionCounts, ConnectionLimits
+from baton.connections import Listener
+from baton.credentials import http_credentials
 from baton.errors import ConfigError, InvalidRequestError
-from baton.rpc import MAX_CLIENT_MESSAGE_BYTES, split_address
-from router.api_keys import ApiKeys
+from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import ApiError, error_middleware, error_response
@@ -26,6 +32,10 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
 REQUEST_ID_HEADER = "X-Request-Id"
+# What a client still sends behind its answer is read and dropped for so long, so that it gets it.
+_LINGERING_S = 2.0
+# What a client's request is refused as, if nobody knows who it is, before the path is looked at.
+_UNKNOWN_PATH = ANY
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -34,9 +44,11 @@ class HttpServer:
 
     Args:
         model_name: what clients call the model.
-        api_keys: who may call what is below ``/v1``.
+        access: knows who may call.
         cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
         grace_s: when it stops, requests in progress have so long to end.
+        limits: of connections.
+        tls: what it serves HTTPS with; None: HTTP.
     """
 
     def __init__(
@@ -46,59 +58,105 @@ class HttpServer:
         metrics: RouterMetrics,
         *,
         model_name: str,
-        api_keys: ApiKeys | None = None,
+        access: Access | None = None,
         cors_origin: str = "",
         grace_s: float = 0.0,
+        limits: ConnectionLimits | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._intake = intake
         self._pool = pool
         self._metrics = metrics
         self._model_name = model_name
-        self._api_keys = api_keys or ApiKeys()
+        self._access = access or Access()
         self._cors_origin = cors_origin
+        self._tls = tls
         self._created = int(time.time())
+        self._is_stopping = False
         app = web.Application(
             client_max_size=MAX_CLIENT_MESSAGE_BYTES,
-            middlewares=[self._name_and_preflight, error_middleware, self._authenticate],
+            middlewares=[
+                self._note_work,
+                self._name_and_preflight,
+                error_middleware,
+                self._authenticate,
+            ],
         )
         app.on_response_prepare.append(self._add_headers)
-        app.add_routes(
-            [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat_completions),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{model:.+}", self._model),
-                web.get("/health", self._health),
-                web.get("/ready", self._ready),
-                web.get("/metrics", self._show_metrics),
-            ]
-        )
+        # Every path with the role that it wants; what is not here is there for nobody.
+        routes: list[tuple[str, str, Handler, Roles | None]] = [
+            (hdrs.METH_POST, "/v1/completions", self._completions, INFER),
+            (hdrs.METH_POST, "/v1/chat/completions", self._chat_completions, INFER),
+            (hdrs.METH_GET, "/v1/models", self._models, INFER),
+            (hdrs.METH_GET, "/v1/models/{model:.+}", self._model, INFER),
+            # Load balancers and kubelets bring no key: these two say yes or no, and nothing else.
+            (hdrs.METH_GET, "/health", self._health, OPEN),
+            (hdrs.METH_GET, "/ready", self._ready, OPEN),
+            (hdrs.METH_GET, "/metrics", self._show_metrics, LOOK),
+        ]
+        self._roles = {handler: roles for _, _, handler, roles in routes}
+        for method, path, handler, _ in routes:
+            app.router.add_route(method, path, handler)
+        limits = limits or ConnectionLimits()
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=grace_s
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=grace_s,
+            keepalive_timeout=limits.idle_timeout_s,
+            lingering_time=_LINGERING_S,
+            auto_decompress=False,  # a few bytes would become megabytes
         )
+        self._listener = Listener(self._make_protocol, limits)
+
+    @property
+    def connections(self) -> ConnectionCounts:
+        """How many there are, and what became of the others."""
+        return self._listener.counts
 
     async def start(self, listen: str) -> str:
         """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
 
         Raises ConfigError when the address is malformed or in use.
         """
-        host, port = split_address("http_listen", listen)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host.strip("[]"), port).start()
-        except OSError as error:
+            return await self._listener.start("http_listen", listen, ssl_context=self._tls)
+        except ConfigError as error:
             await self._runner.cleanup()
-            why = os.strerror(error.errno).lower() if error.errno else str(error)
-            raise ConfigError(
-                f'http_listen: cannot listen on {listen} ({why}); choose another, or "" for no HTTP'
-            ) from error
-        return f"{host}:{self._runner.addresses[0][1]}"
+            raise ConfigError(f'{error}; choose another, or "" for no HTTP') from None
+
+    @property
+    def num_at_work(self) -> int:
+        """Requests whose answers are not written yet."""
+        return self._listener.counts.at_work
+
+    def announce_stop(self) -> None:
+        """Be ready no more, and keep no connection open behind its next answer."""
+        self._is_stopping = True
 
     async def stop(self) -> None:
         """Stop accepting requests, and end those in progress after their grace."""
+        self._listener.stop_accepting()
         await self._runner.cleanup()
+        self._listener.close()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        server = self._runner.server
+        assert server is not None  # set up
+        return server()
 
     # ------------------------------------------------------------------ all responses
+
+    @web.middleware
+    async def _note_work(self, request: web.Request, handler: Handler) -> Any:
+        """Tell the listener that a connection is at work; refuse bodies that are to be inflated."""
+        with self._listener.working(request.protocol):
+            coding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
+            if coding.lower() != "identity":
+                message = f"{hdrs.CONTENT_ENCODING}: must be identity, got {coding[:20]!a}"
+                return error_response(ApiError(415, message))
+            return await handler(request)
 
     @web.middleware
     async def _name_and_preflight(self, request: web.Request, handler: Handler) -> Any:
@@ -118,13 +176,25 @@ class HttpServer:
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> Any:
-        """Find out whose request it is; what operators' programs ask needs no key."""
-        if request.path.startswith("/v1/"):
-            authorization = request.headers.get(hdrs.AUTHORIZATION, "")
-            request[PRINCIPAL] = self._api_keys.principal_of(authorization)
+        """Find out whose request it is, and whether it may, by what would serve it.
+
+        Not by what the path looks like: a path that nobody serves has no handler of ours, and then
+        who is unknown is not told so much.
+        """
+        roles = self._roles.get(request.match_info.handler, _UNKNOWN_PATH)
+        if roles is not OPEN:
+            shown = http_credentials(request)
+            call = f"{request.method} {request.path}"
+            principal = self._access.admit(shown, roles, call)
+            request[PRINCIPAL] = principal
+            if roles is LOOK:
+                self._access.note(AuditKind.LOOKED, principal, shown.address, call)
         return await handler(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self._is_stopping:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"
         if request_id := request.get(REQUEST_ID):
             response.headers[REQUEST_ID_HEADER] = request_id
         if self._cors_origin:
@@ -158,8 +228,11 @@ class HttpServer:
 
     async def _ready(self, request: web.Request) -> web.Response:
         """A request could be served now."""
+        if self._is_stopping:
+            raise ApiError(503, "the router is stopping")
         if not self._pool.fleet:
-            raise ApiError(503, self._pool.why_no_pair())
+            why = self._pool.why_no_pair() if self._access.is_open else "no nodes are ready"
+            raise ApiError(503, why)
         return web.Response(text="ready\n")
 
     async def _show_metrics(self, request: web.Request) -> web.Response:

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from baton import wire
 from baton.link import (
+    AdminCall,
+    AdminReply,
     NodeRegistration,
     NodeRole,
     PeerReport,
@@ -87,8 +89,15 @@ class HandNode:
     def __init__(self, pool: NodePool, registration: NodeRegistration) -> None:
         self.pool = pool
         self.commands: list[RouterCommand] = []
-        self.node = Node(registration, self.commands.append)
+        self.is_hung_up = False
+        self.node = Node(registration, self._obey, hang_up=self._hang_up)
         pool.add(self.node)
+
+    def _obey(self, command: RouterCommand) -> None:
+        self.commands.append(command)
+        if isinstance(command, AdminCall):  # which operators would wait for
+            problem = RequestError("UNIMPLEMENTED", "driven by hand")
+            self.pool.take(self.node, AdminReply(command.call_id, error=problem))
 
     @property
     def engine_id(self) -> str:
@@ -107,6 +116,9 @@ class HandNode:
         event = wire.node_event_from_proto(wire.node_event_to_proto(deltas))
         assert event is not None
         self.pool.take(self.node, event)
+
+    def _hang_up(self) -> None:
+        self.is_hung_up = True
 
     def leave(self) -> None:
         self.pool.remove(self.node)

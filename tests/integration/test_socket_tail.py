@@ -9,14 +9,16 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
-from decode_node.gone_peers import is_dead
 from kvconnector.base import TransferEventKind
 from kvconnector.nixl.transport import NixlTransport
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_process import PeerProcess, start_time
 from kvconnector.receiver import Receiver
+from tests.fakes.unsealed import with_key
 from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
@@ -57,7 +59,7 @@ class StandsStill(NixlTransport):
         """Of the probes in its memory."""
         return int(self._probes.sum())
 
-    def take_notifications(self) -> list[bytes]:
+    def take_notifications(self) -> list[tuple[str, bytes]]:
         payloads = super().take_notifications()
         if self.num_written > 0:
             self.stands.set()
@@ -97,7 +99,8 @@ def test_after_a_drain_nothing_of_a_dead_sender_arrives(
     assert sender.stdin is not None
     assert sender.stdout is not None
     peer = PeerInfo.decode(base64.b64decode(sender.stdout.readline()))
-    receiver.connect(peer)
+    receiver.connect(with_key(peer))
+    process = PeerProcess(msgspec.structs.replace(peer, started_at=start_time(peer.pid)))
     sender.stdin.write(base64.b64encode(receiver.describe()).decode() + "\n")
     sender.stdin.flush()
     wait_until(transport.stands.is_set, "the write begins")
@@ -105,7 +108,7 @@ def test_after_a_drain_nothing_of_a_dead_sender_arrives(
     sender.stdin.flush()
     assert sender.stdout.readline() == "full\n"
     sender.kill()
-    wait_until(lambda: is_dead(peer), "the sender is dead")
+    wait_until(process.has_ended, "the sender is dead")
     before = transport.num_written
     receiver.drain(peer.engine_id)
     transport.go_on.set()

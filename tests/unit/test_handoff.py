@@ -8,10 +8,12 @@ import pytest
 from baton.link import AbortAll, PeerUpdate
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
-from decode_node import gone_peers
 from kvconnector.base import TransferEventKind
-from kvconnector.messages import Grant, Watermark, decode
+from kvconnector.messages import Grant, Watermark
+from kvconnector.pair_keys import KeyPair
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_process import PeerProcess
+from kvconnector.seals import peek
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport
 from tests.fakes.waiting import wait_until
@@ -183,7 +185,7 @@ def test_a_lost_word_about_the_end_of_a_transfer_does_not_keep_its_blocks_for_ev
 def test_blocks_of_a_prefill_node_that_is_only_thought_gone_come_back_when_it_is_quiet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gone_peers, "is_dead", lambda peer: False)
+    monkeypatch.setattr(PeerProcess, "has_ended", lambda peer: False)
     cluster = make_cluster(20)
     place(cluster, "a", 10)
     run_until_writing(cluster)
@@ -225,7 +227,7 @@ def test_when_a_node_dies_in_the_middle_of_a_write_the_other_frees_everything(
 ) -> None:
     cluster = make_cluster(20)
     dead = cluster.dead
-    monkeypatch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in dead)
+    monkeypatch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in dead)
     place(cluster, "a", 10)
     run_until_writing(cluster)
     cluster.kill(killed)
@@ -239,7 +241,9 @@ def test_a_grant_of_another_decode_node_does_not_move_a_block() -> None:
     prefill_without_grant(cluster)
     ScriptedTransport("x", cluster.d.engine.kv_cache, cluster.network)
     stranger = msgspec.structs.replace(
-        PeerInfo.decode(cluster.d.receiver.describe()), engine_id="x"
+        PeerInfo.decode(cluster.d.receiver.describe()),
+        engine_id="x",
+        public_key=KeyPair().public,
     )
     cluster.sender.connect(stranger)
     cluster.round("p")
@@ -310,9 +314,9 @@ def test_of_two_watermarks_that_change_places_the_higher_one_counts() -> None:
             cluster.network.land(0)
         cluster.round("p")
         cluster.step("p")
-    held = [m for m in messages if isinstance(decode(m.payload), Watermark)]
+    held = [m for m in messages if isinstance(peek(m.payload), Watermark)]
     messages[:] = [m for m in messages if m not in held]
-    low, high = (decode(message.payload) for message in held[:2])
+    low, high = (peek(message.payload) for message in held[:2])
     assert isinstance(low, Watermark)
     assert isinstance(high, Watermark)
     assert 0 < low.num_tokens < high.num_tokens

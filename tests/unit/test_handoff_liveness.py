@@ -6,7 +6,6 @@ import pytest
 
 from baton.ledger import BlockOwner
 from baton.link import AbortAll
-from decode_node import gone_peers
 from kvconnector.messages import (
     Commit,
     Digests,
@@ -15,9 +14,10 @@ from kvconnector.messages import (
     Resend,
     Start,
     Verified,
-    decode,
 )
+from kvconnector.peer_process import PeerProcess
 from kvconnector.peers import BEAT_INTERVAL_S, LEASE_S
+from kvconnector.seals import peek
 from kvconnector.transfer import Transfer
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster
@@ -87,7 +87,7 @@ def test_blocks_of_a_prefill_node_that_died_come_back_though_no_router_said_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = make_cluster(20)
-    monkeypatch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in cluster.dead)
+    monkeypatch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in cluster.dead)
     place(cluster, "a", 17)
     run_until_writing(cluster)
     cluster.d.submit(AbortAll("the link to the router broke"))
@@ -175,7 +175,7 @@ def test_a_request_whose_message_is_lost_ends_soon_and_not_at_its_deadline(
     for _ in range(100):
         go_on(cluster)
         for message in list(messages):
-            if lost is None and isinstance(decode(message.payload), kind):
+            if lost is None and isinstance(peek(message.payload), kind):
                 messages.remove(message)
                 lost = message
         deliver_all(cluster)
@@ -203,7 +203,7 @@ def test_with_digests_a_request_survives_the_loss_of_any_message(
     for _ in range(200):
         go_on(cluster)
         for message in list(messages):
-            if lost < num_lost and isinstance(decode(message.payload), kind):
+            if lost < num_lost and isinstance(peek(message.payload), kind):
                 messages.remove(message)
                 lost += 1
         deliver_all(cluster)

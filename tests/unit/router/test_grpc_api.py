@@ -337,9 +337,9 @@ async def test_the_journal_is_bounded_and_forgets_what_has_ended_first() -> None
     [
         ("Tokenize", b"\x0a\x04\x0a\x02\xff\xfe", "prompt.text: is not valid UTF-8"),
         ("Generate", b"\x0a\x02\xff\xfe", "request_id: is not valid UTF-8"),
-        ("Generate", b"\xff\xff", "message: cannot be read: it is no such message"),
-        ("Generate", b"\x0a" * 5000, "message: cannot be read: it is no such message"),
-        ("Tokenize", b"\x0a\x00" * 2_000_000, "message: must have at most 1000000 empty parts"),
+        ("Generate", b"\xff\xff", "request: is no message of this call"),
+        ("Generate", b"\x0a" * 5000, "request: is no message of this call"),
+        ("Tokenize", b"\x0a\x00" * 2_000_000, "request: must have at most 1000000 empty parts"),
     ],
 )
 def test_bytes_that_are_no_message_are_the_clients_error(

@@ -1,0 +1,49 @@
+"""What the lock must hold, and what is found when it does not."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tools.supply_chain import lock_findings, read_lock
+
+ROOT = Path(__file__).parents[3]
+HASH = f"    --hash=sha256:{'0' * 64}"
+
+
+def pyproject(*dependencies: str, dev: str = "") -> dict[str, object]:
+    optional = {"dev": [dev] if dev else [], "node": ["safetensors>=0.5"]}
+    project = {"name": "it", "dependencies": list(dependencies), "optional-dependencies": optional}
+    return {"project": project}
+
+
+def test_the_lock_of_this_project_holds_what_it_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    pins = read_lock((ROOT / "requirements.lock").read_text(encoding="utf-8"))
+    assert len(pins) > 50
+    assert list(lock_findings(project, pins)) == []
+
+
+def test_a_pin_without_a_hash_is_refused() -> None:
+    assert read_lock(f"a==1.0 \\\n{HASH}") == {"a": read_lock(f"A==1.0 \\\n{HASH}")["a"]}
+    with pytest.raises(ValueError, match="b has no hash"):
+        read_lock(f"a==1.0 \\\n{HASH}\nb==2.0 \\\nc==3.0 \\\n{HASH}")
+
+
+@pytest.mark.parametrize(
+    ("project", "found"),
+    [
+        (pyproject("a>=1"), []),
+        (pyproject("a>=2"), ["requirements.lock: holds 1.5 for a>=2; run `make lock`"]),
+        (pyproject("A-b>=1"), ["requirements.lock: holds nothing for A-b>=1; run `make lock`"]),
+        (
+            pyproject(dev="it[node]"),
+            ["requirements.lock: holds nothing for safetensors>=0.5; run `make lock`"],
+        ),
+        (pyproject("torch>=2"), []),
+    ],
+)
+def test_what_the_lock_lacks_is_named(project: dict[str, object], found: list[str]) -> None:
+    assert list(lock_findings(project, read_lock(f"a==1.5 \\\n{HASH}"))) == found

@@ -1,0 +1,158 @@
+"""What the project installs: is all of it locked, under known licences, without known holes?
+
+Usage: python tools/supply_chain.py AUDIT_BIN SBOM: where the audit tools are, where the SBOM goes.
+
+`make check` runs this in the development environment. One line per finding; what could not be
+looked up (a registry need not serve advisories) is said and is no finding.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCK = "requirements.lock"
+EXTRA = "dev"  # what the lock is made for; it names the extras that users install
+# Of the machine's own build of it, with a hash of its own: see tools/lock.in.
+UNLOCKED = frozenset({"torch"})
+# Whoever adds a package under another licence decides whether the project may depend on it.
+LICENCES = (
+    "0BSD;Apache;BSD;BSL-1.0;CC0-1.0;CNRI-Python;ISC;LLVM-exception;MIT;MPL;"
+    "Mozilla Public License;PSF;Python Software Foundation;Zlib"
+)
+
+_PIN = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>[^\s;]+)(?: ; (?P<marker>.+?))? \\$")
+_HASH = re.compile(r"^    --hash=sha256:[0-9a-f]{64}")
+
+Pins = Mapping[str, list[Version]]
+
+
+def read_lock(text: str) -> dict[str, list[Version]]:
+    """Map each locked package to its versions (one, or one per Python version).
+
+    Raises ValueError for a pin that has no hash.
+    """
+    pins: dict[str, list[Version]] = {}
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        found = _PIN.match(line)
+        if found is None:
+            continue
+        if number + 1 == len(lines) or not _HASH.match(lines[number + 1]):
+            raise ValueError(f"{found['name']} has no hash")
+        pins.setdefault(canonicalize_name(found["name"]), []).append(Version(found["version"]))
+    return pins
+
+
+def requirements_of(project: Mapping[str, Any], extra: str) -> Iterator[Requirement]:
+    """Yield what a project asks for with an extra, the extras that this one names included."""
+    optional = project["optional-dependencies"]
+    for text in [*project["dependencies"], *optional[extra]]:
+        requirement = Requirement(text)
+        if requirement.name == project["name"]:
+            for inner in requirement.extras:
+                yield from map(Requirement, optional[inner])
+        else:
+            yield requirement
+
+
+def lock_findings(pyproject: Mapping[str, Any], pins: Pins) -> Iterator[str]:
+    """Say what the project asks for and the lock does not hold."""
+    for requirement in requirements_of(pyproject["project"], EXTRA):
+        name = canonicalize_name(requirement.name)
+        if name in UNLOCKED:
+            continue
+        versions = pins.get(name, [])
+        if not versions or not all(requirement.specifier.contains(v) for v in versions):
+            held = ", ".join(map(str, versions)) or "nothing"
+            yield f"{LOCK}: holds {held} for {requirement}; run `make lock`"
+
+
+def licence_findings(audit_bin: Path) -> Iterator[str]:
+    """Say which installed package is under a licence that the table does not allow."""
+    command = [
+        *(str(audit_bin / "pip-licenses"), "--python", sys.executable, "--from", "mixed"),
+        *("--with-system", "--partial-match", "--allow-only", LICENCES),
+        *("--ignore-packages", "baton-serve"),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        yield f"licence: {result.stderr.strip() or result.stdout.strip()}"
+
+
+def known_holes(audit_bin: Path) -> tuple[list[str], int, int]:
+    """Look up advisories of all locked packages.
+
+    Returns:
+        The findings, the number of packages that were looked up, and of those that could not be.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".json") as report:
+        command = [str(audit_bin / "pip-audit"), "--requirement", LOCK, "--disable-pip"]
+        command += ["--require-hashes", "--progress-spinner", "off", "--format", "json"]
+        result = subprocess.run(
+            [*command, "--output", report.name],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        text = Path(report.name).read_text(encoding="utf-8")
+    if not text:  # no registry, or none that answers
+        print(f"advisories: {(result.stderr.strip().splitlines() or ['no answer'])[-1]}")
+        return [], 0, -1
+    packages = json.loads(text)["dependencies"]
+    skipped = sum("skip_reason" in package for package in packages)
+    findings = [
+        f"{package['name']} {package['version']}: {hole['id']} (fixed in {hole['fix_versions']})"
+        for package in packages
+        for hole in package.get("vulns", ())
+    ]
+    return findings, len(packages) - skipped, skipped
+
+
+def write_sbom(audit_bin: Path, path: Path) -> Iterator[str]:
+    """Write a CycloneDX list of what is installed; say what of the lock it lacks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(audit_bin / "cyclonedx-py"), "environment", sys.executable]
+    command += ["--pyproject", "pyproject.toml", "--output-reproducible", "--of", "JSON"]
+    subprocess.run([*command, "--output-file", str(path)], cwd=ROOT, check=True)
+    listed = {canonicalize_name(c["name"]) for c in json.loads(path.read_text())["components"]}
+    if "torch" not in listed or len(listed) < 20:
+        yield f"sbom: {path} lists only {len(listed)} packages"
+
+
+def main(audit_bin: Path, sbom: Path) -> int:
+    """Print every finding; returns the exit code."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    pins = read_lock((ROOT / LOCK).read_text(encoding="utf-8"))
+    holes, num_audited, num_skipped = known_holes(audit_bin)
+    findings = [
+        *lock_findings(pyproject, pins),
+        *licence_findings(audit_bin),
+        *holes,
+        *write_sbom(audit_bin, sbom),
+    ]
+    for finding in findings:
+        print(finding)
+    print(
+        f"{LOCK}: {len(pins)} packages with hashes; advisories looked up for {num_audited}"
+        + (f", not to be had here for {num_skipped}" if num_skipped else "")
+        + f"; SBOM in {sbom}"
+    )
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1]), Path(sys.argv[2])))
