@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError, Message
 
 from baton.access import Access
@@ -132,6 +131,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                             watch.is_sending = False
                             watch.num_sent += 1
                     return
+                if handler.response_streaming:  # of a library, which writes by itself
+                    await behavior(request, raw)
+                    return
                 try:
                     response = await behavior(request, context)
                 except BatonError as error:
@@ -155,10 +157,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         if roles.isdisjoint((Role.LOOK, Role.OPERATE)) or not isinstance(request, Message):
             return
         kind = AuditKind.LOOKED if Role.LOOK in roles else AuditKind.CHANGED
-        given = MessageToDict(request, preserving_proto_field_name=True)
         arguments = {
-            name: f"{len(str(value))} characters" if name in _NOT_TOLD else value
-            for name, value in given.items()
+            field.name: f"{len(value)} characters" if field.name in _NOT_TOLD else value
+            for field, value in request.ListFields()
         }
         self._access.note(kind, context.principal, context.address, method, arguments, problem)
 
