@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ class Admission:
         self._of_client: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._pump: asyncio.Task[None] | None = None
+        self._least_urgent = math.inf
 
     @contextlib.asynccontextmanager
     async def enter(
@@ -151,6 +153,8 @@ class Admission:
             OverloadedError: it is refused; says when to come again.
             DeadlineExceededError: its deadline passed while it waited.
         """
+        if priority > self._least_urgent:
+            raise self._refusal("overload", "the router is overloaded and takes urgent ones only")
         now = asyncio.get_running_loop().time()
         ticket = Ticket(
             request_id=request_id,
@@ -186,6 +190,10 @@ class Admission:
                 self._unqueue(ticket)
                 return True
         return False
+
+    def shed(self, least_urgent: float) -> None:
+        """From now on refuse what comes with a larger priority than this; infinity: nothing."""
+        self._least_urgent = least_urgent
 
     def note_first_token(self, ticket: Ticket) -> None:
         """It came; to be called once, so that the next ones are expected better."""

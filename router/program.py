@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.admin_gate import AdminGate
 from baton.client import DEFAULT_ADDRESS
@@ -45,15 +47,20 @@ from router.journal import Journal, JournalOptions
 from router.link_service import NodeLinkService
 from router.metrics import RouterMetrics
 from router.node_pool import NodePool
+from router.overload import Level, Overload
+from router.overload_gate import OverloadGate
 from router.policies import POLICIES
+from router.resources import watch_resources
 from router.retry_budget import RetryOptions
 from router.service import InferenceService
-from router.stopping import LAST_WORDS_S, StoppableServer, stop_router
+from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
 
 # Seconds that load balancers need to hear that a router is not ready; none on one machine.
 DRAIN_DELAY_S = 5.0
+# The largest priority that is taken.
+_LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +75,7 @@ class RouterConfig:
         max_request_timeout_s: a deadline that a client sets itself is at most this far away.
         drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
             others than this machine can call, else 0.
+        memory_limit_mib: near it requests are refused; 0: of the control group or the machine.
         cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
             start.
     """
@@ -94,6 +102,7 @@ class RouterConfig:
     max_request_timeout_s: float = 3600.0
     drain_delay_s: float | None = None
     drain_timeout_s: float = 20.0
+    memory_limit_mib: int = 0
     cache_salt_secret_file: str = ""
 
     def __post_init__(self) -> None:
@@ -131,7 +140,8 @@ async def serve(config: RouterConfig) -> None:
         Capacity(lambda: pool.fleet, config.admission.prefill_window_s), config.admission
     )
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
-    metrics = RouterMetrics(pool, admission)
+    overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
+    metrics = RouterMetrics(pool, admission, overload)
     intake = Intake(
         dispatcher,
         Tokenizer(folder) if Tokenizer.exists_in(folder) else None,
@@ -146,7 +156,7 @@ async def serve(config: RouterConfig) -> None:
         config.connections,
         own_address_for_nodes=bool(config.node_listen),
     )
-    servers = _make_servers(config, dispatcher, intake, api_keys, budget)
+    servers = _make_servers(config, dispatcher, intake, api_keys, budget, overload)
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
     loop.add_signal_handler(signal.SIGHUP, api_keys.reload)
@@ -160,7 +170,14 @@ async def serve(config: RouterConfig) -> None:
             logger.info("router of %s listens on %s", config.model, address)
         async with (
             _watching(pool),
-            _serving_http(config, intake, pool, metrics, api_keys, budget.http) as http,
+            _serving_http(config, intake, pool, metrics, api_keys, budget.http, overload) as http,
+            _in_background(
+                watch_resources(
+                    overload,
+                    lambda: http.share_at_work if http is not None else 0.0,
+                    memory_limit=config.memory_limit_mib * 2**20,
+                )
+            ),
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
@@ -201,7 +218,8 @@ async def _serving_http(
     metrics: RouterMetrics,
     api_keys: ApiKeys,
     limits: ConnectionLimits,
-) -> AsyncIterator[StoppableServer | None]:
+    overload: Overload,
+) -> AsyncIterator[HttpApi | None]:
     """Gives the HTTP API; None where there is none."""
     if not config.http_listen:
         yield None
@@ -218,7 +236,9 @@ async def _serving_http(
         cors_origin=config.http_cors_origin,
         grace_s=LAST_WORDS_S,
         limits=limits,
+        overload=overload,
     )
+    metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)
     warn_if_public(address, authenticated=bool(config.api_keys_file))
     logger.info("HTTP API on http://%s", address)
@@ -237,7 +257,14 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
             await asyncio.sleep(BEAT_INTERVAL_S)
             pool.count_missed_beats()
 
-    task = asyncio.create_task(count())
+    async with _in_background(count()):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run something until the context ends."""
+    task = asyncio.create_task(work)
     try:
         yield
     finally:
@@ -250,6 +277,7 @@ def _make_servers(
     intake: Intake,
     api_keys: ApiKeys,
     budget: ConnectionBudget,
+    overload: Overload,
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -272,7 +300,7 @@ def _make_servers(
     def add_private(server: object) -> None:
         links = NodeLinkService(dispatcher.pool, config.node_token)
         node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
-        admin_service = _make_admin(config, dispatcher, intake)
+        admin_service = _make_admin(config, dispatcher, intake, overload)
         admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_all(server: object) -> None:
@@ -281,24 +309,34 @@ def _make_servers(
 
     private = config.node_listen or config.listen
     gate = AdminGate(admin.full_name, config.admin_token, is_public=is_public("listen", private))
+    overload_gate = OverloadGate(inference.full_name, overload)
     if not config.node_listen:
-        one = RpcServer([inference, link, admin], add_all, [gate], limits=budget.public)
+        one = RpcServer(
+            [inference, link, admin], add_all, [overload_gate, gate], limits=budget.public
+        )
         return {config.listen: one}
     return {
         config.node_listen: RpcServer([link, admin], add_private, [gate], limits=budget.nodes),
         config.listen: RpcServer(
-            [inference], add_public, reuse_port=config.reuse_port, limits=budget.public
+            [inference],
+            add_public,
+            [overload_gate],
+            reuse_port=config.reuse_port,
+            limits=budget.public,
         ),
     }
 
 
-def _make_admin(config: RouterConfig, dispatcher: Dispatcher, intake: Intake) -> AdminService:
+def _make_admin(
+    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, overload: Overload
+) -> AdminService:
     return AdminService(
         dispatcher,
         intake,
         model=config.model,
         policy=config.policy,
         calls=NodeCalls(config.admin_token),
+        overload=overload,
         on_policy=lambda name: dispatcher.pool.allow_self_prefill(_may_self_prefill(config, name)),
     )
 
