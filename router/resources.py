@@ -54,7 +54,7 @@ def _limit_in(file: Path) -> int:
 
 
 async def watch_resources(
-    overload: Overload, connections_in_use: Callable[[], float], *, memory_limit: int = 0
+    overload: Overload, connections_in_use: Callable[[], float], memory_limit: int = 0
 ) -> None:
     """Tell ``overload`` of all signals until it is cancelled.
 
