@@ -24,7 +24,8 @@ import transformers
 from baton import AsyncClient, Client, Receipt, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from environment import summary
-from kvconnector.digests import BlockDigests
+from kvconnector.digests import BlockDigests, Written
+from kvconnector.pair_keys import BlockKey
 
 LENGTHS = (256, 1024, 4096, 16384)  # tokens
 MODES = {
@@ -161,13 +162,14 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
     """Bytes per second of a plain copy, and of the digests of as many blocks of 128 KiB."""
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
     target = torch.zeros_like(source)  # its pages are there
-    digests = BlockDigests(source)
+    digests, key = BlockDigests(source), BlockKey(bytes(32))
+    written = Written("r", 1, range(len(source)), (0, 8), 0, 0)
     copy_s, digest_s = [], []
     for _ in range(7):
         started = time.perf_counter()
         np.copyto(target.numpy(), source.numpy())
         copied = time.perf_counter()
-        digests.of(range(len(source)), None)
+        digests.of(range(len(source)), written, key)
         copy_s.append(copied - started)
         digest_s.append(time.perf_counter() - copied)
     return {

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.call_gate import CallGate
 from baton.client import AsyncClient
 from baton.errors import OverloadedError
 from baton.outputs import FinishReason
@@ -22,7 +23,6 @@ from baton.rpc import RpcServer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.metrics import RouterMetrics
 from router.overload import HOLD_S, Level, LoopLag, Overload
-from router.overload_gate import OverloadGate
 from router.resources import memory_limit_bytes, num_descriptors, resident_bytes
 from tests.fakes.grpc_scene import GrpcScene, params
 from tests.fakes.http_scene import HttpScene, on_http, until
@@ -257,7 +257,7 @@ async def test_over_grpc_requests_are_refused_unread_and_other_services_are_serv
     server = RpcServer(
         [SERVICE],
         lambda one: inference_pb2_grpc.add_InferenceServicer_to_server(scene.service, one),  # type: ignore[no-untyped-call]  # generated
-        [OverloadGate(SERVICE.full_name, overload)],
+        CallGate(check_load=overload.check),
     )
     scene.address = await server.start("127.0.0.1:0")
     await server.set_serving(True)
