@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError, Message
 
 from baton.access import Access
@@ -72,6 +71,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         access: knows who may call.
         anybody: who calls where there are no credentials; see `Access.principal_of`.
         stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
+        check_load: raises when no prompts are taken on; asked before a message is read.
     """
 
     def __init__(
@@ -80,14 +80,21 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         anybody: Principal = ANYBODY_HERE,
         *,
         stall_timeout_s: float = 30.0,
+        check_load: Callable[[], None] = lambda: None,
     ) -> None:
         self._access = access or Access()
         self._anybody = anybody
         self._stall_timeout_s = stall_timeout_s
+        self._check_load = check_load
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
         """The same with another limit."""
-        return CallGate(self._access, self._anybody, stall_timeout_s=stall_timeout_s)
+        return CallGate(
+            self._access,
+            self._anybody,
+            stall_timeout_s=stall_timeout_s,
+            check_load=self._check_load,
+        )
 
     async def intercept_service(
         self,
@@ -113,6 +120,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             try:
                 shown = grpc_credentials(raw)
                 principal = self._access.admit(shown, roles, method, self._anybody)
+                if Role.INFER in roles:
+                    self._check_load()
                 if handler is None:
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return
@@ -131,6 +140,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                             yield response  # back when the client's side has taken it
                             watch.is_sending = False
                             watch.num_sent += 1
+                    return
+                if handler.response_streaming:  # of a library, which writes by itself
+                    await behavior(request, raw)
                     return
                 try:
                     response = await behavior(request, context)
@@ -155,10 +167,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         if roles.isdisjoint((Role.LOOK, Role.OPERATE)) or not isinstance(request, Message):
             return
         kind = AuditKind.LOOKED if Role.LOOK in roles else AuditKind.CHANGED
-        given = MessageToDict(request, preserving_proto_field_name=True)
         arguments = {
-            name: f"{len(str(value))} characters" if name in _NOT_TOLD else value
-            for name, value in given.items()
+            field.name: f"{len(value)} characters" if field.name in _NOT_TOLD else value
+            for field, value in request.ListFields()
         }
         self._access.note(kind, context.principal, context.address, method, arguments, problem)
 

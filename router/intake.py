@@ -87,7 +87,7 @@ class Intake:
         cache_salts: whose cached prompts a request may find; each tenant its own if not given.
 
     Attributes:
-        tokenizer: as given.
+        tokenizer, cache_salts: as given.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Intake:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
-        self._cache_salts = cache_salts or CacheSalts()
-        self._own_prompts = OwnPrompts(self._cache_salts)
+        self.cache_salts = cache_salts or CacheSalts()
+        self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
         self._grammar_threads = GrammarThreads(1)
@@ -148,7 +148,7 @@ class Intake:
             session_id=request.session_id,
             priority=request.priority,
             principal=principal,
-            cache_salt=self._cache_salts.of(principal),
+            cache_salt=self.cache_salts.of(principal),
         )
 
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
