@@ -163,7 +163,7 @@ async def serve(config: RouterConfig) -> None:
         metrics=metrics,
         cache_salts=_make_salts(config),
     )
-    intake.start()
+    intake.start()  # its processes end with this one
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
     access = _make_access(config)
@@ -196,7 +196,6 @@ async def serve(config: RouterConfig) -> None:
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
-        intake.close()
         await asyncio.to_thread(access.audit.close)
 
 
