@@ -26,13 +26,17 @@ from baton.sampling_params import SamplingParams
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
+from kvconnector.messages import Cancel, Commit, Grant, Quiet, Verified, Watermark, encode
 from kvconnector.peer_process import PeerProcess
 from kvconnector.peers import BEAT_INTERVAL_S
+from kvconnector.seals import HEADER_BYTES
 from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of
+from tests.fakes.scripted_network import ScriptedMessage
 from tests.numerics.tiny_models import make_hugging_face_model, save
 from tests.property.num_examples import num_examples
 
 MAX_PROMPT_TOKENS = 18
+ATTACKS = ("replay", "reflect", "alter", "cut")
 
 
 MIXED: dict[str, Any] = {
@@ -136,6 +140,7 @@ class HandoffMachine(RuleBasedStateMachine):
         super().__init__()
         self.cluster: Cluster
         self.num_requests = 0
+        self.lost: list[ScriptedMessage] = []
         self.is_faulty = False  # something happened that may fail a request or need its deadline
 
     @initialize(
@@ -295,7 +300,70 @@ class HandoffMachine(RuleBasedStateMachine):
         self.is_faulty = True
         network = self.cluster.network
         places = [i for i, message in enumerate(network.messages) if not is_beat(message)]
-        network.drop(data.draw(st.sampled_from(places)))
+        index = data.draw(st.sampled_from(places))
+        self.lost.append(network.messages[index])
+        network.drop(index)
+
+    # ------------------------------------------------------------ somebody without keys
+
+    @precondition(lambda self: self.cluster.network.seen)
+    @rule(data=st.data(), how=st.sampled_from(ATTACKS))
+    def attack(self, data: st.DataObject, how: str) -> None:
+        """What was sent comes again, or otherwise; requests do not even fail of it."""
+        network = self.cluster.network
+        message = data.draw(st.sampled_from(list(network.seen)))
+        name, victim, payload = message.source, message.target, message.payload
+        if how == "reflect":
+            name, victim = victim, name
+        elif how == "alter":
+            place = data.draw(st.integers(0, len(payload) - 1))
+            payload = payload[:place] + bytes([payload[place] ^ 1]) + payload[place + 1 :]
+        elif how == "cut":
+            payload = payload[: data.draw(st.integers(0, len(payload) - 1))]
+        elif any(one.payload == payload for one in [*network.messages, *network.late]):
+            self.is_faulty = True  # it comes for the first time, and before others
+        else:
+            # What was lost for good may still come; what was heard does not come again.
+            self.is_faulty |= message in self.lost
+        if victim in network.ends:
+            network.ends[victim].inbox.append((name, payload))
+
+    @precondition(lambda self: not self.cluster.is_down)
+    @rule(data=st.data())
+    def forge(self, data: st.DataObject) -> None:
+        """All that would do harm if it were believed, in the other node's name, in some order."""
+        ends = self.cluster.network.ends
+        for name, victim in ((self.cluster.p_id, "d"), ("d", self.cluster.p_id)):
+            for lie in data.draw(st.permutations(self.lies(name))):
+                ends[victim].inbox.append((name, bytes(HEADER_BYTES) + lie))
+
+    def lies(self, name: str) -> list[bytes]:
+        """In that node's name, about the latest requests."""
+        about: list[dict[str, Any]] = [
+            {"engine_id": name, "request_id": request_id, "epoch": epoch}
+            for request_id, epoch in list(self.cluster.attempts)[-3:]
+        ] or [{"engine_id": name, "request_id": "r0", "epoch": 1}]
+        return [
+            encode(lie)
+            for one in about
+            for lie in (
+                Quiet(**one, reason=""),
+                Quiet(**one, reason="forged"),
+                Cancel(**one),
+                Grant(**one, block_ids=[1, 2, 3]),
+                Watermark(**one, num_tokens=4, num_blocks=1),
+                Verified(**one),
+                Commit(
+                    **one,
+                    token_id=1,
+                    num_tokens=10,
+                    num_bytes=1,
+                    num_blocks=1,
+                    transport="",
+                    exposed_transfer_s=0.0,
+                ),
+            )
+        ]
 
     @precondition(lambda self: self.cluster.network.writes)
     @rule(data=st.data())
