@@ -8,6 +8,7 @@ with the tokens of one process.
 from __future__ import annotations
 
 import functools
+import random
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -26,7 +27,7 @@ from baton.sampling_params import SamplingParams
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
-from kvconnector.messages import Cancel, Commit, Grant, Quiet, Verified, Watermark, encode
+from kvconnector.messages import Cancel, Commit, Grant, Message, Quiet, Verified, Watermark, encode
 from kvconnector.peer_process import PeerProcess
 from kvconnector.peers import BEAT_INTERVAL_S
 from kvconnector.seals import HEADER_BYTES
@@ -152,6 +153,7 @@ class HandoffMachine(RuleBasedStateMachine):
         max_receiving_requests=st.sampled_from([1, 64]),
         local_prefill_threshold=st.sampled_from([0, 6]),
         preemption=st.sampled_from(PREEMPTION),
+        is_attacked=st.booleans(),
     )
     def make(
         self,
@@ -163,7 +165,9 @@ class HandoffMachine(RuleBasedStateMachine):
         max_receiving_requests: int,
         local_prefill_threshold: int,
         preemption: str,
+        is_attacked: bool,
     ) -> None:
+        self.is_attacked, self.random = is_attacked, random.Random(0)
         self.mixed, self.kv_digests = mixed, kv_digests
         self.patch = pytest.MonkeyPatch()
         self.cluster = make_cluster(
@@ -240,11 +244,13 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule(engine_id=st.sampled_from("pd"))
     def round(self, engine_id: str) -> None:
+        self.forge()
         self.cluster.round(engine_id)
 
     @rule()
     def go_on(self) -> None:
         """A little of everything, so that runs come far."""
+        self.forge()
         for engine_id in "pd":
             self.cluster.round(engine_id)
             self.cluster.step(engine_id)
@@ -328,42 +334,40 @@ class HandoffMachine(RuleBasedStateMachine):
         if victim in network.ends:
             network.ends[victim].inbox.append((name, payload))
 
-    @precondition(lambda self: not self.cluster.is_down)
-    @rule(data=st.data())
-    def forge(self, data: st.DataObject) -> None:
-        """All that would do harm if it were believed, in the other node's name, in some order."""
-        ends = self.cluster.network.ends
-        for name, victim in ((self.cluster.p_id, "d"), ("d", self.cluster.p_id)):
-            for lie in data.draw(st.permutations(self.lies(name))):
+    def forge(self) -> None:
+        """Where blocks are promised: lies that would do harm if they were believed."""
+        cluster, ends = self.cluster, self.cluster.network.ends
+        pairs = [(cluster.p_id, "d"), ("d", cluster.p_id)]
+        name, victim = self.random.choice(pairs)
+        held = [r for r in cluster.d.reservations.held() if r.block_ids]
+        if self.is_attacked and held and victim in ends:
+            for lie in self.random.sample(self.lies(name), 2):
                 ends[victim].inbox.append((name, bytes(HEADER_BYTES) + lie))
 
     def lies(self, name: str) -> list[bytes]:
         """In that node's name, about the latest requests."""
-        about: list[dict[str, Any]] = [
-            {"engine_id": name, "request_id": request_id, "epoch": epoch}
-            for request_id, epoch in list(self.cluster.attempts)[-3:]
-        ] or [{"engine_id": name, "request_id": "r0", "epoch": 1}]
-        return [
-            encode(lie)
-            for one in about
-            for lie in (
-                Quiet(**one, reason=""),
+        lies: list[bytes] = []
+        for (request_id, epoch), attempt in list(self.cluster.attempts.items())[-3:]:
+            one: dict[str, Any] = {"engine_id": name, "request_id": request_id, "epoch": epoch}
+            num_tokens = len(attempt.prompt) + attempt.num_initial
+            about: tuple[Message, ...] = (
                 Quiet(**one, reason="forged"),
                 Cancel(**one),
                 Grant(**one, block_ids=[1, 2, 3]),
-                Watermark(**one, num_tokens=4, num_blocks=1),
+                Watermark(**one, num_tokens=num_tokens // BLOCK_SIZE * BLOCK_SIZE, num_blocks=1),
                 Verified(**one),
                 Commit(
                     **one,
                     token_id=1,
-                    num_tokens=10,
+                    num_tokens=num_tokens,
                     num_bytes=1,
                     num_blocks=1,
                     transport="",
                     exposed_transfer_s=0.0,
                 ),
             )
-        ]
+            lies += map(encode, about)
+        return lies
 
     @precondition(lambda self: self.cluster.network.writes)
     @rule(data=st.data())
