@@ -130,7 +130,7 @@ def _router_messages() -> list[bytes]:
 
 
 def _kv_messages() -> list[bytes]:
-    request = {"engine_id": "p0", "request_id": "r", "epoch": 3}
+    request: dict[str, Any] = {"engine_id": "p0", "request_id": "r", "epoch": 3}
     said: list[messages.Message] = [
         messages.Hello(engine_id="p0", sent_at_s=1.0, test=2),
         messages.HelloAck(engine_id="p0", test=2, slot=1),

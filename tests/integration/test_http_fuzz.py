@@ -10,6 +10,7 @@ import contextlib
 import subprocess
 import sys
 import time
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,6 @@ def test_no_body_is_an_error_of_the_server(url: str, path: str, mode: Generation
 @given(body=st.binary(max_size=300), path=st.text(max_size=20))
 def test_no_bytes_on_any_path_are_an_error_of_the_server(url: str, body: bytes, path: str) -> None:
     headers = {"Content-Type": "application/json"}
-    for target in ("/v1/completions", "/" + requests.utils.quote(path)):
+    for target in ("/v1/completions", "/" + urllib.parse.quote(path)):
         response = requests.post(url + target, data=body, headers=headers, timeout=30)
         assert response.status_code in {*ANSWERS, 401, 403, 405} - {200}, response.text
