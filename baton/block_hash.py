@@ -1,9 +1,10 @@
 """Block hashes: names for full KV blocks that say everything their content depends on.
 
-    hash[i] = H(hash[i - 1], tokens of block i, extra keys)
+    hash[-1] = H(extra keys)        hash[i] = H(hash[i - 1], tokens of block i)
 
-Chained, so that equal hashes mean equal prefixes. The router computes the same hashes to find the
-node that has a prefix, so this file is torch-free and its result is part of the contract.
+Chained, so that equal hashes mean equal prefixes under equal extra keys: with another cache salt no
+block of a prompt has the same name. The router computes the same hashes to find the node that has
+a prefix, so this file is torch-free and its result is part of the contract.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ BlockHash = bytes
 ShortHash = int  # 64 bits of a BlockHash: enough to place a request by, too little to reuse KV by
 
 HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
-    "xxh3_128": xxhash.xxh3_128_digest,
+    "blake2b": lambda data: hashlib.blake2b(data, digest_size=32).digest(),
     "sha256": lambda data: hashlib.sha256(data).digest(),
+    "xxh3_128": xxhash.xxh3_128_digest,
 }
+DEFAULT_HASH_ALGORITHM = "blake2b"
 _ROOT = b"baton/1"
 
 
@@ -31,9 +34,21 @@ def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
 
     That any two of a million blocks share one is a chance of 1 in 30 million. It is harmless: a
     router then misjudges how much of a prompt a node has; the node itself goes by whole hashes.
+    Who looks for two prompts of its own that share one finds them after some 2**32 hashes, and
+    wins a wrong guess about its own requests. It cannot aim at another tenant's: their names come
+    of a salt that it does not know.
     """
     parts = [block_hash[:8] for block_hash in hashes]
     return struct.unpack(f"<{len(parts)}Q", b"".join(parts))
+
+
+def extra_keys_of(cache_salt: bytes) -> tuple[bytes, ...]:
+    """What the KV of a request depends on besides its tokens, for `BlockHasher.extend`.
+
+    Args:
+        cache_salt: of the tenant or group that shares it; empty: everybody shares it.
+    """
+    return (b"cache_salt", cache_salt) if cache_salt else ()
 
 
 class BlockHasher:
@@ -41,11 +56,11 @@ class BlockHasher:
 
     Args:
         block_size: tokens per block.
-        algorithm: a name in HASH_ALGORITHMS; xxh3_128 is fast, sha256 stands up to an attacker
-            who chooses prompts to collide with another user's.
+        algorithm: a name in HASH_ALGORITHMS. blake2b and sha256 stand up to an attacker who
+            chooses prompts to collide with another user's; xxh3_128 does not.
     """
 
-    def __init__(self, block_size: int, algorithm: str = "xxh3_128") -> None:
+    def __init__(self, block_size: int, algorithm: str = DEFAULT_HASH_ALGORITHM) -> None:
         if algorithm not in HASH_ALGORITHMS:
             known = ", ".join(HASH_ALGORITHMS)
             raise ConfigError(f"prefix_hash: must be one of {known}, got {algorithm!r}")
@@ -54,21 +69,20 @@ class BlockHasher:
         self._pack = struct.Struct(f"<{block_size}I").pack  # 32 bits each, low bytes first
 
     def extend(
-        self, hashes: list[BlockHash], token_ids: Sequence[int], extra_keys: Sequence[str] = ()
+        self, hashes: list[BlockHash], token_ids: Sequence[int], extra_keys: Sequence[bytes] = ()
     ) -> None:
         """Append the hashes of the full blocks of ``token_ids`` that ``hashes`` lacks.
 
         Args:
             hashes: of the first ``len(hashes)`` blocks of the same sequence.
-            extra_keys: what else the KV depends on: adapter id, media hashes, cache salt.
+            extra_keys: what else the KV depends on; see `extra_keys_of`.
         """
         size = self.block_size
         for start in range(len(hashes) * size, len(token_ids) - size + 1, size):
             parent = hashes[-1] if hashes else self._root(extra_keys)
             hashes.append(self._digest(parent + self._pack(*token_ids[start : start + size])))
 
-    def _root(self, extra_keys: Sequence[str]) -> bytes:
+    def _root(self, extra_keys: Sequence[bytes]) -> bytes:
         # Length-prefixed, so that ("ab", "c") and ("a", "bc") differ.
-        parts = [key.encode() for key in extra_keys]
-        framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+        framed = b"".join(len(key).to_bytes(4, "little") + key for key in extra_keys)
         return self._digest(_ROOT + framed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.block_hash import DEFAULT_HASH_ALGORITHM
 from baton.errors import ConfigError
 
 PREEMPTION = ("recompute", "hand-back")
@@ -44,7 +45,8 @@ class EngineConfig:
         preemption: of a request whose blocks an older one needs. ``recompute``: it waits here and
             is computed anew; ``hand-back``: it ends here, and whoever placed it places it again.
         prefix_cache: find prompts' prefixes again that were computed before.
-        prefix_hash: ``xxh3_128`` or ``sha256``.
+        prefix_hash: names their blocks: ``blake2b``, ``sha256``, or ``xxh3_128``, which is faster
+            and can be made to collide by a client.
         attention_backend: a name, or ``auto``.
         async_scheduling: schedule a step while the one before it runs; None: where the device
             computes by itself (a GPU). The tokens are the same with it and without.
@@ -73,7 +75,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     preemption: str = "recompute"
     prefix_cache: bool = True
-    prefix_hash: str = "xxh3_128"
+    prefix_hash: str = DEFAULT_HASH_ALGORITHM
     attention_backend: str = "auto"
     async_scheduling: bool | None = None
     cuda_graphs: bool = True

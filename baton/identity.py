@@ -33,15 +33,18 @@ class Limits:
         max_open_requests: that wait or are in progress.
         requests_per_minute: that begin.
         tokens_per_minute: prompt tokens computed and output tokens sampled.
-        weight: its share beside other principals when requests wait.
-        most_urgent_priority: smaller priorities are refused; None: any.
+        weight: of what its requests are charged to its tenant when tenants compete: with 2 it is
+            half, so that the tenant gets two shares.
+        most_urgent_priority: smaller priorities are refused; None: any. Who has no leave to be
+            more urgent than 0 cannot get before other tenants by asking for it. Where callers have
+            no tenant there are no others, and any will do.
     """
 
     max_open_requests: int = 0
     requests_per_minute: float = 0.0
     tokens_per_minute: float = 0.0
     weight: float = 1.0
-    most_urgent_priority: int | None = None
+    most_urgent_priority: int | None = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,8 @@ class Principal:
         roles: what it may do.
         models: names of the served models that it may use; empty: all.
         limits: what it may take.
+        cache_group: tenants of one group find each other's cached prompts; empty: a tenant finds
+            its own only.
     """
 
     name: str = ""
@@ -62,6 +67,7 @@ class Principal:
     roles: frozenset[Role] = frozenset()
     models: frozenset[str] = frozenset()
     limits: Limits = field(default_factory=Limits)
+    cache_group: str = ""
 
     def may(self, role: Role) -> bool:
         """Say whether this principal has a role."""

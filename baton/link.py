@@ -209,6 +209,7 @@ class PrefillCommand:
     Attributes:
         output_token_ids: sampled in earlier attempts. Their KV is computed as well, and the token
             behind them is sampled in place of token 1.
+        cache_salt: of who shares the prompt's KV; empty: everybody.
     """
 
     request_id: str
@@ -218,6 +219,7 @@ class PrefillCommand:
     decode_engine_id: str
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
+    cache_salt: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +230,7 @@ class DecodeCommand:
         prefill_engine_id: whose KV will come; empty: nobody's. Then the prompt is computed here,
             and the first token is sampled here, too.
         output_token_ids: sampled in earlier attempts; their KV arrives with the prompt's.
+        cache_salt: of who shares the prompt's KV; empty: everybody.
     """
 
     request_id: str
@@ -237,6 +240,7 @@ class DecodeCommand:
     prefill_engine_id: str
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
+    cache_salt: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

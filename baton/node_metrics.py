@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -43,6 +43,7 @@ class ConnectorMetrics:
         descriptors: ranges that these were posted as.
         posting_s: time in posting them.
         wrong_blocks: arrived with another digest than they were sent with.
+        refused_messages: that were not heard, by reason.
     """
 
     pairs: Mapping[tuple[str, str], int]
@@ -52,3 +53,4 @@ class ConnectorMetrics:
     descriptors: int = 0
     posting_s: float = 0.0
     wrong_blocks: int = 0
+    refused_messages: Mapping[str, int] = field(default_factory=dict)

@@ -49,8 +49,16 @@ def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> N
         )
 
 
-def check_priority(priority: int) -> None:
-    """Raise InvalidRequestError unless it fits where messages carry it."""
+def check_priority(priority: int, most_urgent: int | None = None) -> None:
+    """Raise InvalidRequestError unless it fits where messages carry it, and its client may ask it.
+
+    Args:
+        most_urgent: the least number that the client may ask for; None: any.
+    """
+    if most_urgent is not None and priority < most_urgent:
+        raise InvalidRequestError(
+            "priority", f"must be {most_urgent} or more with this API key, got {priority}"
+        )
     if not -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY:
         raise InvalidRequestError(
             "priority", f"must be {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, got {priority}"

@@ -306,6 +306,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 decode_engine_id=command.decode_engine_id,
                 timeout_s=command.timeout_s,
                 output_token_ids=command.output_token_ids,
+                cache_salt=command.cache_salt,
             )
         )
     if isinstance(command, link.DecodeCommand):
@@ -318,6 +319,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 prefill_engine_id=command.prefill_engine_id,
                 timeout_s=command.timeout_s,
                 output_token_ids=command.output_token_ids,
+                cache_salt=command.cache_salt,
             )
         )
     if isinstance(command, link.RouterBeat):
@@ -352,6 +354,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             decode_engine_id=prefill.decode_engine_id,
             timeout_s=prefill.timeout_s,
             output_token_ids=tuple(prefill.output_token_ids),
+            cache_salt=prefill.cache_salt,
         )
     if kind == "decode":
         decode = message.decode
@@ -363,6 +366,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             prefill_engine_id=decode.prefill_engine_id,
             timeout_s=decode.timeout_s,
             output_token_ids=tuple(decode.output_token_ids),
+            cache_salt=decode.cache_salt,
         )
     if kind == "beat":
         return link.RouterBeat()

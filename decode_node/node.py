@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.block_hash import extra_keys_of
 from baton.decode_options import DecodeOptions
 from baton.errors import InvalidRequestError, TransferError
 from baton.ledger import Ledger
@@ -196,6 +197,7 @@ class DecodeNode:
             eos_token_ids=engine.eos_token_ids,
             max_model_len=engine.max_model_len,
             output_token_ids=command.output_token_ids,
+            extra_keys=extra_keys_of(command.cache_salt),
         )
         take = self.reservations.park
         if not command.prefill_engine_id or self._is_short(request):
@@ -223,7 +225,8 @@ class DecodeNode:
 
     def _connect(self, update: PeerUpdate) -> None:
         try:
-            self.reservations.add_peer(PeerInfo.decode(update.peer_info))
+            peer = PeerInfo.decode(update.peer_info, engine_id=update.engine_id)
+            self.reservations.add_peer(peer)
         except TransferError as error:
             self._emit(PeerReport(update.engine_id, False, problem=str(error)))
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # How long a START may come before its DECODE command, and how long an ended request is remembered.
 MEMORY_S = 60.0
+MAX_EARLY_STARTS = 10_000  # of requests that no router may ever send
 # A Cancel or its Quiet may be lost, or meet a link that is down: ask again while blocks are held.
 RECANCEL_S = 1.0
 TICK_S = 0.1
@@ -100,7 +101,7 @@ class Reservations:
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        self._early_starts: dict[Key, tuple[float, str]] = {}  # (came at, engine_id)
+        self._early_starts: dict[tuple[Key, str], float] = {}  # by engine id, too: came at
         self._ended: dict[Key, float] = {}  # tombstones
         self._gone_peers = GonePeers(receiver)
         self._peers: dict[str, PeerInfo] = {}
@@ -121,8 +122,7 @@ class Reservations:
         reservation = Reservation(request, epoch, engine_id, received_at)
         self._engine.park(request)
         self._open[key] = reservation
-        _, starter = self._early_starts.pop(key, (0.0, ""))
-        if starter == engine_id:
+        if self._early_starts.pop((key, engine_id), None) is not None:
             self._want_grant(key, reservation)
         return reservation
 
@@ -133,7 +133,7 @@ class Reservations:
         key = (request.request_id, epoch)
         now = self._clock()
         self._ended[key] = now  # for its START
-        if self._early_starts.pop(key, None) is not None:
+        if self._early_starts.pop((key, engine_id), None) is not None:
             self._receiver.cancel(key[0], epoch, engine_id)
         return Reservation(
             request,
@@ -237,7 +237,7 @@ class Reservations:
                 self._note_if_dead(reservation.engine_id)
                 self._cancel_remote(key, reservation)
         oldest = now - MEMORY_S
-        while self._early_starts and next(iter(self._early_starts.values()))[0] < oldest:
+        while self._early_starts and next(iter(self._early_starts.values())) < oldest:
             del self._early_starts[next(iter(self._early_starts))]
         while self._ended and next(iter(self._ended.values())) < oldest:
             del self._ended[next(iter(self._ended))]
@@ -357,14 +357,16 @@ class Reservations:
         """An event about a request that ended here, or has not come yet."""
         match event.kind:
             case TransferEventKind.COMMITTED | TransferEventKind.FAILED:
-                self._early_starts.pop(key, None)
+                self._early_starts.pop((key, event.engine_id), None)
                 held = self._quarantine.get(key)
                 if held is not None and held.engine_id == event.engine_id:
                     self._free_quarantined(key)
             case TransferEventKind.STARTED if key in self._ended:
                 self._receiver.cancel(key[0], key[1], event.engine_id)
             case TransferEventKind.STARTED:
-                self._early_starts[key] = (self._clock(), event.engine_id)
+                self._early_starts[key, event.engine_id] = self._clock()
+                if len(self._early_starts) > MAX_EARLY_STARTS:
+                    del self._early_starts[next(iter(self._early_starts))]
             case _:
                 pass
 

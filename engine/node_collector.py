@@ -150,6 +150,10 @@ class NodeCollector(Collector):
         yield counter("kv_descriptors", "Ranges these were posted as.", connector.descriptors)
         yield counter("kv_posting_seconds", "Time in posting.", connector.posting_s)
         yield counter("kv_wrong_blocks", "Blocks that arrived wrong.", connector.wrong_blocks)
+        refused = _by("reason", connector.refused_messages)
+        yield self._family(
+            CounterMetricFamily, "kv_refused_messages", "Messages that were not heard.", refused
+        )
 
     def _of_ledger(self, ledger: Ledger | None) -> Iterator[Metric]:
         yield self._gauge(

@@ -90,7 +90,7 @@ class Request:
     changes_logits: bool = False
     grammar: GrammarState | None = None
     priority: int = 0
-    extra_keys: tuple[str, ...] = ()
+    extra_keys: tuple[bytes, ...] = ()
     rank: tuple[int, int] = (0, 0)
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Request:
         max_tokens: int | None = None,
         output_token_ids: Sequence[int] = (),
         priority: int = 0,
-        extra_keys: tuple[str, ...] = (),
+        extra_keys: tuple[bytes, ...] = (),
         grammar: GrammarState | None = None,
     ) -> Request:
         """Make a request from what a user gave.

@@ -213,7 +213,11 @@ class KVTransport(Protocol):
     def notify(self, engine_id: str, payload: bytes) -> None:
         """Send a short message; not ordered with writes. Raises TransferError."""
 
-    def take_notifications(self) -> list[bytes]:
-        """Messages that came in; also lets the transport make progress."""
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        """Messages that came in; also lets the transport make progress.
+
+        Each with the engine id of its sender as far as the transport knows it: that may be what the
+        other end calls itself. Whose message it is, its seal decides (`seals.py`).
+        """
 
     def close(self) -> None: ...

@@ -12,10 +12,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+import msgspec
+
 from baton.errors import TransferError
 from baton.node_metrics import ConnectorMetrics
-from kvconnector import messages
 from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
+from kvconnector.inbox import Inbox
 from kvconnector.messages import Message
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peers import Peers
@@ -61,6 +63,7 @@ class Endpoint:
         self.peers = Peers(
             transport, self.emit, clock, greets=greets, is_busy=is_busy, on_lost=on_lost
         )
+        self._inbox = Inbox(self.peers, clock)
         self._clock = clock
         self._on_message = on_message
         self._progress = progress
@@ -102,11 +105,21 @@ class Endpoint:
             events.append(self._events.popleft())
         return events
 
+    @property
+    def peer_info(self) -> PeerInfo:
+        """How the transport presents us, with our public key."""
+        return msgspec.structs.replace(
+            self.transport.peer_info, public_key=self.peers.channels.public_key
+        )
+
     def metrics(self) -> ConnectorMetrics:
-        """Of the peers alone; safe from any thread."""
+        """Of peers and messages alone; safe from any thread."""
         return ConnectorMetrics(
             pairs=Counter((peer.state.value, peer.path) for peer in self.peers),
             peer_failures=self._num_peer_failures,
+            refused_messages={
+                reason.value: count for reason, count in self._inbox.num_refused.items()
+            },
         )
 
     def close(self) -> None:
@@ -140,7 +153,7 @@ class Endpoint:
         while not self._closing:
             self._wake.clear()
             in_flight = self._round()
-            if self._calls:
+            if self._calls or self._inbox:
                 continue
             if in_flight:
                 timeout = IN_FLIGHT_POLL_S
@@ -150,7 +163,7 @@ class Endpoint:
                 timeout = IDLE_POLL_S
             self._wake.wait(timeout)
 
-    def _take_notifications(self) -> list[bytes]:
+    def _take_notifications(self) -> list[tuple[str, bytes]]:
         """Messages that came in; raises TransferError when reading fails again and again."""
         try:
             payloads = self.transport.take_notifications()
@@ -167,13 +180,10 @@ class Endpoint:
     def _round(self) -> bool:
         while self._calls:
             self._calls.popleft()()
-        for payload in self._take_notifications():
-            try:
-                message = messages.decode(payload)
-            except TransferError as error:  # from the network: data, not a bug
-                logger.warning("dropped a message: %s", error)
-                continue
-            if message.engine_id in self.peers:
+        for sender, payload in self._take_notifications():
+            self._inbox.put(sender, payload)
+        for message in self._inbox.take():
+            if message.engine_id in self.peers:  # it may have gone since
                 self._on_message(message)
         self.peers.tick()
         return self._progress()

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from baton.errors import ConfigError, TransferError
-from kvconnector import messages
 from kvconnector.base import KVTransport, PendingWrite
 from kvconnector.messages import (
     Commit,
@@ -34,6 +33,7 @@ from kvconnector.messages import (
 )
 from kvconnector.peer_info import PeerInfo
 from kvconnector.scratch import Scratch
+from kvconnector.seals import peek
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class FaultyTransport:
         return self._transport.write_scratch(engine_id, slot)
 
     def notify(self, engine_id: str, payload: bytes) -> None:
-        message = messages.decode(payload)
+        message = peek(payload)
         self._pass(type(message).__name__, "send")
         if isinstance(message, Grant) and self._spec.corrupt:
             self._granted[message.request_id, message.epoch] = message
@@ -270,15 +270,15 @@ class FaultyTransport:
                     waiting.due_at = now + delays[0]
         self._send_due()
 
-    def take_notifications(self) -> list[bytes]:
+    def take_notifications(self) -> list[tuple[str, bytes]]:
         if self._ask is not None and (spec := self._ask()) is not self._spec:
             self._spec = spec
             self._num_until_kill = 0 if spec.kill is None else spec.kill.count
         self._send_due()
         payloads = self._transport.take_notifications()
-        for payload in payloads:
+        for _, payload in payloads:
             try:
-                message = messages.decode(payload)
+                message = peek(payload)
             except TransferError:  # the endpoint says so
                 continue
             self._pass(type(message).__name__, "recv")

@@ -36,7 +36,7 @@ class InMemoryTransport:
         layout = KVLayout.of(kv_cache)
         self._blocks = kv_cache
         self.scratch = Scratch(engine_id, kv_cache)
-        self._inbox: deque[bytes] = deque()
+        self._inbox: deque[tuple[str, bytes]] = deque()
         self._peers: set[str] = set()
         self.peer_info = PeerInfo(
             engine_id=engine_id,
@@ -90,9 +90,9 @@ class InMemoryTransport:
         return _Done()
 
     def notify(self, engine_id: str, payload: bytes) -> None:
-        self._end(engine_id)._inbox.append(payload)
+        self._end(engine_id)._inbox.append((self.peer_info.engine_id, payload))
 
-    def take_notifications(self) -> list[bytes]:
+    def take_notifications(self) -> list[tuple[str, bytes]]:
         payloads = []
         while self._inbox:
             payloads.append(self._inbox.popleft())

@@ -21,19 +21,27 @@ import msgspec
 
 from baton.errors import TransferError
 
+MAX_TEXT_CHARS = 4096
+
 # What the wire's own types (and ours) can hold; a peer may send anything.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ByteCount = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Name = Annotated[str, msgspec.Meta(max_length=512)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
+BlockIds = Annotated[list[int], msgspec.Meta(max_length=2**20)]
+Places = Annotated[list[Count], msgspec.Meta(max_length=4096)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Every message names the process start that sent it."""
 
-    engine_id: str
+    engine_id: Name
 
 
 class _RequestMessage(_Message, frozen=True, kw_only=True):
-    request_id: str
+    request_id: Name
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
@@ -60,8 +68,8 @@ class SelfTest(_Message, frozen=True, kw_only=True):
     """P has written, and all of it is complete; ``digest`` is of what D must find in its slot."""
 
     test: Count
-    digest: bytes
-    transport: str
+    digest: Digest
+    transport: Text
     bandwidth_bytes_per_s: float
     duration_s: float
     sent_at_s: float = 0.0
@@ -71,7 +79,7 @@ class SelfTestResult(_Message, frozen=True, kw_only=True):
     """D has looked; ``problem`` is empty if what it found is right."""
 
     test: Count
-    problem: str = ""
+    problem: Text = ""
     sent_at_s: float = 0.0
 
 
@@ -87,7 +95,7 @@ class Grant(_RequestMessage, frozen=True, kw_only=True):
     ``first_block`` counts the blocks that travel (`BlockPush.first_block`); D has those before it.
     """
 
-    block_ids: list[int]  # checked against the peer's blocks where they are used
+    block_ids: BlockIds  # checked against the peer's blocks where they are used
     first_block: Count = 0
 
 
@@ -105,10 +113,10 @@ class Commit(_RequestMessage, frozen=True, kw_only=True):
     num_tokens: Count
     num_bytes: ByteCount
     num_blocks: Count
-    transport: str
-    exposed_transfer_s: float
+    transport: Text
+    exposed_transfer_s: Seconds
     num_descriptors: Count = 0
-    posting_s: float = 0.0
+    posting_s: Seconds = 0.0
 
 
 class Cancel(_RequestMessage, frozen=True, kw_only=True):
@@ -118,7 +126,7 @@ class Cancel(_RequestMessage, frozen=True, kw_only=True):
 class Quiet(_RequestMessage, frozen=True, kw_only=True):
     """P has nothing posted for this request and will post nothing more."""
 
-    reason: str
+    reason: Text
 
 
 class Beat(_Message, frozen=True, kw_only=True):
@@ -137,8 +145,8 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
     ``attempt`` counts how often D has asked for them again.
     """
 
-    indices: list[Count]
-    digests: bytes
+    indices: Places
+    digests: Annotated[bytes, msgspec.Meta(max_length=2**16)]
     layers: tuple[Count, Count] | None = None  # None: all of them
     attempt: Count = 0
 
@@ -146,7 +154,7 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
 class Resend(_RequestMessage, frozen=True, kw_only=True):
     """What P wrote there is not what it says it wrote."""
 
-    indices: list[Count]
+    indices: Places
     layers: tuple[Count, Count]
     attempt: Count
 

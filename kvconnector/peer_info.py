@@ -1,6 +1,7 @@
 """PeerInfo: what a node must know of another to reach its KV memory. Opaque to everyone else.
 
 It travels as framed bytes with a checksum: some transports are damaged for good by a damaged blob.
+That is against accidents. Who may say it is decided by the links to the router that it travels on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from baton.errors import TransferError
 
 _DIGEST_BYTES = 8
 _MAX_ADDRESS = 2**63
+MAX_BYTES = 2**20  # of all of it; a transport's own part is some hundred
 
 # A peer may claim anything; what does not fit a machine is refused before it is computed with.
 Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
@@ -40,6 +42,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_layers: in a block.
         scratch_address: of the memory for self-tests (`Scratch`), on the same device.
         scratch_bytes: of all of it.
+        public_key: X25519; what it says to us carries a MAC that it makes with this key.
     """
 
     engine_id: str
@@ -56,6 +59,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: Size = 1
     scratch_address: Address = 0
     scratch_bytes: Size = 1
+    public_key: bytes = b""
 
     def encode(self) -> bytes:
         """Framed bytes."""
@@ -63,8 +67,14 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         return xxhash.xxh3_64_digest(body) + body
 
     @classmethod
-    def decode(cls, blob: bytes) -> PeerInfo:
-        """Raises TransferError for anything that `encode` did not make."""
+    def decode(cls, blob: bytes, *, engine_id: str = "") -> PeerInfo:
+        """Raises TransferError for anything that `encode` did not make.
+
+        Args:
+            engine_id: of the node that the router says it is of; empty: nobody has said.
+        """
+        if len(blob) > MAX_BYTES:
+            raise TransferError(f"peer info must be of at most {MAX_BYTES} bytes, got {len(blob)}")
         digest, body = blob[:_DIGEST_BYTES], blob[_DIGEST_BYTES:]
         if xxhash.xxh3_64_digest(body) != digest:
             raise TransferError("peer info is damaged (checksum)")
@@ -72,6 +82,8 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
             info = msgspec.msgpack.decode(body, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TransferError(f"peer info is damaged or of another version: {error}") from error
+        if engine_id and info.engine_id != engine_id:
+            raise TransferError(f"the peer info of {engine_id} is of {info.engine_id:.100}")
         ends = (
             info.base_address + info.num_blocks * info.block_bytes,
             info.scratch_address + info.scratch_bytes,

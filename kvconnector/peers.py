@@ -25,6 +25,7 @@ from kvconnector import messages
 from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
 from kvconnector.messages import Beat, Hello, Message
 from kvconnector.peer_info import PeerInfo
+from kvconnector.seals import Channels
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class Peers:
 
     Attributes:
         own_id: engine id of this end.
+        channels: with the keys shared with each of them.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Peers:
     ) -> None:
         self._transport = transport
         self.own_id = transport.peer_info.engine_id
+        self.channels = Channels(self.own_id)
         self._emit = emit
         self._clock = clock
         self._greets = greets
@@ -133,8 +136,15 @@ class Peers:
     # ------------------------------------------------------------------ coming and going
 
     def add(self, info: PeerInfo) -> None:
-        """Learn a peer, or greet a known one anew; PEER_FAILED if the transport cannot."""
+        """Learn a peer, or greet a known one anew; PEER_FAILED if that cannot be.
+
+        One process start has one `PeerInfo`: another one in a known peer's name changes nothing.
+        """
+        if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
+            logger.warning("%s is known, and otherwise than now presented", info.engine_id)
+            return
         try:
+            self.channels.learn(info)
             path = self._transport.connect(info)
         except TransferError as error:
             self._report(info.engine_id, str(error))
@@ -303,7 +313,7 @@ class Peers:
         return False
 
     def _notify(self, peer: Peer, message: Message) -> bool:
-        payload = messages.encode(message)
+        payload = self.channels[peer.engine_id].seal(messages.encode(message))
         for _ in range(2):  # a connection that failed stays failed; the peer may be well
             if peer.is_broken and not self._reconnect(peer):
                 return False

@@ -58,7 +58,6 @@ class Receiver:
         clock: Callable[[], float] = time.monotonic,
         digests: BlockDigests | None = None,
     ) -> None:
-        self._info = transport.peer_info
         self._clock = clock
         self._grants = Repeats()  # neither committed nor ended yet
         self._num_wrong_blocks = 0
@@ -72,6 +71,7 @@ class Receiver:
             on_death=on_death,
             clock=clock,
         )
+        self._info = self._endpoint.peer_info
         self._slots = TestSlots(transport.scratch, self._endpoint.peers, clock)
         self._endpoint.start()
 

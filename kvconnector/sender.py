@@ -20,6 +20,7 @@ from kvconnector.digests import BlockDigests, cut_digests
 from kvconnector.endpoint import Endpoint
 from kvconnector.layout import LayerRange, check_block_ids
 from kvconnector.messages import (
+    MAX_TEXT_CHARS,
     Beat,
     Cancel,
     Digests,
@@ -65,7 +66,6 @@ class Sender:
         clock: Callable[[], float] = time.monotonic,
         digests: BlockDigests | None = None,
     ) -> None:
-        self._info = transport.peer_info
         self._digests = digests
         self._clock = clock
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
@@ -82,6 +82,7 @@ class Sender:
             on_lost=self._fail_all,
             clock=clock,
         )
+        self._info = self._endpoint.peer_info
         self._tests = SelfTests(transport, self._endpoint.peers, clock)
         self._endpoint.start()
 
@@ -374,7 +375,10 @@ class Sender:
 
     def _say_quiet(self, engine_id: str, request_id: str, epoch: int, reason: str) -> None:
         quiet = Quiet(
-            engine_id=self._info.engine_id, request_id=request_id, epoch=epoch, reason=reason
+            engine_id=self._info.engine_id,
+            request_id=request_id,
+            epoch=epoch,
+            reason=reason[:MAX_TEXT_CHARS],
         )
         self._send(engine_id, quiet)
 

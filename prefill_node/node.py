@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from baton.block_hash import extra_keys_of
 from baton.errors import InvalidRequestError, TransferError
 from baton.ledger import Ledger
 from baton.link import (
@@ -198,6 +199,7 @@ class PrefillNode:
             max_model_len=engine.max_model_len,
             max_tokens=1,
             output_token_ids=command.output_token_ids,
+            extra_keys=extra_keys_of(command.cache_salt),
         )
         self._jobs[command.request_id] = _Job(command, request, received_at)
         engine.add(request)
@@ -208,7 +210,7 @@ class PrefillNode:
 
     def _connect(self, update: PeerUpdate) -> None:
         try:
-            self.sender.connect(PeerInfo.decode(update.peer_info))
+            self.sender.connect(PeerInfo.decode(update.peer_info, engine_id=update.engine_id))
         except TransferError as error:
             self._emit(PeerReport(update.engine_id, False, problem=str(error)))
 

@@ -132,6 +132,15 @@ def router(
             envvar="BATON_API_KEYS_FILE",
         ),
     ] = "",
+    cache_salt_secret_file: Annotated[
+        str,
+        typer.Option(
+            help="A secret of 16 bytes or more, of which each tenant's cache salt is made; give "
+            "all routers of a fleet the same. If not given it is drawn at each start: tenants "
+            "then find what they have cached on nodes through this router only, until it ends.",
+            envvar="BATON_CACHE_SALT_SECRET_FILE",
+        ),
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
@@ -163,6 +172,7 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 api_keys_file=api_keys_file,
+                cache_salt_secret_file=cache_salt_secret_file,
             )
         )
 

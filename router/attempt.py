@@ -90,6 +90,7 @@ class Attempt:
                     prefill_engine_id=self.prefill.engine_id if self.prefill else "",
                     timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                     output_token_ids=output_token_ids,
+                    cache_salt=call.cache_salt,
                 )
             )
         if self.prefill is None:
@@ -106,6 +107,7 @@ class Attempt:
                 decode_engine_id=self.decode.engine_id if self.decode else "",
                 timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                 output_token_ids=output_token_ids,
+                cache_salt=call.cache_salt,
             )
         )
 

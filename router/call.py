@@ -22,6 +22,7 @@ class Call:
         session_id: calls with the same one go to the same nodes, if the policy looks at it.
         priority: where calls wait, smaller goes first.
         principal: who asks.
+        cache_salt: of who shares the prompt's KV; empty: everybody.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class Call:
     session_id: str = ""
     priority: int = 0
     principal: Principal = ANYBODY
+    cache_salt: bytes = field(default=b"", repr=False)
 
 
 class CallOutput(msgspec.Struct, frozen=True, gc=False):

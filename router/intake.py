@@ -22,6 +22,7 @@ from baton.sampling_params import SamplingParams
 from baton.stop_strings import OutputText
 from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
+from router.cache_salts import CacheSalts
 from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
@@ -82,6 +83,7 @@ class Intake:
         vocab_size: of the model.
         default_timeout_s: for requests that come without a deadline.
         metrics: count every request.
+        cache_salts: whose cached prompts a request may find; each tenant its own if not given.
 
     Attributes:
         tokenizer: as given.
@@ -95,10 +97,12 @@ class Intake:
         vocab_size: int,
         default_timeout_s: float,
         metrics: RouterMetrics | None = None,
+        cache_salts: CacheSalts | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
+        self._cache_salts = cache_salts or CacheSalts()
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
         self._grammar_threads = GrammarThreads(1)
@@ -116,7 +120,9 @@ class Intake:
     async def _check(self, request: GenerationRequest) -> Call:
         check_name("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
         check_name("session_id", request.session_id, MAX_SESSION_ID_CHARS)
-        check_priority(request.priority)
+        principal = request.principal
+        most_urgent = principal.limits.most_urgent_priority if principal.tenant else None
+        check_priority(request.priority, most_urgent)
         params = request.sampling_params
         check_sampling_params(params, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
@@ -138,7 +144,8 @@ class Intake:
             timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
             session_id=request.session_id,
             priority=request.priority,
-            principal=request.principal,
+            principal=principal,
+            cache_salt=self._cache_salts.of(principal),
         )
 
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:

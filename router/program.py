@@ -32,6 +32,7 @@ from router.admin.node_calls import NodeCalls
 from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
 from router.api_keys import ApiKeys
+from router.cache_salts import CacheSalts, read_secret
 from router.capacity import Capacity
 from router.dispatcher import Dispatcher
 from router.intake import Intake
@@ -58,6 +59,8 @@ class RouterConfig:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
         api_keys_file: who may call; empty: anybody.
+        cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
+            start.
     """
 
     model: str
@@ -78,6 +81,7 @@ class RouterConfig:
     http_cors_origin: str = ""
     served_model_name: str = ""
     api_keys_file: str = ""
+    cache_salt_secret_file: str = ""
 
     def __post_init__(self) -> None:
         if self.reuse_port and not self.node_listen:
@@ -113,6 +117,7 @@ async def serve(config: RouterConfig) -> None:
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
+        cache_salts=_make_salts(config),
     )
     api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
     servers = _make_servers(config, dispatcher, intake, api_keys)
@@ -142,6 +147,17 @@ async def serve(config: RouterConfig) -> None:
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
+
+
+def _make_salts(config: RouterConfig) -> CacheSalts:
+    if config.cache_salt_secret_file:
+        return CacheSalts(read_secret(config.cache_salt_secret_file))
+    if config.api_keys_file:
+        logger.info(
+            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
+            "through this router only, until it ends"
+        )
+    return CacheSalts()
 
 
 async def _end_calls(dispatcher: Dispatcher) -> None:

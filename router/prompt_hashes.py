@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton.block_hash import BlockHash, BlockHasher, ShortHash, shorten
+from baton.block_hash import BlockHash, BlockHasher, ShortHash, extra_keys_of, shorten
 
 
 class HashKind(NamedTuple):
@@ -25,12 +25,12 @@ class PromptHashes:
 
     Args:
         token_ids: of the prompt.
-        extra_keys: what else its KV depends on; as on the nodes.
+        cache_salt: of who shares its KV; as on the nodes.
     """
 
-    def __init__(self, token_ids: Sequence[int], extra_keys: Sequence[str] = ()) -> None:
+    def __init__(self, token_ids: Sequence[int], cache_salt: bytes = b"") -> None:
         self._token_ids = token_ids
-        self._extra_keys = extra_keys
+        self._extra_keys = extra_keys_of(cache_salt)
         self._known: dict[HashKind, tuple[ShortHash, ...]] = {}
 
     def of(self, kind: HashKind) -> tuple[ShortHash, ...]:

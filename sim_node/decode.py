@@ -148,7 +148,7 @@ class SimDecode:
             command,
             key,
             token_ids,
-            parts.hashes(token_ids),
+            parts.name_blocks([], token_ids, command),
             parts.clock.now(),
             index=len(command.output_token_ids),
             max_index=min(command.sampling_params.max_tokens, longest),
@@ -344,7 +344,7 @@ class SimDecode:
     def _cache_output(self, job: SimDecodeJob) -> None:
         """Leave a finished request's blocks in the prefix cache, but for its last token's."""
         assert job.holding is not None
-        self._parts.hasher.extend(job.hashes, job.token_ids[:-1])
+        self._parts.name_blocks(job.hashes, job.token_ids[:-1], job.command)
         self._parts.cache.name(job.holding, job.hashes)
 
     def _end(self, job: SimDecodeJob, *, tell_peer: bool = True) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.block_hash import BlockHash, BlockHasher
+from baton.block_hash import BlockHash, BlockHasher, extra_keys_of
 from baton.errors import InvalidRequestError
 from baton.link import (
     AbortAll,
@@ -53,10 +53,11 @@ class NodeParts:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.hasher.block_size)
 
-    def hashes(self, token_ids: list[int]) -> list[BlockHash]:
-        """Names of the full blocks of a sequence."""
-        hashes: list[BlockHash] = []
-        self.hasher.extend(hashes, token_ids)
+    def name_blocks(
+        self, hashes: list[BlockHash], token_ids: list[int], command: PrefillCommand | DecodeCommand
+    ) -> list[BlockHash]:
+        """Append the names of the full blocks of a command's sequence that ``hashes`` lacks."""
+        self.hasher.extend(hashes, token_ids, extra_keys_of(command.cache_salt))
         return hashes
 
     def check(self, command: PrefillCommand | DecodeCommand) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.block_hash import HASH_ALGORITHMS
+from baton.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
 from baton.errors import ConfigError
 from sim_node.timing import PRESETS, TimingModel
 
@@ -29,7 +29,7 @@ class SimOptions:
     max_num_requests: int = 256
     max_num_batched_tokens: int = 8192
     local_prefill_threshold: int = 32
-    prefix_hash: str = "xxh3_128"
+    prefix_hash: str = DEFAULT_HASH_ALGORITHM
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -135,7 +135,13 @@ class SimPrefill:
             parts.fail(command.request_id, command.epoch, "INVALID_ARGUMENT", str(error))
             return
         token_ids = [*command.prompt_token_ids, *command.output_token_ids]
-        job = _Job(command, key, len(token_ids), parts.hashes(token_ids), parts.clock.now())
+        job = _Job(
+            command,
+            key,
+            len(token_ids),
+            parts.name_blocks([], token_ids, command),
+            parts.clock.now(),
+        )
         self._jobs[job.name] = job
         self._queue.append(job)
         if command.decode_engine_id:

@@ -146,13 +146,16 @@ class NixlAgent:
         except self._errors as error:
             raise TransferError(f"NIXL message failed: {error}") from error
 
-    def take_notifications(self) -> list[bytes]:
-        """Messages that came in, of all peers; drives NIXL's progress."""
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        """Messages that came in, each with its agent's name; drives NIXL's progress.
+
+        Any process that reaches our port may connect, and under any name.
+        """
         try:
             by_name: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except self._errors as error:
             raise TransferError(f"NIXL cannot read messages: {error}") from error
-        return [payload for payloads in by_name.values() for payload in payloads]
+        return [(name, payload) for name, payloads in by_name.items() for payload in payloads]
 
     def close(self, tables: Iterable[Any]) -> None:
         """Destroy the agent and our own tables; what it had posted stops."""

@@ -150,7 +150,7 @@ class NixlTransport:
         self._peer(engine_id)
         self._agent.notify(engine_id, payload)
 
-    def take_notifications(self) -> list[bytes]:
+    def take_notifications(self) -> list[tuple[str, bytes]]:
         return self._agent.take_notifications()
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
@@ -20,6 +22,8 @@ class Client:
         expected: all tokens, and why they end.
         may_read: cleared while the client is slow.
         left: it ended the call itself.
+        num_cached_tokens: of its prompt, as its receipt says.
+        num_attempts: likewise.
     """
 
     call: Call
@@ -29,6 +33,8 @@ class Client:
     finish_reason: FinishReason | None = None
     error: BatonError | None = None
     left: bool = False
+    num_cached_tokens: int = 0
+    num_attempts: int = 0
     task: asyncio.Task[None] | None = None
 
     async def read(self, dispatcher: Dispatcher) -> None:
@@ -44,6 +50,9 @@ class Client:
                     found, (expected, _) = tuple(self.token_ids), self.expected
                     assert found == expected[: len(found)], f"{found} of {expected}"
                     assert (item.receipt is None) == (self.finish_reason is None)
+                    if item.receipt is not None:
+                        self.num_cached_tokens = item.receipt.num_cached_tokens
+                        self.num_attempts = item.receipt.num_attempts
                     await self.may_read.wait()
         except BatonError as error:
             assert self.finish_reason is None, "an error behind the last output"
@@ -51,6 +60,19 @@ class Client:
             return
         output = (tuple(self.token_ids), self.finish_reason)
         assert output == self.expected, f"{output}, not {self.expected}"
+
+    def check_cached(self, clients: Iterable[Client]) -> None:
+        """Assert that no more of its prompt was cached than calls with its salt had computed."""
+        prompt = self.call.prompt_token_ids
+        known = [
+            [*client.call.prompt_token_ids, *client.expected[0]]
+            for client in clients
+            if client is not self and client.call.cache_salt == self.call.cache_salt
+        ]
+        if self.num_attempts > 1:  # its earlier attempts, too
+            known.append(prompt)
+        most = max((num_equal(prompt, other) for other in known), default=0)
+        assert self.num_cached_tokens <= most, "it found another tenant's"
 
     @property
     def is_done(self) -> bool:
@@ -60,3 +82,9 @@ class Client:
         """Raise what was wrong in its stream."""
         if self.task is not None and self.task.done() and not self.task.cancelled():
             self.task.result()
+
+
+def num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two sequences have in common before they differ."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

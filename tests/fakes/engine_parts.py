@@ -27,7 +27,7 @@ def make_request(
     params: SamplingParams | None = None,
     prompt: Sequence[int] | None = None,
     priority: int = 0,
-    extra_keys: tuple[str, ...] = (),
+    extra_keys: tuple[bytes, ...] = (),
 ) -> Request:
     """A request whose prompt is ones unless given; token ``EOS`` ends its output."""
     return Request.create(

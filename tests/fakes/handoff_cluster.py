@@ -43,9 +43,9 @@ from kvconnector.messages import (
     Message,
     SelfTest,
     SelfTestResult,
-    decode,
 )
 from kvconnector.receiver import Receiver
+from kvconnector.seals import peek
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
 from tests.fakes.dead_engines import let_die
@@ -401,7 +401,7 @@ class Cluster:
 def is_beat(message: ScriptedMessage) -> bool:
     """Whether a message is about its sender's being there, and about no request."""
     about_peers = Beat | Hello | HelloAck | SelfTest | SelfTestResult
-    return isinstance(decode(message.payload), about_peers)
+    return isinstance(peek(message.payload), about_peers)
 
 
 def _never(error: Exception) -> None:
@@ -441,6 +441,7 @@ def make_prefill_node(
     with mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint):
         sender = RecordingSender(transport, lambda: None, _never, clock, digests)
     sender.started = []
+    transport.channels = endpoint_of(sender).peers.channels
     return PrefillNode(engine, sender, emit, push_mode, clock=clock)
 
 
@@ -459,4 +460,5 @@ def make_decode_node(
     digests = BlockDigests(engine.kv_cache) if kv_digests else None
     with mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint):
         receiver = Receiver(transport, lambda: None, _never, clock, digests)
+    transport.channels = endpoint_of(receiver).peers.channels
     return DecodeNode(engine, receiver, emit, options, clock)

@@ -14,9 +14,10 @@ import torch
 
 from baton.errors import TransferError
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
-from kvconnector.messages import Message, decode
+from kvconnector.messages import Message
 from kvconnector.peer_info import PeerInfo
 from kvconnector.scratch import NUM_SLOTS, Scratch
+from kvconnector.seals import HEADER_BYTES, Channels, peek
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +71,7 @@ class ScriptedTestWrite:
 class ScriptedMessage:
     """One message on its way."""
 
+    source: str
     target: str
     payload: bytes
 
@@ -94,25 +96,36 @@ class ScriptedNetwork:
     written: list[int] = field(default_factory=list)  # blocks of targets, as their writes landed
 
     def deliver(self, index: int, *, keep: bool = False) -> None:
-        """Hand over one message; with ``keep`` it will come once more."""
+        """Hand over one message; with ``keep`` its sender will say it once more."""
         message = self.messages[index]
-        if not keep:
-            self.messages.remove(message)
+        if keep:
+            self.messages[index] = self.said_again(message)
+        else:
+            del self.messages[index]
         self._hand_over(message)
+
+    def said_again(self, message: ScriptedMessage) -> ScriptedMessage:
+        """The same, as its sender would say it anew; what comes twice as it is, is heard once."""
+        source = self.ends.get(message.source)
+        if source is None or source.channels is None:
+            return message
+        body = message.payload[HEADER_BYTES:]
+        payload = source.channels[message.target].seal(body)
+        return ScriptedMessage(message.source, message.target, payload)
 
     def _hand_over(self, message: ScriptedMessage) -> None:
         if message.target in self.ends:
-            self.ends[message.target].inbox.append(message.payload)
+            self.ends[message.target].inbox.append((message.source, message.payload))
 
     def send(self, message: ScriptedMessage) -> None:
         """A node's message is under way."""
-        kind = type(decode(message.payload))
+        kind = type(peek(message.payload))
         if kind not in self.delays:
             self.messages.append(message)
             return
         self.late.append(message)
         if self.delays.pop(kind):
-            self.messages.append(message)
+            self.messages.append(self.said_again(message))
 
     def arrive(self, index: int) -> None:
         """A late message is there."""
@@ -181,7 +194,8 @@ class ScriptedTransport:
         self.engine_id = engine_id
         self.kv_cache = kv_cache
         self.scratch = Scratch(engine_id, kv_cache, slot_bytes=64)
-        self.inbox: deque[bytes] = deque()
+        self.inbox: deque[tuple[str, bytes]] = deque()
+        self.channels: Channels | None = None  # of the end that owns this, if messages are doubled
         self.socket: list[ScriptedWrite] = []  # sent by processes that have ended
         self._network = network
         self._peers: set[str] = set()
@@ -239,9 +253,9 @@ class ScriptedTransport:
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         self._target(engine_id)
-        self._network.send(ScriptedMessage(engine_id, payload))
+        self._network.send(ScriptedMessage(self.engine_id, engine_id, payload))
 
-    def take_notifications(self) -> list[bytes]:
+    def take_notifications(self) -> list[tuple[str, bytes]]:
         num_read = (len(self.socket) + 1) // 2  # of what is there; the kernel hands over the rest
         for write in self.socket[:num_read]:
             write.land()

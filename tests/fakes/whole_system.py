@@ -29,8 +29,9 @@ from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
-from kvconnector.messages import Message, decode
+from kvconnector.messages import Message
 from kvconnector.receiver import Receiver
+from kvconnector.seals import peek
 from prefill_node.node import PrefillNode
 from router.call import Call
 from router.dispatcher import Dispatcher
@@ -245,6 +246,7 @@ class System:
         params: SamplingParams,
         timeout_s: float,
         expected: tuple[tuple[int, ...], FinishReason],
+        cache_salt: bytes = b"",
     ) -> Client:
         """Begin a call."""
         call = Call(
@@ -253,6 +255,7 @@ class System:
             sampling_params=params,
             received_at=time.perf_counter(),
             timeout_s=timeout_s,
+            cache_salt=cache_salt,
         )
         client = Client(call, expected)
         client.may_read.set()
@@ -287,7 +290,7 @@ class System:
                 self.network.deliver(0)
 
     def _is_lost(self, message: ScriptedMessage) -> bool:
-        content = decode(message.payload)
+        content = peek(message.payload)
         if type(content) in self.loses:
             self.loses.remove(type(content))
             return True

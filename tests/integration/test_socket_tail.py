@@ -17,6 +17,7 @@ from kvconnector.base import TransferEventKind
 from kvconnector.nixl.transport import NixlTransport
 from kvconnector.peer_info import PeerInfo
 from kvconnector.receiver import Receiver
+from tests.fakes.unsealed import with_key
 from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
@@ -57,7 +58,7 @@ class StandsStill(NixlTransport):
         """Of the probes in its memory."""
         return int(self._probes.sum())
 
-    def take_notifications(self) -> list[bytes]:
+    def take_notifications(self) -> list[tuple[str, bytes]]:
         payloads = super().take_notifications()
         if self.num_written > 0:
             self.stands.set()
@@ -97,7 +98,7 @@ def test_after_a_drain_nothing_of_a_dead_sender_arrives(
     assert sender.stdin is not None
     assert sender.stdout is not None
     peer = PeerInfo.decode(base64.b64decode(sender.stdout.readline()))
-    receiver.connect(peer)
+    receiver.connect(with_key(peer))
     sender.stdin.write(base64.b64encode(receiver.describe()).decode() + "\n")
     sender.stdin.flush()
     wait_until(transport.stands.is_set, "the write begins")

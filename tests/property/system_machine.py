@@ -33,6 +33,7 @@ from tests.property.test_handoff import folder, prompt_of, reference, reference_
 
 MAX_PROMPT_TOKENS = 18
 FAMILIES = range(3)  # of prompts that are prefixes of each other
+SALTS = (b"", b"one", b"two")  # of tenants
 LONG_S = 10_000.0  # nobody may need it
 
 shared_model = functools.cache(load_model)  # weights only, and nobody writes them
@@ -54,7 +55,10 @@ def expected_output(
 def known_contents() -> dict[BlockHash, torch.Tensor]:
     """Of prompts' blocks; in a model with several KV cache groups names hide more."""
     prompts = [prompt_of(family, MAX_PROMPT_TOKENS) for family in FAMILIES]
-    return contents_of(((p, reference_kv(tuple(p))) for p in prompts), BLOCK_SIZE)
+    contents: dict[BlockHash, torch.Tensor] = {}
+    for salt in SALTS:
+        contents |= contents_of(((p, reference_kv(tuple(p))) for p in prompts), BLOCK_SIZE, salt)
+    return contents
 
 
 class SystemMachine(RuleBasedStateMachine):
@@ -115,12 +119,17 @@ class SystemMachine(RuleBasedStateMachine):
         self.patch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in dead)
 
     def _call(
-        self, request_id: str, prompt: list[int], params: SamplingParams, timeout_s: float = LONG_S
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        timeout_s: float = LONG_S,
+        salt: bytes = b"",
     ) -> Client:
         expected = expected_output(
             tuple(prompt), params, max_model_len=self.system.max_model_len, mixed=self.mixed
         )
-        return self.system.call(request_id, prompt, params, timeout_s, expected)
+        return self.system.call(request_id, prompt, params, timeout_s, expected, salt)
 
     # ------------------------------------------------------------ what must hold
 
@@ -146,6 +155,7 @@ class SystemMachine(RuleBasedStateMachine):
         system.check()
         system.check_clean()
         for client in system.clients:
+            client.check_cached(system.clients)
             late = client.call.timeout_s < LONG_S and isinstance(
                 client.error, DeadlineExceededError | OverloadedError
             )

@@ -22,7 +22,7 @@ from tests.fakes.engine_parts import make_request
 NUM_BLOCKS = 9
 BLOCK_SIZE = 2
 # What KV depends on: whatever the request brings, and all tokens up to its own.
-Content = tuple[tuple[str, ...], tuple[int, ...]]
+Content = tuple[tuple[bytes, ...], tuple[int, ...]]
 
 # Short ones side by side, long ones that leave hardly a block; most begin alike.
 prompts = st.builds(
@@ -30,7 +30,7 @@ prompts = st.builds(
     st.integers(1, 6) | st.integers(7, 15),
     st.lists(st.sampled_from([1, 2]), max_size=2),
 )
-salts = st.sampled_from([(), (), ("salt",)])
+salts = st.sampled_from([(), (), (b"salt",)])
 
 
 class KVCacheManagerMachine(RuleBasedStateMachine):
@@ -44,7 +44,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         self.manager: KVCacheManager
         self.requests: dict[str, Request] = {}
         self.num_requests = 0
-        self.ended: list[tuple[list[int], tuple[str, ...]]] = []  # tokens and salt
+        self.ended: list[tuple[list[int], tuple[bytes, ...]]] = []  # tokens and salt
         self.held: list[int] = []  # by somebody else, as pushes do
         self.slots: dict[tuple[int, int], Content] = {}
         self.names: dict[int, Content] = {}  # of full blocks that can be found
@@ -111,10 +111,10 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------ requests
 
     @rule(prompt=prompts, salt=salts, spare=st.integers(0, 2))
-    def begin(self, prompt: list[int], salt: tuple[str, ...], spare: int) -> None:
+    def begin(self, prompt: list[int], salt: tuple[bytes, ...], spare: int) -> None:
         self.begin_one(prompt, salt, spare)
 
-    def begin_one(self, prompt: list[int], salt: tuple[str, ...], spare: int) -> None:
+    def begin_one(self, prompt: list[int], salt: tuple[bytes, ...], spare: int) -> None:
         request = make_request(f"r{self.num_requests}", prompt=prompt, extra_keys=salt)
         self.num_requests += 1
         before, num_free = self.pool.ref_counts(), self.pool.num_free
@@ -147,7 +147,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         self.begin_one([*token_ids, *[1] * num_more], salt, spare)
 
     @rule(prompt=prompts, salt=salts)
-    def arrive(self, prompt: list[int], salt: tuple[str, ...]) -> None:
+    def arrive(self, prompt: list[int], salt: tuple[bytes, ...]) -> None:
         """A prompt whose KV a remote node wrote: of it only what will be looked at came."""
         request = make_request(f"r{self.num_requests}", prompt=prompt, extra_keys=salt)
         self.num_requests += 1

@@ -32,7 +32,7 @@ ANYTHING = StructuredOutput(regex="(?s:.*)")  # the tokens of these tests are ch
 shared_lengths = st.integers(1, 5) | st.integers(1, 5) | st.integers(1, LONGEST)
 own_lengths = st.integers(0, 2) | st.integers(0, 2) | st.integers(0, LONGEST)
 priorities = st.integers(-1, 1)
-salts = st.sampled_from([(), ("salt",)])
+salts = st.sampled_from([(), (b"salt",)])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -95,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt: list[int],
         max_tokens: int,
         priority: int,
-        extra_keys: tuple[str, ...],
+        extra_keys: tuple[bytes, ...],
         structured: bool = False,
     ) -> Request:
         request = make_request(
@@ -131,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_own: int,
         max_tokens: int,
         priority: int,
-        salt: tuple[str, ...],
+        salt: tuple[bytes, ...],
         structured: bool,
     ) -> None:
         prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 1]
@@ -171,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_own: int,
         max_tokens: int,
         priority: int,
-        salt: tuple[str, ...],
+        salt: tuple[bytes, ...],
         structured: bool,
     ) -> None:
         prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 2]

@@ -25,7 +25,7 @@ class View:
     """A request as a step finds it that has been prepared: with tokens of the step before."""
 
     request_id: str
-    extra_keys: tuple[str, ...]
+    extra_keys: tuple[bytes, ...]
     token_ids: list[int]
     num_computed_tokens: int
     block_ids: list[int]

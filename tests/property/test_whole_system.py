@@ -30,7 +30,13 @@ from tests.fakes.checked_client import Client
 from tests.fakes.handoff_cluster import is_beat
 from tests.fakes.whole_system import NAMES, ROUND_S
 from tests.property.num_examples import num_examples
-from tests.property.system_machine import FAMILIES, LONG_S, MAX_PROMPT_TOKENS, SystemMachine
+from tests.property.system_machine import (
+    FAMILIES,
+    LONG_S,
+    MAX_PROMPT_TOKENS,
+    SALTS,
+    SystemMachine,
+)
 from tests.property.test_handoff import prompt_of
 
 MAX_TOKENS = 12  # with the longest prompt more than the model takes
@@ -63,6 +69,7 @@ class WholeSystemMachine(SystemMachine):
         timeout_s=st.sampled_from([*[LONG_S] * 6, 0.4, 3.0]),
         again=st.booleans(),
         num_siblings=st.integers(0, 2),
+        salt=st.sampled_from(SALTS),
     )
     def call(
         self,
@@ -75,6 +82,7 @@ class WholeSystemMachine(SystemMachine):
         timeout_s: float,
         again: bool,
         num_siblings: int,
+        salt: bytes,
     ) -> None:
         """Prompts of a family are prefixes of each other.
 
@@ -92,10 +100,10 @@ class WholeSystemMachine(SystemMachine):
         request_id = f"r{len(clients)}"
         if again and clients and clients[-1].is_done:
             request_id = clients[-1].call.request_id
-        self._call(request_id, prompt_of(family, num_tokens), params, timeout_s)
+        self._call(request_id, prompt_of(family, num_tokens), params, timeout_s, salt)
         for number in range(1, num_siblings + 1):
             prompt = prompt_of(family, max(num_tokens - 3 * number, 1))
-            self._call(f"r{len(clients)}", prompt, params, timeout_s)
+            self._call(f"r{len(clients)}", prompt, params, timeout_s, salt)
 
     def _pick(self, data: st.DataObject) -> Client | None:
         reading = [client for client in self.system.clients if not client.is_done]
@@ -221,7 +229,7 @@ class WholeSystemMachine(SystemMachine):
         self.system.loop.run_until_idle()
         call, number = client.call, len(self.system.clients)
         request_id = call.request_id if same_id else f"r{number}"
-        self._call(request_id, call.prompt_token_ids, call.sampling_params)
+        self._call(request_id, call.prompt_token_ids, call.sampling_params, salt=call.cache_salt)
 
     @precondition(lambda self: self.is_busy)
     @rule(data=st.data())

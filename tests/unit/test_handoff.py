@@ -10,8 +10,10 @@ from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
 from decode_node import gone_peers
 from kvconnector.base import TransferEventKind
-from kvconnector.messages import Grant, Watermark, decode
+from kvconnector.messages import Grant, Watermark
+from kvconnector.pair_keys import KeyPair
 from kvconnector.peer_info import PeerInfo
+from kvconnector.seals import peek
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport
 from tests.fakes.waiting import wait_until
@@ -239,7 +241,9 @@ def test_a_grant_of_another_decode_node_does_not_move_a_block() -> None:
     prefill_without_grant(cluster)
     ScriptedTransport("x", cluster.d.engine.kv_cache, cluster.network)
     stranger = msgspec.structs.replace(
-        PeerInfo.decode(cluster.d.receiver.describe()), engine_id="x"
+        PeerInfo.decode(cluster.d.receiver.describe()),
+        engine_id="x",
+        public_key=KeyPair().public,
     )
     cluster.sender.connect(stranger)
     cluster.round("p")
@@ -310,9 +314,9 @@ def test_of_two_watermarks_that_change_places_the_higher_one_counts() -> None:
             cluster.network.land(0)
         cluster.round("p")
         cluster.step("p")
-    held = [m for m in messages if isinstance(decode(m.payload), Watermark)]
+    held = [m for m in messages if isinstance(peek(m.payload), Watermark)]
     messages[:] = [m for m in messages if m not in held]
-    low, high = (decode(message.payload) for message in held[:2])
+    low, high = (peek(message.payload) for message in held[:2])
     assert isinstance(low, Watermark)
     assert isinstance(high, Watermark)
     assert 0 < low.num_tokens < high.num_tokens

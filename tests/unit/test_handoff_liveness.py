@@ -15,9 +15,9 @@ from kvconnector.messages import (
     Resend,
     Start,
     Verified,
-    decode,
 )
 from kvconnector.peers import BEAT_INTERVAL_S, LEASE_S
+from kvconnector.seals import peek
 from kvconnector.transfer import Transfer
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster
@@ -175,7 +175,7 @@ def test_a_request_whose_message_is_lost_ends_soon_and_not_at_its_deadline(
     for _ in range(100):
         go_on(cluster)
         for message in list(messages):
-            if lost is None and isinstance(decode(message.payload), kind):
+            if lost is None and isinstance(peek(message.payload), kind):
                 messages.remove(message)
                 lost = message
         deliver_all(cluster)
@@ -203,7 +203,7 @@ def test_with_digests_a_request_survives_the_loss_of_any_message(
     for _ in range(200):
         go_on(cluster)
         for message in list(messages):
-            if lost < num_lost and isinstance(decode(message.payload), kind):
+            if lost < num_lost and isinstance(peek(message.payload), kind):
                 messages.remove(message)
                 lost += 1
         deliver_all(cluster)

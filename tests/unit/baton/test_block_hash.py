@@ -10,7 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, shorten
+from baton.block_hash import (
+    DEFAULT_HASH_ALGORITHM,
+    HASH_ALGORITHMS,
+    BlockHash,
+    BlockHasher,
+    extra_keys_of,
+    shorten,
+)
 from baton.errors import ConfigError
 
 TOKENS = [5, 70_000, 0, 2**31 - 1, 9, 8, 7, 6, 1, 2, 3, 4]
@@ -22,16 +29,18 @@ def hash_all(
     token_ids: Sequence[int],
     *,
     block_size: int = 4,
-    algorithm: str = "xxh3_128",
-    extra_keys: tuple[str, ...] = (),
+    algorithm: str = DEFAULT_HASH_ALGORITHM,
+    extra_keys: tuple[bytes, ...] = (),
 ) -> list[BlockHash]:
     hashes: list[BlockHash] = []
     BlockHasher(block_size, algorithm).extend(hashes, token_ids, extra_keys)
     return hashes
 
 
-def test_the_two_algorithms_are_those_that_the_options_name() -> None:
-    assert set(HASH_ALGORITHMS) == {"xxh3_128", "sha256"}
+def test_the_one_that_is_used_unless_told_otherwise_stands_up_to_chosen_prompts() -> None:
+    assert set(HASH_ALGORITHMS) == {"blake2b", "sha256", "xxh3_128"}
+    assert DEFAULT_HASH_ALGORITHM in ("blake2b", "sha256")
+    assert len(hash_all(TOKENS[:4])[0]) >= 32  # bytes: 128 bits against collisions
 
 
 # Made once by `hash_all` and checked below against its definition: router and nodes of different
@@ -49,7 +58,7 @@ def test_the_two_algorithms_are_those_that_the_options_name() -> None:
         ),
         (
             "xxh3_128",
-            ("tenant-1", "lora"),
+            (b"tenant-1", b"lora"),
             [
                 "ceff3036a4cff77aef37e30bc232591e",
                 "6600c10e5c00cefdf9be833536afa7f9",
@@ -65,7 +74,7 @@ def test_the_two_algorithms_are_those_that_the_options_name() -> None:
         ),
         (
             "sha256",
-            ("tenant-1", "lora"),
+            (b"tenant-1", b"lora"),
             [
                 "e0fd5050d748d0b1db5aa86a150a75fa54c56c209bcc41c463c9dcd78c0ba071",
                 "0ebae442256f86302ca6ecb42fd38b5305f28c979902a004ebe3e8dddb284b29",
@@ -74,20 +83,23 @@ def test_the_two_algorithms_are_those_that_the_options_name() -> None:
     ],
 )
 def test_hashes_are_the_ones_that_were_agreed_on(
-    algorithm: str, extra_keys: tuple[str, ...], expected: list[str]
+    algorithm: str, extra_keys: tuple[bytes, ...], expected: list[str]
 ) -> None:
     found = hash_all(TOKENS[:8], algorithm=algorithm, extra_keys=extra_keys)
     assert [block_hash.hex() for block_hash in found] == expected
 
 
 def test_a_hash_is_that_of_its_parent_and_its_tokens_as_32_bit_little_endian() -> None:
-    def frame(key: str) -> bytes:
-        return struct.pack("<I", len(key.encode())) + key.encode()
+    def frame(key: bytes) -> bytes:
+        return struct.pack("<I", len(key)) + key
 
-    root = hashlib.sha256(b"baton/1" + frame("ä") + frame("b")).digest()
+    root = hashlib.sha256(b"baton/1" + frame(b"\xc3\xa4") + frame(b"b")).digest()
     first = hashlib.sha256(root + struct.pack("<4I", *TOKENS[:4])).digest()
     second = hashlib.sha256(first + struct.pack("<4I", *TOKENS[4:8])).digest()
-    assert hash_all(TOKENS[:8], algorithm="sha256", extra_keys=("ä", "b")) == [first, second]
+    assert hash_all(TOKENS[:8], algorithm="sha256", extra_keys=(b"\xc3\xa4", b"b")) == [
+        first,
+        second,
+    ]
 
 
 @every_algorithm
@@ -121,9 +133,9 @@ def test_extending_token_by_token_equals_hashing_at_once(algorithm: str, block_s
     hasher = BlockHasher(block_size, algorithm)
     hashes: list[BlockHash] = []
     for end in range(len(TOKENS) + 1):
-        hasher.extend(hashes, TOKENS[:end], ("salt",))
-        hasher.extend(hashes, TOKENS[:end], ("salt",))  # nothing new: nothing added
-    at_once = hash_all(TOKENS, block_size=block_size, algorithm=algorithm, extra_keys=("salt",))
+        hasher.extend(hashes, TOKENS[:end], (b"salt",))
+        hasher.extend(hashes, TOKENS[:end], (b"salt",))  # nothing new: nothing added
+    at_once = hash_all(TOKENS, block_size=block_size, algorithm=algorithm, extra_keys=(b"salt",))
     assert hashes == at_once
     assert len(hashes) == len(TOKENS) // block_size
 
@@ -144,18 +156,18 @@ def test_token_ids_from_anywhere_have_the_same_hashes(token_ids: Sequence[int]) 
     assert hash_all(token_ids) == hash_all(TOKENS)
 
 
-EXTRA_KEYS: list[tuple[str, ...]] = [
+EXTRA_KEYS: list[tuple[bytes, ...]] = [
     (),
-    ("",),
-    ("", ""),
-    ("a",),
-    ("ab", "c"),
-    ("a", "bc"),
-    ("abc",),
-    ("a", "b", "c"),
-    ("b", "a", "c"),
-    ("a\x01\x00\x00\x00b",),  # looks like two keys once framed carelessly
-    ("a", "b"),
+    (b"",),
+    (b"", b""),
+    (b"a",),
+    (b"ab", b"c"),
+    (b"a", b"bc"),
+    (b"abc",),
+    (b"a", b"b", b"c"),
+    (b"b", b"a", b"c"),
+    (b"a\x01\x00\x00\x00b",),  # looks like two keys once framed carelessly
+    (b"a", b"b"),
 ]
 
 
@@ -163,6 +175,12 @@ EXTRA_KEYS: list[tuple[str, ...]] = [
 def test_different_extra_keys_never_share_a_hash(algorithm: str) -> None:
     every = [hash_all(TOKENS, algorithm=algorithm, extra_keys=keys) for keys in EXTRA_KEYS]
     assert len({block_hash for hashes in every for block_hash in hashes}) == 3 * len(EXTRA_KEYS)
+
+
+def test_a_salt_names_blocks_apart_and_no_salt_is_no_key() -> None:
+    assert extra_keys_of(b"") == ()
+    every = [hash_all(TOKENS, extra_keys=extra_keys_of(salt)) for salt in (b"", b"one", b"two")]
+    assert len({block_hash for hashes in every for block_hash in hashes}) == 9
 
 
 def test_the_block_size_is_part_of_a_hash_by_the_tokens_it_covers() -> None:
@@ -177,7 +195,7 @@ def test_a_token_id_that_does_not_fit_is_an_error_and_not_another_token(token_id
 
 def test_an_unknown_algorithm_is_refused_with_the_names_of_the_known() -> None:
     with pytest.raises(
-        ConfigError, match=r"^prefix_hash: must be one of xxh3_128, sha256, got 'md5'$"
+        ConfigError, match=r"^prefix_hash: must be one of blake2b, sha256, xxh3_128, got 'md5'$"
     ):
         BlockHasher(4, "md5")
 

@@ -184,6 +184,7 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
         sampling_params=params,
         decode_engine_id=texts,
         timeout_s=seconds,
+        cache_salt=st.binary(max_size=32),
     ),
     st.builds(
         link.DecodeCommand,
@@ -193,6 +194,7 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
         sampling_params=params,
         prefill_engine_id=texts,
         timeout_s=seconds,
+        cache_salt=st.binary(max_size=32),
     ),
     st.builds(link.CancelCommand, texts, uint32),
     st.builds(link.RouterBeat),

@@ -24,7 +24,7 @@ def make_manager(num_blocks: int = 20) -> KVCacheManager:
     )
 
 
-def hashes_of(token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> list[BlockHash]:
+def hashes_of(token_ids: Sequence[int], extra_keys: tuple[bytes, ...] = ()) -> list[BlockHash]:
     hashes: list[BlockHash] = []
     BlockHasher(BLOCK_SIZE).extend(hashes, token_ids, extra_keys)
     return hashes
@@ -176,12 +176,12 @@ def test_remote_kv_is_found_by_later_requests() -> None:
 
 def test_extra_keys_keep_users_apart_who_send_the_same_prompt() -> None:
     manager = make_manager()
-    compute(manager, make_request("a", prompt=PROMPT, extra_keys=("salt-1",)))
+    compute(manager, make_request("a", prompt=PROMPT, extra_keys=(b"salt-1",)))
     for extra_keys, num_cached in (
         ((), 0),
-        (("salt-2",), 0),
-        (("salt-1", "lora"), 0),
-        (("salt-1",), 16),
+        ((b"salt-2",), 0),
+        ((b"salt-1", b"lora"), 0),
+        ((b"salt-1",), 16),
     ):
         request = make_request("b", prompt=PROMPT, extra_keys=extra_keys)
         assert manager.allocate_with_prefix(request) == num_cached

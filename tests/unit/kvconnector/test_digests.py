@@ -15,6 +15,7 @@ from kvconnector.in_memory import InMemoryTransport, _Done
 from kvconnector.layout import LayerRange
 from kvconnector.messages import Digests, Verified, Watermark, decode, encode
 from kvconnector.receiver import Receiver
+from kvconnector.seals import peek
 from kvconnector.sender import Sender
 from kvconnector.transfer import MAX_ATTEMPTS
 from tests.fakes.handoff_cluster import Cluster
@@ -167,7 +168,7 @@ def test_a_watermark_waits_for_the_digests_that_it_overtook() -> None:
     while cluster.network.writes:
         cluster.network.land(0)
     cluster.round("p")
-    kinds = [type(decode(message.payload)) for message in cluster.network.messages]
+    kinds = [type(peek(message.payload)) for message in cluster.network.messages]
     assert kinds == [Digests, Watermark]
     cluster.network.deliver(kinds.index(Watermark))
     cluster.round("d")
@@ -188,7 +189,7 @@ def test_the_prefill_node_holds_its_blocks_until_all_is_verified() -> None:
         while cluster.network.writes:
             cluster.network.land(0)
         for index, message in enumerate(cluster.network.messages):
-            if isinstance(decode(message.payload), Verified):
+            if isinstance(peek(message.payload), Verified):
                 assert cluster.p.requests() != []
                 cluster.network.drop(index)  # it is lost: until the commit is said again
                 break

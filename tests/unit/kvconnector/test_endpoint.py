@@ -6,12 +6,15 @@ import logging
 import threading
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
 from kvconnector.endpoint import Endpoint
 from kvconnector.in_memory import InMemoryTransport
 from kvconnector.messages import Hello, Message, encode
+from kvconnector.seals import Channel, Channels
+from tests.fakes.unsealed import unsealed
 from tests.fakes.waiting import wait_until
 
 
@@ -35,6 +38,17 @@ class Scene:
         )
         self.endpoint.start()
 
+    def meet(self, peer: InMemoryTransport) -> Channel:
+        """Learn a peer; returns what it speaks with."""
+        name = peer.peer_info.engine_id
+        channels = Channels(name)
+        info = msgspec.structs.replace(peer.peer_info, public_key=channels.public_key)
+        self.endpoint.submit(lambda: self.endpoint.add_peer(info))
+        wait_until(lambda: name in self.endpoint.peers)
+        peer.connect(self.transport.peer_info)
+        channels.learn(self.endpoint.peer_info)
+        return channels[self.transport.peer_info.engine_id]
+
 
 def test_calls_are_made_in_order_on_the_endpoints_own_thread() -> None:
     scene = Scene("order")
@@ -54,17 +68,23 @@ def test_damaged_messages_and_those_of_strangers_are_dropped_and_the_next_is_hea
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scene, peer = Scene("hears"), InMemoryTransport("speaks", torch.zeros(2, 4, 8))
-    scene.endpoint.submit(lambda: scene.endpoint.add_peer(peer.peer_info))
-    wait_until(lambda: scene.endpoint.peers)
-    peer.connect(scene.transport.peer_info)
+    channel = scene.meet(peer)
+    hello = Hello(engine_id="speaks")
     with caplog.at_level(logging.WARNING):
-        for payload in (b"", b"\xff\x00junk", encode(Hello(engine_id="stranger"))):
+        for payload in (b"", b"\xff\x00junk", encode(hello), unsealed(hello)):
             peer.notify("hears", payload)
-        peer.notify("hears", encode(Hello(engine_id="speaks")))
+        for body in (b"", b"\xff\x00junk", encode(Hello(engine_id="stranger"))):
+            peer.notify("hears", channel.seal(body))
+        stranger = InMemoryTransport("stranger", torch.zeros(2, 4, 8))
+        stranger.connect(scene.transport.peer_info)
+        stranger.notify("hears", channel.seal(encode(hello)))
+        peer.notify("hears", channel.seal(encode(hello)))
         wait_until(lambda: scene.messages)
     scene.endpoint.close()
-    assert scene.messages == [Hello(engine_id="speaks")]
-    assert caplog.text.count("dropped a message") == 2
+    assert scene.messages == [hello]
+    refused = {"forged": 4 + 1, "malformed": 2, "stranger": 1}
+    assert scene.endpoint.metrics().refused_messages == refused
+    assert caplog.text.count("dropped 1 messages") == 1  # the others are told later, together
     assert scene.deaths == []
 
 

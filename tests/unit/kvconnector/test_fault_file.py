@@ -11,7 +11,8 @@ from baton.errors import ConfigError
 from kvconnector.fault_file import LOOK_EVERY_S, NO_FAULTS, FaultFile, faults_of
 from kvconnector.faults import FaultSpec, FaultyTransport
 from kvconnector.in_memory import InMemoryTransport
-from kvconnector.messages import Watermark, encode
+from kvconnector.messages import Watermark
+from tests.fakes.unsealed import unsealed
 from tests.fakes.virtual_clock import VirtualClock
 
 MARK = Watermark(engine_id="f", request_id="a", epoch=1, num_tokens=16)
@@ -32,7 +33,7 @@ def test_messages_are_lost_while_the_file_says_so(tmp_path: Path) -> None:
         clock.advance(LOOK_EVERY_S)
         faulty.take_notifications()  # as the I/O thread does in each round
         for _ in range(20):
-            faulty.notify("x", encode(MARK))
+            faulty.notify("x", unsealed(MARK))
         return len(plain.take_notifications())
 
     try:

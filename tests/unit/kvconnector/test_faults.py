@@ -20,9 +20,9 @@ from kvconnector.messages import (
     SelfTest,
     SelfTestResult,
     Watermark,
-    decode,
-    encode,
 )
+from kvconnector.seals import peek
+from tests.fakes.unsealed import unsealed
 from tests.fakes.virtual_clock import VirtualClock
 
 
@@ -45,12 +45,12 @@ class Ends:
         self.num_deaths += 1
 
     def say(self, num_tokens: int) -> None:
-        self.faulty.notify("x", encode(mark(num_tokens)))
+        self.faulty.notify("x", unsealed(mark(num_tokens)))
 
     def heard(self) -> list[int]:
         """What "x" has heard since the last call."""
         self.faulty.take_notifications()  # as the I/O thread does in each round
-        messages = [decode(payload) for payload in self.plain.take_notifications()]
+        messages = [peek(payload) for _, payload in self.plain.take_notifications()]
         assert all(isinstance(message, Watermark) for message in messages)
         return [m.num_tokens for m in messages if isinstance(m, Watermark)]
 
@@ -66,7 +66,7 @@ def mark(num_tokens: int) -> Message:
 
 
 def commit(request_id: str) -> bytes:
-    return encode(
+    return unsealed(
         Commit(
             engine_id="x",
             request_id=request_id,
@@ -187,7 +187,7 @@ def test_a_corrupted_transfer_has_one_wrong_bit_in_a_granted_block_when_it_is_co
     for number in range(200):
         grant = Grant(engine_id="f", request_id=f"r{number}", epoch=1, block_ids=[1, 3])
         before = ends.cache.view(torch.uint8).clone()
-        ends.faulty.notify("x", encode(grant))
+        ends.faulty.notify("x", unsealed(grant))
         ends.faulty.take_notifications()
         assert torch.equal(ends.cache.view(torch.uint8), before)
         ends.plain.notify("f", commit(f"r{number}"))
@@ -203,7 +203,7 @@ def test_a_corrupted_transfer_has_one_wrong_bit_in_a_granted_block_when_it_is_co
 
 def test_the_ends_of_self_tests_are_lost_on_request_and_no_other_message() -> None:
     ends = Ends("drop_test=1")
-    ends.faulty.notify("x", encode(SelfTestResult(engine_id="f", test=1)))
+    ends.faulty.notify("x", unsealed(SelfTestResult(engine_id="f", test=1)))
     ends.say(5)
     assert ends.heard() == [5]
 
@@ -221,11 +221,11 @@ def test_of_what_a_self_test_wrote_one_bit_in_its_own_slot_is_wrong_when_it_is_l
     slots = ends.faulty.scratch.memory[1:]
     num_spoilt = 0
     for _ in range(100):
-        ends.plain.notify("f", encode(told))  # not offered a slot
+        ends.plain.notify("f", unsealed(told))  # not offered a slot
         ends.faulty.take_notifications()
-        ends.faulty.notify("x", encode(HelloAck(engine_id="f", test=1, slot=2)))
+        ends.faulty.notify("x", unsealed(HelloAck(engine_id="f", test=1, slot=2)))
         assert not slots.any()
-        ends.plain.notify("f", encode(told))
+        ends.plain.notify("f", unsealed(told))
         ends.faulty.take_notifications()
         bits = [int(byte).bit_count() for byte in slots[2][slots[2] != 0]]
         assert bits in ([], [1])
@@ -246,7 +246,7 @@ def test_the_process_ends_just_before_what_was_named(text: str, at: int) -> None
         elif text.startswith("Write"):
             ends.faulty.write("x", [0], [0])
         else:
-            ends.plain.notify("f", encode(Hello(engine_id="x")))
+            ends.plain.notify("f", unsealed(Hello(engine_id="x")))
             ends.faulty.take_notifications()
         deaths.append(ends.num_deaths)
     assert deaths == [int(number >= at) for number in range(4)]
@@ -255,4 +255,4 @@ def test_the_process_ends_just_before_what_was_named(text: str, at: int) -> None
 def test_junk_from_the_network_is_handed_on() -> None:
     ends = Ends("kill=Hello:recv:1")
     ends.plain.notify("f", b"junk")
-    assert ends.faulty.take_notifications() == [b"junk"]
+    assert ends.faulty.take_notifications() == [("x", b"junk")]

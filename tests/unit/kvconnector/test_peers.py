@@ -9,9 +9,11 @@ import torch
 
 from baton.errors import TransferError
 from kvconnector.base import TransferEvent, TransferEventKind
-from kvconnector.messages import Beat, Hello, Message, decode
+from kvconnector.messages import Beat, Hello, Message
 from kvconnector.peers import BEAT_INTERVAL_S, HELLO_TIMEOUT_S, LEASE_S, Peers, PeerState
+from kvconnector.seals import peek
 from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
+from tests.fakes.unsealed import with_key
 from tests.fakes.virtual_clock import VirtualClock
 
 CONNECTED, FAILED = TransferEventKind.PEER_CONNECTED, TransferEventKind.PEER_FAILED
@@ -55,12 +57,12 @@ class Scene:
             is_busy=lambda engine_id: self.is_busy,
             on_lost=lambda engine_id, reason: self.lost.append(reason),
         )
-        self.peers.add(other.peer_info)
+        self.peers.add(with_key(other.peer_info))
 
     def tick(self) -> list[Message]:
         """What is said now."""
         self.peers.tick()
-        said = [decode(message.payload) for message in self.network.messages]
+        said = [peek(message.payload) for message in self.network.messages]
         self.network.messages.clear()
         return said
 

@@ -14,10 +14,11 @@ import torch
 from baton.rates import format_rate
 from kvconnector.base import KVTransport, PendingWrite, TransferEvent, TransferEventKind
 from kvconnector.faults import FaultSpec, FaultyTransport
-from kvconnector.messages import HelloAck, Message, SelfTest, SelfTestResult, decode, encode
+from kvconnector.messages import HelloAck, Message, SelfTest, SelfTestResult, encode
 from kvconnector.peers import LEASE_S, MAX_BACK_OFF_S
 from kvconnector.receiver import Receiver
 from kvconnector.scratch import NUM_SLOTS
+from kvconnector.seals import peek
 from kvconnector.self_test import MAX_POSTED, MAX_TIMED_WRITES, OFFER_S, TIMEOUT_S
 from kvconnector.sender import Sender
 from tests.fakes.handoff_cluster import ThreadlessEndpoint, endpoint_of
@@ -76,7 +77,7 @@ class Scene:
                     endpoint_of(sender).round()
             endpoint_of(self.receiver).round()
             for message in list(self.network.messages):
-                if lose(decode(message.payload)):
+                if lose(peek(message.payload)):
                     self.network.messages.remove(message)
             while self.network.messages:
                 self.network.deliver(0)
@@ -339,7 +340,8 @@ def test_what_a_peer_claims_is_not_believed(rate: float) -> None:
         bandwidth_bytes_per_s=rate,
         duration_s=rate,
     )
-    scene.network.ends["d"].inbox.append(encode(told))
+    channel = endpoint_of(scene.senders["p"]).peers.channels["d"]
+    scene.network.ends["d"].inbox.append(("p", channel.seal(encode(told))))
     scene.run(0.05, lose=lambda message: isinstance(message, SelfTest))
     assert scene.kinds("d") == [CONNECTED]
     assert scene.events["d"][0].bandwidth_bytes_per_s == 0
@@ -351,7 +353,10 @@ def test_a_slot_that_there_is_not_is_not_written_to() -> None:
     endpoint_of(sender).round()  # says Hello, the first test
     now = scene.clock()
     ack = HelloAck(engine_id="d", sent_at_s=now, test=1, slot=NUM_SLOTS)
-    scene.network.ends["p"].inbox.append(encode(ack))
+    endpoint_of(scene.receiver).round()  # learns the peer
+    scene.network.messages = [m for m in scene.network.messages if m.target == "d"]
+    channel = endpoint_of(scene.receiver).peers.channels["p"]
+    scene.network.ends["p"].inbox.append(("d", channel.seal(encode(ack))))
     endpoint_of(sender).round()
     assert len(sender._tests) == 0
     scene.run(0.2)

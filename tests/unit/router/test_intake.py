@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import InvalidRequestError
-from baton.identity import Principal
+from baton.identity import ANYBODY, Limits, Principal
 from baton.sampling_params import SamplingParams
 from router.dispatcher import Dispatcher
 from router.intake import GenerationRequest, Intake
@@ -21,7 +21,7 @@ REQUEST = GenerationRequest(
     received_at=0.0,
     session_id="s",
     priority=-7,
-    principal=Principal(name="alice"),
+    principal=Principal(name="alice", tenant="a", limits=Limits(most_urgent_priority=-7)),
 )
 
 
@@ -41,6 +41,7 @@ async def test_a_call_knows_its_session_priority_and_client() -> None:
     [
         ("request_id", "x" * 129, "must have at most 128 characters, got 129"),
         ("session_id", "x" * 257, "must have at most 256 characters, got 257"),
+        ("priority", -8, "must be -7 or more with this API key, got -8"),
         ("priority", 2**31, "must be -2147483648 to 2147483647, got 2147483648"),
     ],
 )
@@ -51,3 +52,14 @@ def test_what_is_out_of_its_limit_is_named(field: str, value: object, problem: s
             await make_intake().accept(replace(REQUEST, **{field: value}))  # type: ignore[arg-type]
 
     run()
+
+
+@asynchronous
+async def test_who_is_not_told_otherwise_may_wait_longer_and_not_go_before_others() -> None:
+    keyed = replace(REQUEST, principal=Principal(name="alice", tenant="alice"))
+    with pytest.raises(InvalidRequestError, match=r"^priority: must be 0 or more with this"):
+        await make_intake().accept(replace(keyed, priority=-1))
+    assert (await make_intake().accept(replace(keyed, priority=5))).priority == 5
+    # Without keys there is one tenant, and what is urgent is its own affair.
+    anybody = replace(REQUEST, principal=ANYBODY, priority=-(2**31))
+    assert (await make_intake().accept(anybody)).priority == -(2**31)

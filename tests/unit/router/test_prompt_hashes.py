@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, shorten
+from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, extra_keys_of, shorten
 from router.prompt_hashes import HashKind, PromptHashes
 
 TOKENS = list(range(100, 130))
@@ -14,8 +14,8 @@ TOKENS = list(range(100, 130))
 @pytest.mark.parametrize("block_size", [1, 8, 30, 31])
 def test_names_are_those_that_a_node_computes(block_size: int, algorithm: str) -> None:
     on_node: list[BlockHash] = []
-    BlockHasher(block_size, algorithm).extend(on_node, TOKENS, ("adapter",))
-    hashes = PromptHashes(TOKENS, ("adapter",)).of(HashKind(block_size, algorithm))
+    BlockHasher(block_size, algorithm).extend(on_node, TOKENS, extra_keys_of(b"salt"))
+    hashes = PromptHashes(TOKENS, b"salt").of(HashKind(block_size, algorithm))
     assert hashes == shorten(on_node)
     assert len(hashes) == 30 // block_size
 

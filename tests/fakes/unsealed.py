@@ -1,0 +1,20 @@
+"""Messages and peer infos as a transport alone makes them, for tests below the seals."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvconnector.messages import Message, encode
+from kvconnector.pair_keys import KeyPair
+from kvconnector.peer_info import PeerInfo
+from kvconnector.seals import HEADER_BYTES
+
+
+def unsealed(message: Message) -> bytes:
+    """With the frame of a sealed message and no valid seal."""
+    return bytes(HEADER_BYTES) + encode(message)
+
+
+def with_key(info: PeerInfo) -> PeerInfo:
+    """A transport's peer info as an end of the connector presents it."""
+    return msgspec.structs.replace(info, public_key=KeyPair().public)
