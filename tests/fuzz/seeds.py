@@ -24,7 +24,7 @@ PARAMS = SamplingParams(
     seed=11,
     stop=("end",),
     logprobs=2,
-    logit_bias={5: 1.5},
+    logit_bias=((5, 1.5),),
     structured_output=StructuredOutput(json_schema={"type": "object"}),
 )
 TOOL = {
