@@ -25,7 +25,7 @@ from baton.process import PARENT_PIPE_VARIABLE
 from baton.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
-STOP_GRACE_S = 6.0
+STOP_GRACE_S = 6.0  # beyond the time that open requests have
 _POLL_S = 0.1
 
 
@@ -41,6 +41,7 @@ class LocalDeploymentConfig:
         decode_args: more arguments of every `baton decode`.
         log_folder: where each process's log goes; None: a temporary folder.
         admin_token: of the router and its nodes; empty: none.
+        drain_timeout_s: for open requests to end when all is stopped.
     """
 
     model: str
@@ -53,6 +54,7 @@ class LocalDeploymentConfig:
     decode_args: Sequence[str] = ()
     log_folder: Path | None = None
     admin_token: str = field(default="", repr=False)
+    drain_timeout_s: float = 2.0
 
 
 @dataclass(slots=True)
@@ -174,13 +176,14 @@ class LocalDeployment:
     # ------------------------------------------------------------------ inside
 
     def _stop_gracefully(self) -> None:
-        """The nodes first; the router stays to hear of it."""
-        for group in (self.children[1:], self.children[:1]):
+        """The router first: it takes nothing new, and its nodes end what is open."""
+        grace_s = self.config.drain_timeout_s + STOP_GRACE_S
+        for group in (self.children[:1], self.children[1:]):
             for child in group:
                 if child.process.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
                         child.process.send_signal(signal.SIGTERM)
-            give_up_at = time.monotonic() + STOP_GRACE_S
+            give_up_at = time.monotonic() + grace_s
             for child in group:
                 try:
                     child.process.wait(max(0.0, give_up_at - time.monotonic()))
@@ -196,7 +199,8 @@ class LocalDeployment:
             "router",
             [
                 "router", "--model", config.model, "--listen", config.listen,
-                "--http-listen", config.http_listen, *config.router_args,
+                "--http-listen", config.http_listen,
+                "--drain-timeout-s", f"{config.drain_timeout_s:g}", *config.router_args,
             ],
             None,
         )  # fmt: skip

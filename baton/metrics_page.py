@@ -2,47 +2,78 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
-from prometheus_client import CollectorRegistry, start_http_server
+from aiohttp import hdrs, web
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from baton.errors import ConfigError
-from baton.rpc import split_address, warn_if_public
+from baton.connection_limits import ConnectionLimits
+from baton.connections import Listener
+from baton.rpc import warn_if_public
 
 logger = logging.getLogger(__name__)
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Those who scrape are few; whoever else comes takes nothing from the node.
+_LIMITS = ConnectionLimits(
+    max_connections=64,
+    max_connections_per_address=64,
+    header_timeout_s=5.0,
+    idle_timeout_s=90.0,  # longer than the pause between two scrapes
+    stall_timeout_s=10.0,
+)
+
 
 class MetricsPage:
-    """Serves ``/metrics`` on threads of its own until it is closed.
+    """Serves ``/metrics`` on the caller's loop until it is closed.
 
     Args:
-        listen: ``host:port``; port 0 is any free one.
-        collector: asked at each scrape, on the scrape's thread.
+        collector: asked on a thread, by one scrape at a time.
+        limits: of connections.
 
     Attributes:
-        address: ``host:port`` that it listens on.
-
-    Raises:
-        ConfigError: the address cannot be listened on.
+        address: ``host:port`` that it listens on, once it is started.
     """
 
-    def __init__(self, listen: str, collector: Collector) -> None:
-        host, port = split_address("metrics_listen", listen)
-        registry = CollectorRegistry()
-        registry.register(collector)
-        try:
-            self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
-        except OSError as error:
-            raise ConfigError(
-                f"metrics_listen: cannot listen on {listen}: {error.strerror}"
-            ) from error
-        self.address = f"{host}:{self._server.server_port}"
+    def __init__(self, collector: Collector, limits: ConnectionLimits = _LIMITS) -> None:
+        self.address = ""
+        self._registry = CollectorRegistry()
+        self._registry.register(collector)
+        self._scraping = asyncio.Lock()
+        self._runner = web.ServerRunner(
+            web.Server(
+                self._answer,
+                access_log=None,
+                keepalive_timeout=limits.idle_timeout_s,
+                lingering_time=0,
+                auto_decompress=False,
+            )
+        )
+        self._listener = Listener(self._make_protocol, limits)
+
+    async def start(self, listen: str) -> None:
+        """Listen on ``host:port``; port 0 is any free one. Raises ConfigError if that fails."""
+        await self._runner.setup()
+        self.address = await self._listener.start("metrics_listen", listen)
         warn_if_public(self.address)
         logger.info("metrics at http://%s/metrics", self.address)
 
-    def close(self) -> None:
-        """Listen no more; a scrape that is being answered ends by itself."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    async def close(self) -> None:
+        """Listen no more, and end the scrapes that are being answered."""
+        self._listener.close()
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        with self._listener.working(request.protocol):
+            if request.path not in ("/", "/metrics") or request.method not in ("GET", "HEAD"):
+                return web.Response(status=404, text="there is /metrics\n")
+            async with self._scraping:
+                text = await asyncio.to_thread(generate_latest, self._registry)
+            return web.Response(body=text, headers={hdrs.CONTENT_TYPE: METRICS_TYPE})
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        server = self._runner.server
+        assert server is not None  # set up
+        return server()

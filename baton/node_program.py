@@ -164,7 +164,8 @@ async def run_node_program(
     page: MetricsPage | None = None
     try:
         if metrics_listen:
-            page = MetricsPage(metrics_listen, node.collector())
+            page = MetricsPage(node.collector())
+            await page.start(metrics_listen)
         address = await server.start(listen)
         warn_if_public(address)
         links.append(
@@ -185,7 +186,7 @@ async def run_node_program(
             raise EngineDeadError(f"the engine cannot continue: {death[0]}")
     finally:
         if page is not None:
-            await asyncio.to_thread(page.close)
+            await page.close()
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
 

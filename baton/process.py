@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -18,6 +20,7 @@ from baton.errors import BatonError, ConfigError
 PARENT_PIPE_VARIABLE = "BATON_PARENT_PIPE"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _PARENT_GRACE_S = 5.0
+_MAX_DESCRIPTORS = 2**20  # containers have limits that no machine can keep
 
 
 def run_program(main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str) -> int:
@@ -28,6 +31,7 @@ def run_program(main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str
     watch_parent()
     try:
         set_up_logging(log_level)
+        raise_descriptor_limit()
         uvloop.run(main())
     except BatonError as error:
         print_error(error)
@@ -35,6 +39,25 @@ def run_program(main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def raise_descriptor_limit() -> None:
+    """Let the process open as many descriptors as it may be allowed.
+
+    The soft limit is often 1,024 still, for the sake of programs that use `select`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    with contextlib.suppress(OSError, ValueError):  # what there is is enough for few connections
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def num_descriptors_allowed() -> int:
+    """How many descriptors the process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MAX_DESCRIPTORS)
 
 
 def print_error(error: object) -> None:

@@ -5,11 +5,13 @@ Takes our exceptions, gives status codes; nobody else calls `context.abort`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -19,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.error_details import details_trailer, receipt_trailer
-from baton.errors import BatonError, ConfigError, status_name
+from baton.errors import BatonError, ConfigError, RequestCancelledError, status_name
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 ]
+_IDENTITY_ONLY = 1  # in gRPC's set of compression algorithms
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_CLIENT_MESSAGE_BYTES),
@@ -44,6 +47,9 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     # Calls that wait to be taken; more of them are dropped as CANCELLED, which says nothing.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
+    # A message of a few kilobytes would become megabytes, and many of them gigabytes.
+    ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+    ("grpc.max_concurrent_streams", 4096),
 ]
 
 
@@ -52,13 +58,44 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RpcLimits:
+    """What connections to a server may cost.
+
+    Attributes:
+        max_connections: open at once; more are closed as they come.
+        handshake_timeout_s: for a connection to come up, with what TLS needs.
+        idle_timeout_s: one without a call is closed; clients connect again by themselves.
+        stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
+    """
+
+    max_connections: int = 256
+    handshake_timeout_s: float = 10.0
+    idle_timeout_s: float = 60.0
+    stall_timeout_s: float = 30.0
+
+    def channel_arguments(self) -> list[tuple[str, int]]:
+        """These limits as gRPC's core takes them."""
+        return [
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.server_handshake_timeout_ms", round(1000 * self.handshake_timeout_s)),
+            ("grpc.max_connection_idle_ms", round(1000 * self.idle_timeout_s)),
+        ]
+
+
 def status_of(error: BatonError) -> grpc.StatusCode:
     """The status code of one of our errors; the nearest class in the table counts."""
     return grpc.StatusCode[status_name(error)]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """Turns what a handler raises into a status: ours by the table, all else into INTERNAL."""
+    """Turns what a handler raises into a status: ours by the table, all else into INTERNAL.
+
+    Ends streams whose client takes nothing of them for ``stall_timeout_s``, too.
+    """
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self._stall_timeout_s = stall_timeout_s
 
     async def intercept_service(
         self,
@@ -72,10 +109,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             wrapped = _guard_unary(handler.unary_unary)
             make = grpc.unary_unary_rpc_method_handler
         elif handler.unary_stream:
-            wrapped = _guard_stream(handler.unary_stream)
+            wrapped = _guard_stream(handler.unary_stream, self._stall_timeout_s)
             make = grpc.unary_stream_rpc_method_handler
         elif handler.stream_stream:
-            wrapped = _guard_stream(handler.stream_stream)
+            wrapped = _guard_stream(handler.stream_stream, self._stall_timeout_s)
             make = grpc.stream_stream_rpc_method_handler
         else:
             return handler
@@ -92,18 +129,77 @@ def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_stream(behavior: Callable[..., Any], stall_timeout_s: float) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+        watch = _StallWatch(context, stall_timeout_s)
         try:
             async with contextlib.aclosing(behavior(request, context)) as responses:
                 async for response in responses:
-                    yield response
+                    if not watch.num_sent:  # with the first message, no status could be sent
+                        await context.send_initial_metadata(())  # while that is not taken
+                    watch.is_sending = True
+                    yield response  # back when the client's side of the connection has taken it
+                    watch.is_sending = False
+                    watch.num_sent += 1
+        except grpc.aio.BaseError:  # gRPC's own, such as a client that is gone
+            raise
         except Exception as error:
             await _abort(context, error)
+        finally:
+            watch.close()
 
     # Services of other libraries (reflection, health) are plain coroutines or generators of theirs;
     # what is not one of our async generators passes through untouched.
     return guarded if inspect.isasyncgenfunction(behavior) else behavior
+
+
+class _StallWatch:
+    """Ends a call, within half as long again, when its client takes no message for so long.
+
+    Attributes:
+        is_sending: whether a message waits for the client.
+        num_sent: messages that it took.
+    """
+
+    def __init__(self, context: Context, timeout_s: float) -> None:
+        self.is_sending = False
+        self.num_sent = 0
+        self._context = context
+        self._timeout_s = timeout_s
+        self._task = asyncio.current_task()
+        self._num_looks = 0
+        self._num_seen = -1
+        self._last_words: asyncio.Task[None] | None = None
+        self._timer = self._look_later()
+
+    def close(self) -> None:
+        """The call is over."""
+        self._timer.cancel()
+
+    def _look_later(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._timeout_s / 2, self._look)
+
+    def _look(self) -> None:
+        if not self.is_sending or self.num_sent != self._num_seen:
+            self._num_looks, self._num_seen = 0, self.num_sent if self.is_sending else -1
+        else:
+            self._num_looks += 1
+        self._timer = self._look_later()
+        if self._num_looks == 2:
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        self.close()
+        problem = f"the client took nothing for {self._timeout_s:g} s"
+        logger.info("ended a call of %s: %s", self._context.peer(), problem)
+        assert self._task is not None
+        self._last_words = asyncio.create_task(self._say(problem))
+        self._task.cancel()  # it waits for the client, where no exception of ours would reach it
+
+    async def _say(self, problem: str) -> None:
+        """Tell the client, should it ever read on, behind what it was sent before."""
+        with contextlib.suppress(grpc.aio.BaseError):
+            await _abort(self._context, RequestCancelledError(problem))
 
 
 async def _abort(context: Context, error: Exception) -> None:
@@ -152,6 +248,7 @@ class RpcServer:
         interceptors: see each call before its handler does.
         reuse_port: whether other processes may serve on the same port, each a part of the
             connections. Without it a second server on the port does not start.
+        limits: of connections.
     """
 
     def __init__(
@@ -161,10 +258,16 @@ class RpcServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
         *,
         reuse_port: bool = False,
+        limits: RpcLimits | None = None,
     ) -> None:
-        options = [*_SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
+        limits = limits or RpcLimits()
+        options = [
+            *_SERVER_OPTIONS,
+            *limits.channel_arguments(),
+            ("grpc.so_reuseport", int(reuse_port)),
+        ]
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors], options=options
+            interceptors=[ErrorInterceptor(limits.stall_timeout_s), *interceptors], options=options
         )
         register(self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # lazy there

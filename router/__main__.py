@@ -10,10 +10,12 @@ import typer
 from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
 from router.admission import AdmissionOptions
+from router.connection_budget import ConnectionOptions
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
 
 ADMISSION = AdmissionOptions()
+CONNECTIONS = ConnectionOptions()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -132,6 +134,55 @@ def router(
             envvar="BATON_API_KEYS_FILE",
         ),
     ] = "",
+    max_request_timeout_s: Annotated[
+        float,
+        typer.Option(help="A deadline of a client's own is at most this far away, seconds."),
+    ] = 3600.0,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            help="Of clients, over each API. When there are so many, those that wait for a request "
+            "make way for new ones. 0: as the limit of descriptors allows, at most 10,000."
+        ),
+    ] = CONNECTIONS.max_connections,
+    max_connections_per_address: Annotated[
+        int,
+        typer.Option(
+            help="Of these from one address, over HTTP. All clients behind one proxy share its "
+            "address. 0: half of them."
+        ),
+    ] = CONNECTIONS.max_connections_per_address,
+    header_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="For a new connection's first request to come, with what TLS needs, seconds."
+        ),
+    ] = CONNECTIONS.header_timeout_s,
+    idle_timeout_s: Annotated[
+        float, typer.Option(help="A connection without a request is closed after it, seconds.")
+    ] = CONNECTIONS.idle_timeout_s,
+    stall_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="A client that takes nothing of its stream for so long is cut off, and its "
+            "request ended, seconds."
+        ),
+    ] = CONNECTIONS.stall_timeout_s,
+    drain_delay_s: Annotated[
+        float | None,
+        typer.Option(
+            help="When it is told to stop: be not ready, but serve on for so long, so that load "
+            "balancers hear of it. 5 where other machines can call, else 0, if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    drain_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="Then take no new requests, and give the open ones so long to end, seconds. A "
+            "second signal ends the process at once."
+        ),
+    ] = 20.0,
     cache_salt_secret_file: Annotated[
         str,
         typer.Option(
@@ -172,6 +223,16 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 api_keys_file=api_keys_file,
+                connections=ConnectionOptions(
+                    max_connections=max_connections,
+                    max_connections_per_address=max_connections_per_address,
+                    header_timeout_s=header_timeout_s,
+                    idle_timeout_s=idle_timeout_s,
+                    stall_timeout_s=stall_timeout_s,
+                ),
+                max_request_timeout_s=max_request_timeout_s,
+                drain_delay_s=drain_delay_s,
+                drain_timeout_s=drain_timeout_s,
                 cache_salt_secret_file=cache_salt_secret_file,
             )
         )

@@ -165,9 +165,14 @@ class Dispatcher:
             self.pool.note_eligibility_change()  # it may wait for nodes
         return opened is not None
 
+    def refuse_new(self, why: str) -> None:
+        """End calls that come from now on with UNAVAILABLE; those that are open go on."""
+        self._stopped = RequestError("UNAVAILABLE", why)
+
     def stop(self, why: str) -> None:
         """End all calls with UNAVAILABLE, also those that come from now on."""
-        self._stopped = RequestError("UNAVAILABLE", why)
+        self.refuse_new(why)
+        assert self._stopped is not None
         for request_id in list(self._running):
             self.admission.withdraw(request_id, _error(self._stopped))
         for opened in list(self._open.values()):

@@ -7,17 +7,17 @@ import contextlib
 import gc
 import logging
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.admin_gate import AdminGate
 from baton.client import DEFAULT_ADDRESS
+from baton.connection_limits import ConnectionLimits
 from baton.errors import ConfigError
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
-from baton.process import stop_event
+from baton.process import num_descriptors_allowed, stop_event
 from baton.rpc import RpcServer, is_public, warn_if_public
 from baton.tokenizer import Tokenizer
 from baton.v1 import (
@@ -34,6 +34,11 @@ from router.admission import Admission, AdmissionOptions
 from router.api_keys import ApiKeys
 from router.cache_salts import CacheSalts, read_secret
 from router.capacity import Capacity
+from router.connection_budget import (
+    ConnectionBudget,
+    ConnectionOptions,
+    share_descriptors,
+)
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
@@ -43,12 +48,12 @@ from router.node_pool import NodePool
 from router.policies import POLICIES
 from router.retry_budget import RetryOptions
 from router.service import InferenceService
+from router.stopping import LAST_WORDS_S, StoppableServer, stop_router
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 2.0  # for requests to end by themselves
-_LAST_WORDS_S = 1.0  # behind it, to tell the clients of the others
-_POLL_INTERVAL_S = 0.02
+# Seconds that load balancers need to hear that a router is not ready; none on one machine.
+DRAIN_DELAY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,10 @@ class RouterConfig:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
         api_keys_file: who may call; empty: anybody.
+        connections: what clients' connections may cost.
+        max_request_timeout_s: a deadline that a client sets itself is at most this far away.
+        drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
+            others than this machine can call, else 0.
         cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
             start.
     """
@@ -81,9 +90,21 @@ class RouterConfig:
     http_cors_origin: str = ""
     served_model_name: str = ""
     api_keys_file: str = ""
+    connections: ConnectionOptions = field(default_factory=ConnectionOptions)
+    max_request_timeout_s: float = 3600.0
+    drain_delay_s: float | None = None
+    drain_timeout_s: float = 20.0
     cache_salt_secret_file: str = ""
 
     def __post_init__(self) -> None:
+        if not self.max_request_timeout_s >= self.request_timeout_s:
+            raise ConfigError(
+                f"max_request_timeout_s: must be request_timeout_s ({self.request_timeout_s:g}) "
+                f"or more, got {self.max_request_timeout_s:g}"
+            )
+        for name in ("drain_delay_s", "drain_timeout_s"):
+            if not (getattr(self, name) or 0) >= 0:
+                raise ConfigError(f"{name}: must be 0 or more, got {getattr(self, name):g}")
         if self.reuse_port and not self.node_listen:
             raise ConfigError(
                 "reuse_port: needs node_listen, or nodes would join any one of the processes"
@@ -120,7 +141,12 @@ async def serve(config: RouterConfig) -> None:
         cache_salts=_make_salts(config),
     )
     api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
-    servers = _make_servers(config, dispatcher, intake, api_keys)
+    budget = share_descriptors(
+        num_descriptors_allowed(),
+        config.connections,
+        own_address_for_nodes=bool(config.node_listen),
+    )
+    servers = _make_servers(config, dispatcher, intake, api_keys, budget)
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
     loop.add_signal_handler(signal.SIGHUP, api_keys.reload)
@@ -134,19 +160,26 @@ async def serve(config: RouterConfig) -> None:
             logger.info("router of %s listens on %s", config.model, address)
         async with (
             _watching(pool),
-            _serving_http(config, intake, pool, metrics, api_keys) as stop_http,
+            _serving_http(config, intake, pool, metrics, api_keys, budget.http) as http,
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
-            logger.info("stopping")
-            grace_s = STOP_GRACE_S + _LAST_WORDS_S
-            await asyncio.gather(
-                stop_http(),
-                *(server.stop(grace_s) for server in servers.values()),
-                _end_calls(dispatcher),
+            await stop_router(
+                dispatcher,
+                servers.values(),
+                http,
+                delay_s=_drain_delay_s(config),
+                timeout_s=config.drain_timeout_s,
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
+
+
+def _drain_delay_s(config: RouterConfig) -> float:
+    if config.drain_delay_s is not None:
+        return config.drain_delay_s
+    listens = filter(None, (config.listen, config.http_listen))
+    return DRAIN_DELAY_S * any(is_public("listen", listen) for listen in listens)
 
 
 def _make_salts(config: RouterConfig) -> CacheSalts:
@@ -160,25 +193,6 @@ def _make_salts(config: RouterConfig) -> CacheSalts:
     return CacheSalts()
 
 
-async def _end_calls(dispatcher: Dispatcher) -> None:
-    """Wait for the open calls, end those that take too long, and let the nodes go."""
-    await _until_quiet(dispatcher, STOP_GRACE_S)
-    dispatcher.stop("the router is stopping")
-    await _until_quiet(dispatcher, _LAST_WORDS_S / 2)
-    for node in dispatcher.pool.nodes:
-        node.hang_up()
-
-
-async def _until_quiet(dispatcher: Dispatcher, timeout_s: float) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while dispatcher.num_open and time.monotonic() < give_up_at:  # noqa: ASYNC110  # once in a life
-        await asyncio.sleep(_POLL_INTERVAL_S)
-
-
-async def _no_stop() -> None:
-    """Where there is no HTTP there is nothing to stop."""
-
-
 @contextlib.asynccontextmanager
 async def _serving_http(
     config: RouterConfig,
@@ -186,10 +200,11 @@ async def _serving_http(
     pool: NodePool,
     metrics: RouterMetrics,
     api_keys: ApiKeys,
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Gives what stops it."""
+    limits: ConnectionLimits,
+) -> AsyncIterator[StoppableServer | None]:
+    """Gives the HTTP API; None where there is none."""
     if not config.http_listen:
-        yield _no_stop
+        yield None
         return
     # Imported here: who serves no HTTP does not wait for it.
     from router.http.server import HttpServer
@@ -201,13 +216,14 @@ async def _serving_http(
         model_name=config.served_model_name or config.model,
         api_keys=api_keys,
         cors_origin=config.http_cors_origin,
-        grace_s=STOP_GRACE_S + _LAST_WORDS_S,
+        grace_s=LAST_WORDS_S,
+        limits=limits,
     )
     address = await server.start(config.http_listen)
     warn_if_public(address, authenticated=bool(config.api_keys_file))
     logger.info("HTTP API on http://%s", address)
     try:
-        yield server.stop
+        yield server
     finally:
         await server.stop()
 
@@ -229,7 +245,11 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
 
 
 def _make_servers(
-    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, api_keys: ApiKeys
+    config: RouterConfig,
+    dispatcher: Dispatcher,
+    intake: Intake,
+    api_keys: ApiKeys,
+    budget: ConnectionBudget,
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -238,7 +258,13 @@ def _make_servers(
 
     journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
     model_name = config.served_model_name or config.model
-    service = InferenceService(intake, model=model_name, journal=journal, api_keys=api_keys)
+    service = InferenceService(
+        intake,
+        model=model_name,
+        journal=journal,
+        api_keys=api_keys,
+        max_timeout_s=config.max_request_timeout_s,
+    )
 
     def add_public(server: object) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
@@ -256,10 +282,13 @@ def _make_servers(
     private = config.node_listen or config.listen
     gate = AdminGate(admin.full_name, config.admin_token, is_public=is_public("listen", private))
     if not config.node_listen:
-        return {config.listen: RpcServer([inference, link, admin], add_all, [gate])}
+        one = RpcServer([inference, link, admin], add_all, [gate], limits=budget.public)
+        return {config.listen: one}
     return {
-        config.node_listen: RpcServer([link, admin], add_private, [gate]),
-        config.listen: RpcServer([inference], add_public, reuse_port=config.reuse_port),
+        config.node_listen: RpcServer([link, admin], add_private, [gate], limits=budget.nodes),
+        config.listen: RpcServer(
+            [inference], add_public, reuse_port=config.reuse_port, limits=budget.public
+        ),
     }
 
 

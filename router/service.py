@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -41,6 +42,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         model: its name, for `ListModels`.
         journal: keeps resumable requests.
         api_keys: who may call.
+        max_timeout_s: a client's own deadline is at most this far away.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         model: str = "",
         journal: Journal | None = None,
         api_keys: ApiKeys | None = None,
+        max_timeout_s: float = math.inf,
     ) -> None:
         self._intake = intake
         self._model = model
         self._journal = journal or Journal()
         self._api_keys = api_keys or ApiKeys()
+        self._max_timeout_s = max_timeout_s
 
     async def Generate(  # gRPC's naming
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -134,7 +138,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return self._journal.read(request_id, 0, tenant=request.principal.tenant)
 
     def _arrival(self, context: Context) -> _Arrival:
-        return _Arrival(time.perf_counter(), context.time_remaining(), self._principal_of(context))
+        timeout_s = context.time_remaining()
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, self._max_timeout_s)
+        return _Arrival(time.perf_counter(), timeout_s, self._principal_of(context))
 
     def _principal_of(self, context: Context) -> Principal:
         """Who calls; raises UnauthenticatedError. The first thing that every call asks."""

@@ -53,6 +53,13 @@ def up(
             help="That admin calls must bring; none if empty.", envvar="BATON_ADMIN_TOKEN"
         ),
     ] = "",
+    drain_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="When it is stopped, open requests have so long to end; a second Ctrl-C ends it "
+            "at once."
+        ),
+    ] = 10.0,
     ready_timeout_s: Annotated[float, typer.Option(help="How long to wait for all nodes.")] = 120.0,
 ) -> None:
     """Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.
@@ -73,6 +80,7 @@ def up(
         decode_args=decode_args.split(),
         log_folder=log_folder,
         admin_token=admin_token,
+        drain_timeout_s=drain_timeout_s,
     )
     stopping = threading.Event()
 

@@ -14,6 +14,7 @@ from aiohttp import hdrs, web
 
 from baton.identity import Principal
 from baton.outputs import Receipt, TextDelta, join_deltas
+from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.sampling_params import SamplingParams
 from router.call import Call
 from router.choices import merge_streams
@@ -29,7 +30,9 @@ T = TypeVar("T", bound=SamplingRequest)
 REQUEST_ID = web.RequestKey("request_id", str)
 PRINCIPAL = web.RequestKey("principal", Principal)
 SESSION_ID_HEADER = "X-Session-Id"
-BODY_TIMEOUT_S = 30.0
+# A body has so long, and so much longer as it comes at the slowest rate.
+BODY_TIMEOUT_S = 10.0
+MIN_BODY_BYTES_PER_S = 64 * 2**10
 # A client that takes nothing for so long after its deadline is cut off.
 READ_GRACE_S = 30.0
 
@@ -179,15 +182,36 @@ async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> 
         raise ApiError(
             415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {request.content_type}"
         )
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            data = await request.read()
-    except TimeoutError:
-        raise ApiError(408, f"body: did not come within {BODY_TIMEOUT_S:g} s") from None
-    body = decode(data, kind)
+    body = decode(await _read_in_time(request), kind)
     if body.model != model_name:
         raise unknown_model(body.model, model_name)
     return body
+
+
+async def _read_in_time(request: web.Request) -> bytes:
+    """The body; raises ApiError when it is too large or comes too slowly."""
+    limit, declared = MAX_CLIENT_MESSAGE_BYTES, request.content_length or 0
+    parts, num_bytes = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S) as timeout:
+            began_at = asyncio.get_running_loop().time()
+            while declared <= limit and (part := await request.content.readany()):
+                parts.append(part)
+                num_bytes += len(part)
+                if num_bytes > limit:
+                    break
+                in_s = BODY_TIMEOUT_S + num_bytes / MIN_BODY_BYTES_PER_S
+                timeout.reschedule(began_at + in_s)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"body: must come within {BODY_TIMEOUT_S:g} s, or at {MIN_BODY_BYTES_PER_S} bytes/s; "
+            f"{num_bytes} bytes came",
+        ) from None
+    if max(num_bytes, declared) > limit:
+        got = declared or f"more than {limit}"
+        raise ApiError(413, f"body: must have at most {limit} bytes, got {got}")
+    return b"".join(parts)
 
 
 def _receipt_of(delta: TextDelta) -> Receipt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import hdrs, web
 
+from baton.connection_limits import ConnectionCounts, ConnectionLimits
+from baton.connections import Listener
 from baton.errors import ConfigError, InvalidRequestError
-from baton.rpc import MAX_CLIENT_MESSAGE_BYTES, split_address
+from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from router.api_keys import ApiKeys
 from router.http.chat import chat_completions
 from router.http.completions import completions
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
 REQUEST_ID_HEADER = "X-Request-Id"
+# What a client still sends behind its answer is read and dropped for so long, so that it gets it.
+_LINGERING_S = 2.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -37,6 +41,7 @@ class HttpServer:
         api_keys: who may call what is below ``/v1``.
         cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
         grace_s: when it stops, requests in progress have so long to end.
+        limits: of connections.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class HttpServer:
         api_keys: ApiKeys | None = None,
         cors_origin: str = "",
         grace_s: float = 0.0,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self._intake = intake
         self._pool = pool
@@ -57,9 +63,15 @@ class HttpServer:
         self._api_keys = api_keys or ApiKeys()
         self._cors_origin = cors_origin
         self._created = int(time.time())
+        self._is_stopping = False
         app = web.Application(
             client_max_size=MAX_CLIENT_MESSAGE_BYTES,
-            middlewares=[self._name_and_preflight, error_middleware, self._authenticate],
+            middlewares=[
+                self._note_work,
+                self._name_and_preflight,
+                error_middleware,
+                self._authenticate,
+            ],
         )
         app.on_response_prepare.append(self._add_headers)
         app.add_routes(
@@ -73,32 +85,66 @@ class HttpServer:
                 web.get("/metrics", self._show_metrics),
             ]
         )
+        limits = limits or ConnectionLimits()
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=grace_s
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=grace_s,
+            keepalive_timeout=limits.idle_timeout_s,
+            lingering_time=_LINGERING_S,
+            auto_decompress=False,  # a few bytes would become megabytes
         )
+        self._listener = Listener(self._make_protocol, limits)
+
+    @property
+    def connections(self) -> ConnectionCounts:
+        """How many there are, and what became of the others."""
+        return self._listener.counts
 
     async def start(self, listen: str) -> str:
         """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
 
         Raises ConfigError when the address is malformed or in use.
         """
-        host, port = split_address("http_listen", listen)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host.strip("[]"), port).start()
-        except OSError as error:
+            return await self._listener.start("http_listen", listen)
+        except ConfigError as error:
             await self._runner.cleanup()
-            why = os.strerror(error.errno).lower() if error.errno else str(error)
-            raise ConfigError(
-                f'http_listen: cannot listen on {listen} ({why}); choose another, or "" for no HTTP'
-            ) from error
-        return f"{host}:{self._runner.addresses[0][1]}"
+            raise ConfigError(f'{error}; choose another, or "" for no HTTP') from None
+
+    @property
+    def num_at_work(self) -> int:
+        """Requests whose answers are not written yet."""
+        return self._listener.counts.at_work
+
+    def announce_stop(self) -> None:
+        """Be ready no more, and keep no connection open behind its next answer."""
+        self._is_stopping = True
 
     async def stop(self) -> None:
         """Stop accepting requests, and end those in progress after their grace."""
+        self._listener.stop_accepting()
         await self._runner.cleanup()
+        self._listener.close()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        server = self._runner.server
+        assert server is not None  # set up
+        return server()
 
     # ------------------------------------------------------------------ all responses
+
+    @web.middleware
+    async def _note_work(self, request: web.Request, handler: Handler) -> Any:
+        """Tell the listener that a connection is at work; refuse bodies that are to be inflated."""
+        with self._listener.working(request.protocol):
+            coding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
+            if coding.lower() != "identity":
+                message = f"{hdrs.CONTENT_ENCODING}: must be identity, got {coding[:20]!a}"
+                return error_response(ApiError(415, message))
+            return await handler(request)
 
     @web.middleware
     async def _name_and_preflight(self, request: web.Request, handler: Handler) -> Any:
@@ -125,6 +171,9 @@ class HttpServer:
         return await handler(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self._is_stopping:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"
         if request_id := request.get(REQUEST_ID):
             response.headers[REQUEST_ID_HEADER] = request_id
         if self._cors_origin:
@@ -158,6 +207,8 @@ class HttpServer:
 
     async def _ready(self, request: web.Request) -> web.Response:
         """A request could be served now."""
+        if self._is_stopping:
+            raise ApiError(503, "the router is stopping")
         if not self._pool.fleet:
             raise ApiError(503, self._pool.why_no_pair())
         return web.Response(text="ready\n")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from baton.client import AsyncClient
 from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, RouterCommand
 from baton.outputs import FinishReason
-from baton.rpc import RpcServer
+from baton.rpc import RpcLimits, RpcServer
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -66,11 +67,19 @@ class AnsweringNode(HandNode):
 
 
 class GrpcScene:
-    """What a test needs of a served router; ``talks`` is cleared to silence the decode node."""
+    """What a test needs of a served router; ``talks`` is cleared to silence the decode node.
+
+    Attributes:
+        address: of the server.
+    """
 
     def __init__(
-        self, options: JournalOptions | None = None, api_keys: ApiKeys | None = None
+        self,
+        options: JournalOptions | None = None,
+        api_keys: ApiKeys | None = None,
+        max_timeout_s: float = math.inf,
     ) -> None:
+        self.address = ""
         self.pool = make_pool()
         self.talks = asyncio.Event()
         self.talks.set()
@@ -82,7 +91,11 @@ class GrpcScene:
         intake = Intake(self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
         self.journal = Journal(options)
         self.service = InferenceService(
-            intake, model="demo", journal=self.journal, api_keys=api_keys
+            intake,
+            model="demo",
+            journal=self.journal,
+            api_keys=api_keys,
+            max_timeout_s=max_timeout_s,
         )
 
     async def until_quiet(self) -> None:
@@ -94,15 +107,21 @@ class GrpcScene:
 
 @contextlib.asynccontextmanager
 async def served(
-    options: JournalOptions | None = None, *, api_keys: ApiKeys | None = None, api_key: str = ""
+    options: JournalOptions | None = None,
+    *,
+    api_keys: ApiKeys | None = None,
+    api_key: str = "",
+    limits: RpcLimits | None = None,
+    max_timeout_s: float = math.inf,
 ) -> AsyncIterator[tuple[GrpcScene, AsyncClient]]:
     """A scene behind a real server, and a client of it."""
-    scene = GrpcScene(options, api_keys)
+    scene = GrpcScene(options, api_keys, max_timeout_s)
     server = RpcServer(
         [inference_pb2.DESCRIPTOR.services_by_name["Inference"]],
         lambda one: inference_pb2_grpc.add_InferenceServicer_to_server(scene.service, one),  # type: ignore[no-untyped-call]  # generated
+        limits=limits,
     )
-    address = await server.start("127.0.0.1:0")
+    scene.address = address = await server.start("127.0.0.1:0")
     async with AsyncClient(address, api_key=api_key) as client:
         yield scene, client
     await server.stop(0)

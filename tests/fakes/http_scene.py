@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -128,8 +129,10 @@ def on_http(**options: Any) -> Callable[[Callable[..., Coroutine[Any, Any, None]
         def run(**arguments: Any) -> None:
             asyncio.run(within(arguments))
 
-        # pytest asks for fixtures by name; the scene is none.
+        # pytest asks for fixtures and parameters by name; the scene is none.
+        of_test = inspect.signature(test)
         del run.__wrapped__
+        run.__signature__ = of_test.replace(parameters=[*of_test.parameters.values()][1:])  # type: ignore[attr-defined]
         return run
 
     return decorate

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+import aiohttp
 import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -67,9 +67,23 @@ LEDGER = balance(
 )
 
 
-def scrape(address: str) -> dict[str, Metric]:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as response:
-        text = response.read().decode()
+def scrape(source: Source, **options: float) -> dict[str, Metric]:
+    """What is on a page, over HTTP."""
+
+    async def run() -> str:
+        page = MetricsPage(NodeCollector(NodeRole.DECODE, "d0", source, **options))
+        await page.start("127.0.0.1:0")
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"http://{page.address}/metrics") as response,
+            ):
+                assert response.status == 200
+                return await response.text()
+        finally:
+            await page.close()
+
+    text = asyncio.run(asyncio.wait_for(run(), 30))
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -88,17 +102,10 @@ def source() -> Source:
     return Source(LEDGER)
 
 
-@pytest.fixture
-def page(source: Source) -> Iterator[MetricsPage]:
-    page = MetricsPage("127.0.0.1:0", NodeCollector(NodeRole.DECODE, "d0", source))
-    yield page
-    page.close()
-
-
 def test_every_exported_name_is_documented_and_every_documented_name_exported(
-    page: MetricsPage,
+    source: Source,
 ) -> None:
-    families = scrape(page.address)
+    families = scrape(source)
     exported = {
         f"{family.name}_total" if family.type == "counter" else family.name
         for family in families.values()
@@ -107,8 +114,8 @@ def test_every_exported_name_is_documented_and_every_documented_name_exported(
     assert exported == documented
 
 
-def test_a_leak_and_an_overdraft_are_seen(page: MetricsPage) -> None:
-    families = scrape(page.address)
+def test_a_leak_and_an_overdraft_are_seen(source: Source) -> None:
+    families = scrape(source)
     held = values(families, "baton_blocks_held", "owner")
     assert set(held) == {owner.value for owner in BlockOwner}
     assert (held["request"], held["quarantine"], held["grant"]) == (4, 1, 0)
@@ -119,8 +126,8 @@ def test_a_leak_and_an_overdraft_are_seen(page: MetricsPage) -> None:
     assert value(families, "baton_ledger_available") == 1
 
 
-def test_every_number_of_the_engine_is_on_the_page(page: MetricsPage, source: Source) -> None:
-    families = scrape(page.address)
+def test_every_number_of_the_engine_is_on_the_page(source: Source) -> None:
+    families = scrape(source)
     samples = [sample.value for family in families.values() for sample in family.samples]
     engine = source.engine_metrics()
     numbers = [getattr(engine, name) for name in EngineMetrics.__dataclass_fields__]
@@ -131,12 +138,7 @@ def test_every_number_of_the_engine_is_on_the_page(page: MetricsPage, source: So
 
 def test_of_a_node_that_is_stuck_in_a_step_the_page_says_all_but_the_ledger() -> None:
     source = Source(None)
-    collector = NodeCollector(NodeRole.DECODE, "d0", source, ledger_timeout_s=0.01)
-    page = MetricsPage("127.0.0.1:0", collector)
-    try:
-        families = scrape(page.address)
-    finally:
-        page.close()
+    families = scrape(source, ledger_timeout_s=0.01)
     assert value(families, "baton_ledger_available") == 0
     assert value(families, "baton_blocks_quarantined") == 4
     assert "baton_blocks_held" not in families
@@ -146,11 +148,15 @@ def test_of_a_node_that_is_stuck_in_a_step_the_page_says_all_but_the_ledger() ->
 
 def test_an_address_that_is_taken_is_one_line(source: Source) -> None:
     collector = NodeCollector(NodeRole.DECODE, "d0", source)
+
+    async def start(listen: str) -> None:
+        await MetricsPage(collector).start(listen)
+
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"metrics_listen: cannot listen on {listen}: Addr"):
-            MetricsPage(listen, collector)
+        with pytest.raises(ConfigError, match=rf"metrics_listen: cannot listen on {listen} \(addr"):
+            asyncio.run(start(listen))
     with pytest.raises(ConfigError, match="metrics_listen: must be host:port, got 'here'"):
-        MetricsPage("here", collector)
+        asyncio.run(start("here"))

@@ -1,0 +1,98 @@
+"""How the router's descriptors are shared out: no API can take what another one needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.connection_limits import ConnectionLimits
+from baton.errors import ConfigError
+from baton.rpc import RpcLimits
+
+# For files, logs, threads' pipes, and connections that the router opens itself.
+_NUM_OWN = 64
+_MIN_DESCRIPTORS = 2 * _NUM_OWN
+_NODES_SHARE = 1 / 8  # where they have an address of their own
+_MAX_NODES = 4096
+# More clients than this need more memory than a default should take: about 20 KiB each.
+_MAX_DEFAULT = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionOptions:
+    """What clients' connections may cost; see `baton router --help`.
+
+    Attributes:
+        max_connections: of each API; 0: as the process's descriptors allow.
+        max_connections_per_address: of these from one address, over HTTP; 0: half.
+        header_timeout_s, idle_timeout_s, stall_timeout_s: see `ConnectionLimits`.
+    """
+
+    max_connections: int = 0
+    max_connections_per_address: int = 0
+    header_timeout_s: float = 10.0
+    idle_timeout_s: float = 60.0
+    stall_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_connections", "max_connections_per_address"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}: must be 0 or more, got {getattr(self, name)}")
+        for name in ("header_timeout_s", "idle_timeout_s", "stall_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: must be above 0, got {getattr(self, name):g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionBudget:
+    """Limits of what the router listens on.
+
+    Attributes:
+        http, public: of the two APIs.
+        nodes: of the address for nodes and operators, where that is one of its own.
+    """
+
+    http: ConnectionLimits
+    public: RpcLimits
+    nodes: RpcLimits
+
+
+def share_descriptors(
+    num_descriptors: int, options: ConnectionOptions, *, own_address_for_nodes: bool
+) -> ConnectionBudget:
+    """Limits whose sum leaves the process some descriptors of its own.
+
+    Raises:
+        ConfigError: there are too few descriptors, or the options want more than there are.
+    """
+    if num_descriptors < _MIN_DESCRIPTORS:
+        raise ConfigError(
+            f"RLIMIT_NOFILE: must allow {_MIN_DESCRIPTORS} descriptors, got {num_descriptors}"
+        )
+    left = num_descriptors - _NUM_OWN
+    num_nodes = min(int(left * _NODES_SHARE), _MAX_NODES) if own_address_for_nodes else 0
+    most = (left - num_nodes) // 2
+    if options.max_connections > most:
+        raise ConfigError(
+            f"max_connections: must be {most} or less with RLIMIT_NOFILE {num_descriptors}, "
+            f"got {options.max_connections}"
+        )
+    each = options.max_connections or min(most, _MAX_DEFAULT)
+    http = ConnectionLimits(
+        max_connections=each,
+        max_connections_per_address=options.max_connections_per_address or max(each // 2, 1),
+        header_timeout_s=options.header_timeout_s,
+        idle_timeout_s=options.idle_timeout_s,
+        stall_timeout_s=options.stall_timeout_s,
+    )
+    return ConnectionBudget(
+        http=http, public=_rpc_limits(each, options), nodes=_rpc_limits(num_nodes or 1, options)
+    )
+
+
+def _rpc_limits(num_connections: int, options: ConnectionOptions) -> RpcLimits:
+    return RpcLimits(
+        max_connections=num_connections,
+        handshake_timeout_s=options.header_timeout_s,
+        idle_timeout_s=options.idle_timeout_s,
+        stall_timeout_s=options.stall_timeout_s,
+    )
