@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from baton import rpc, wire
+from baton import wire
+from baton.client_channel import AsyncChannel, SyncChannel
 from baton.client_messages import (
     ModelDescription,
     Progress,
     Prompt,
     credentials,
-    error_of,
     join,
     join_batch,
     make_batch_request,
@@ -27,7 +27,8 @@ from baton.client_messages import (
 )
 from baton.outputs import Completion, TextDelta
 from baton.sampling_params import SamplingParams
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.tls import TlsOptions
+from baton.v1 import inference_pb2
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -48,13 +49,23 @@ class Client:
     Args:
         address: ``host:port`` of the router.
         api_key: for routers that want one; as ``BATON_API_KEY`` in the environment if None.
+        tls: certificates, which are read again when they change; as ``BATON_TLS_CA``,
+            ``BATON_TLS_CERT`` and ``BATON_TLS_KEY`` in the environment if None.
+
+    Raises:
+        ConfigError: a certificate cannot be used.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: TlsOptions | None = None,
+    ) -> None:
         self._metadata = credentials(api_key)
         self._address = address
-        self._channel = rpc.open_sync_channel(address)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._channel = SyncChannel(address, tls)
 
     def generate(
         self,
@@ -99,13 +110,13 @@ class Client:
         )
         progress = Progress(request, timeout_s, self._metadata)
         while True:
-            call = progress.next_call(self._stub)
+            call = progress.next_call(self._channel.stub())
             try:
                 for response in call:
                     yield progress.take(response)
                 return
             except grpc.RpcError as error:
-                time.sleep(progress.pause_after(error, self._address))
+                time.sleep(progress.pause_after(self._channel.error_of(error), error))
             finally:
                 call.cancel()
 
@@ -116,7 +127,7 @@ class Client:
         request = inference_pb2.ResumeRequest(
             request_id=request_id, next_output_index=next_output_index
         )
-        yield from self._read(self._stub.Resume, request, timeout_s)
+        yield from self._read(self._channel.stub().Resume, request, timeout_s)
 
     def generate_batch(
         self,
@@ -146,22 +157,22 @@ class Client:
         request = make_batch_request(
             prompts, sampling_params, session_id=session_id, priority=priority
         )
-        yield from self._read(self._stub.GenerateBatch, request, timeout_s)
+        yield from self._read(self._channel.stub().GenerateBatch, request, timeout_s)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as the model would see them."""
         request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt))
-        return list(self._call(self._stub.Tokenize, request).token_ids)
+        return list(self._call(self._channel.stub().Tokenize, request).token_ids)
 
     def count_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt has."""
         request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt))
-        return int(self._call(self._stub.CountTokens, request).num_tokens)
+        return int(self._call(self._channel.stub().CountTokens, request).num_tokens)
 
     def models(self) -> list[ModelDescription]:
         """What the router serves."""
         return models_from_proto(
-            self._call(self._stub.ListModels, inference_pb2.ListModelsRequest())
+            self._call(self._channel.stub().ListModels, inference_pb2.ListModelsRequest())
         )
 
     def _read(self, method: Any, request: object, timeout_s: float | None) -> Iterator[TextDelta]:
@@ -170,7 +181,7 @@ class Client:
             for response in call:
                 yield wire.text_delta_from_proto(response)
         except grpc.RpcError as error:
-            raise error_of(error, self._address) from None
+            raise self._channel.error_of(error) from None
         finally:
             call.cancel()
 
@@ -178,7 +189,7 @@ class Client:
         try:
             return method(request, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise error_of(error, self._address) from None
+            raise self._channel.error_of(error) from None
 
     def close(self) -> None:
         self._channel.close()
@@ -201,13 +212,23 @@ class AsyncClient:
     Args:
         address: ``host:port`` of the router.
         api_key: for routers that want one; as ``BATON_API_KEY`` in the environment if None.
+        tls: certificates, which are read again when they change; as ``BATON_TLS_CA``,
+            ``BATON_TLS_CERT`` and ``BATON_TLS_KEY`` in the environment if None.
+
+    Raises:
+        ConfigError: a certificate cannot be used.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: TlsOptions | None = None,
+    ) -> None:
         self._metadata = credentials(api_key)
         self._address = address
-        self._channel = rpc.open_channel(address)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._channel = AsyncChannel(address, tls)
 
     async def generate(
         self,
@@ -252,13 +273,14 @@ class AsyncClient:
         )
         progress = Progress(request, timeout_s, self._metadata)
         while True:
-            call = progress.next_call(self._stub)
+            call = progress.next_call(self._channel.stub())
             try:
                 async for response in call:
                     yield progress.take(response)
                 return
             except grpc.RpcError as error:
-                await asyncio.sleep(progress.pause_after(error, self._address))
+                pause_s = progress.pause_after(await self._channel.error_of(error), error)
+                await asyncio.sleep(pause_s)
             finally:
                 call.cancel()
 
@@ -269,7 +291,7 @@ class AsyncClient:
         request = inference_pb2.ResumeRequest(
             request_id=request_id, next_output_index=next_output_index
         )
-        async for delta in self._read(self._stub.Resume, request, timeout_s):
+        async for delta in self._read(self._channel.stub().Resume, request, timeout_s):
             yield delta
 
     async def generate_batch(
@@ -300,23 +322,23 @@ class AsyncClient:
         request = make_batch_request(
             prompts, sampling_params, session_id=session_id, priority=priority
         )
-        async for delta in self._read(self._stub.GenerateBatch, request, timeout_s):
+        async for delta in self._read(self._channel.stub().GenerateBatch, request, timeout_s):
             yield delta
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as the model would see them."""
         request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt))
-        return list((await self._call(self._stub.Tokenize, request)).token_ids)
+        return list((await self._call(self._channel.stub().Tokenize, request)).token_ids)
 
     async def count_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt has."""
         request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt))
-        return int((await self._call(self._stub.CountTokens, request)).num_tokens)
+        return int((await self._call(self._channel.stub().CountTokens, request)).num_tokens)
 
     async def models(self) -> list[ModelDescription]:
         """What the router serves."""
         return models_from_proto(
-            await self._call(self._stub.ListModels, inference_pb2.ListModelsRequest())
+            await self._call(self._channel.stub().ListModels, inference_pb2.ListModelsRequest())
         )
 
     async def _read(
@@ -327,7 +349,7 @@ class AsyncClient:
             async for response in call:
                 yield wire.text_delta_from_proto(response)
         except grpc.RpcError as error:
-            raise error_of(error, self._address) from None
+            raise await self._channel.error_of(error) from None
         finally:
             call.cancel()
 
@@ -335,10 +357,10 @@ class AsyncClient:
         try:
             return await method(request, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise error_of(error, self._address) from None
+            raise await self._channel.error_of(error) from None
 
     async def close(self) -> None:
-        await self._channel.close(None)
+        await self._channel.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -96,15 +96,15 @@ class Progress:
         self._broke_at = None
         return delta
 
-    def pause_after(self, error: grpc.RpcError, address: str) -> float:
-        """Seconds until the next call, when the connection broke; raises what else it was."""
+    def pause_after(self, problem: BatonError, error: grpc.RpcError) -> float:
+        """Seconds until the next call, when the connection broke; raises the problem otherwise."""
         is_broken = error.code() is grpc.StatusCode.UNAVAILABLE and not _said_by_router(error)
         if not (self._request.resumable and is_broken):
-            raise error_of(error, address) from None
+            raise problem from None
         now = time.monotonic()
         self._broke_at = now if self._broke_at is None else self._broke_at
         if now - self._broke_at > RESUME_WITHIN_S:
-            raise error_of(error, address) from None
+            raise problem from None
         return _RESUME_PAUSE_S
 
 
@@ -223,8 +223,20 @@ def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelD
     return [ModelDescription(model.name, model.max_model_len) for model in response.models]
 
 
-def error_of(error: grpc.RpcError, address: str) -> BatonError:
-    """The exception that made a status, or the nearest one when the router did not say."""
+def is_unreachable(error: grpc.RpcError) -> bool:
+    """Whether a call failed because there was no connection, nor could one be opened."""
+    details = (error.details() or "").lower()
+    return error.code() is grpc.StatusCode.UNAVAILABLE and (
+        "failed to connect" in details or "connection refused" in details
+    )
+
+
+def error_of(error: grpc.RpcError, address: str, why: str = "") -> BatonError:
+    """The exception that made a status, or the nearest one when the router did not say.
+
+    Args:
+        why: it could not be reached, where that is known.
+    """
     code, details = error.code(), error.details() or ""
     said = error_from_trailers(details, trailers_of(error))
     if said is not None:
@@ -233,8 +245,8 @@ def error_of(error: grpc.RpcError, address: str) -> BatonError:
         field, _, problem = details.partition(": ")
         return InvalidRequestError(field, problem)
     if code is grpc.StatusCode.UNAVAILABLE:
-        if "failed to connect" in details.lower() or "connection refused" in details.lower():
-            details = f"the router at {address} cannot be reached"
+        if is_unreachable(error):
+            details = f"the router at {address} cannot be reached{': ' if why else ''}{why}"
         return NodeUnavailableError(details)
     kinds: dict[grpc.StatusCode, type[BatonError]] = {
         grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,

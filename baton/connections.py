@@ -25,7 +25,7 @@ from typing import cast
 
 from baton.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.errors import ConfigError
-from baton.rpc import split_address
+from baton.exposure import split_address
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ _NO_ROOM_PAUSE_S = 0.1
 # A host may have a name in a family of addresses that the machine does not speak.
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # of failed handshakes
 _MAX_LOOKED_AT = 64  # for one that can make way
 
 
@@ -116,6 +117,7 @@ class Listener:
         self.counts = ConnectionCounts()
         self._make_protocol = make_protocol
         self._ssl: ssl.SSLContext | None = None
+        self._told_of: dict[str, float] = {}  # addresses of failed handshakes, and when
         self._sockets: list[socket.socket] = []
         self._sweeping: asyncio.Task[None] | None = None
         self._of_protocol: dict[asyncio.BaseProtocol, Connection] = {}
@@ -279,9 +281,22 @@ class Listener:
             await loop.connect_accepted_socket(
                 lambda: connection, sock, ssl=self._ssl, ssl_handshake_timeout=timeout_s
             )
-        except (OSError, asyncio.CancelledError):  # gone, no TLS, or it made way for another one
+        except (OSError, asyncio.CancelledError) as error:  # gone, no TLS, or it made way
+            if isinstance(error, ssl.SSLError):
+                self._note_refused_handshake(connection.address, error)
             sock.close()
             connection.end()
+
+    def _note_refused_handshake(self, address: str, error: ssl.SSLError) -> None:
+        """Log it, but no more than once a minute of one address, and of few addresses."""
+        now = asyncio.get_running_loop().time()
+        told = {one: at for one, at in self._told_of.items() if now - at < _TELL_AGAIN_S}
+        if address not in told and len(told) < _MAX_TOLD:
+            told[address] = now
+            # (Of a certificate: what is wrong with it. Else a word such as WRONG_VERSION_NUMBER.)
+            why = getattr(error, "verify_message", "") or error.reason or "it ended"
+            logger.warning("a TLS handshake with %s failed: %s", address, why)
+        self._told_of = told
 
     # ------------------------------------------------------------------ waiting
 

@@ -37,6 +37,7 @@ class NodeRegistration:
         prefix_hash: algorithm that names blocks (`baton/block_hash.py`); empty: no prefix cache.
         kv_bytes_per_token: of all layers; 0: unknown.
         computes_prompts: a decode node that takes requests without a prefill node.
+        process_key: known to this process and its routers only; empty: it has none.
     """
 
     node_name: str
@@ -52,6 +53,7 @@ class NodeRegistration:
     prefix_hash: str = ""
     kv_bytes_per_token: float = 0.0
     computes_prompts: bool = False
+    process_key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,10 @@ class NodeBeat:
         serving_state: ``DRAINED`` only when every router knows, and no request, no transfer and no
             block that a peer may still write is left.
         num_uncomputed_tokens: of prompts that are to be computed here.
+        num_rounds: that the engine's thread has ended, idle ones too.
+        stalled_s: for so long one of the node's threads has been in one round; 0: none has.
+        longest_round_s: that ended, up to now.
+        stalled_thread: which thread it is.
     """
 
     num_waiting: int = 0
@@ -121,6 +127,10 @@ class NodeBeat:
     num_transfers: int = 0
     serving_state: ServingState = ServingState.SERVING
     num_uncomputed_tokens: int = 0
+    num_rounds: int = 0
+    stalled_s: float = 0.0
+    longest_round_s: float = 0.0
+    stalled_thread: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +263,14 @@ class CancelCommand:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The router wants nothing to do with this node (any more), and why."""
+    """The router does not take this node, and why.
+
+    Attributes:
+        may_retry: what is in the way may go.
+    """
 
     problem: str
+    may_retry: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,23 @@ from types import TracebackType
 import grpc
 
 from baton.errors import ConfigError, NodeUnavailableError
+from baton.exposure import split_address
 from baton.process import PARENT_PIPE_VARIABLE
 from baton.rpc import bearer, open_sync_channel
+from baton.tls import (
+    CA_VARIABLE,
+    CERT_VARIABLE,
+    KEY_VARIABLE,
+    NO_TLS,
+    REQUIRE_CLIENT_CERTS_VARIABLE,
+    TlsOptions,
+    read_tls,
+)
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 STOP_GRACE_S = 6.0  # beyond the time that open requests have
 _POLL_S = 0.1
+_NOT_INHERITED = (CERT_VARIABLE, KEY_VARIABLE, CA_VARIABLE, REQUIRE_CLIENT_CERTS_VARIABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +53,9 @@ class LocalDeploymentConfig:
         log_folder: where each process's log goes; None: a temporary folder.
         admin_token: of the router and its nodes; empty: none.
         drain_timeout_s: for open requests to end when all is stopped.
+        tls_folder: of certificates as `baton certs dev` makes them, which then everybody needs;
+            None: no TLS.
+        insecure: listen beyond loopback also where TLS or authentication is missing.
     """
 
     model: str
@@ -55,6 +69,22 @@ class LocalDeploymentConfig:
     log_folder: Path | None = None
     admin_token: str = field(default="", repr=False)
     drain_timeout_s: float = 2.0
+    tls_folder: Path | None = None
+    insecure: bool = False
+
+    def tls_of(self, name: str) -> TlsOptions:
+        """The certificate of the folder that is of this name."""
+        if self.tls_folder is None:
+            return NO_TLS
+        own = str(self.tls_folder / name)
+        return TlsOptions(cert=f"{own}.crt", key=f"{own}.key", ca=str(self.tls_folder / "ca.crt"))
+
+    @property
+    def router_address(self) -> str:
+        """Where its own processes reach the router: nothing is dialled at a wildcard."""
+        host, port = split_address("listen", self.listen)
+        local = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+        return f"{local.get(host, host)}:{port}"
 
 
 @dataclass(slots=True)
@@ -115,7 +145,8 @@ class LocalDeployment:
             NodeUnavailableError: the time is up.
         """
         give_up_at = time.monotonic() + timeout_s
-        with open_sync_channel(self.config.listen) as channel:
+        operator = read_tls(self.config.tls_of("operator"))
+        with open_sync_channel(self.config.router_address, operator) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             while True:
                 self.check()
@@ -200,7 +231,10 @@ class LocalDeployment:
             [
                 "router", "--model", config.model, "--listen", config.listen,
                 "--http-listen", config.http_listen,
-                "--drain-timeout-s", f"{config.drain_timeout_s:g}", *config.router_args,
+                "--drain-timeout-s", f"{config.drain_timeout_s:g}",
+                *_options_of(config.tls_of("router")),
+                *(["--tls-require-client-certs"] if config.tls_folder else []),
+                *(["--insecure"] if config.insecure else []), *config.router_args,
             ],
             None,
         )  # fmt: skip
@@ -211,7 +245,8 @@ class LocalDeployment:
             self._start(
                 name,
                 [
-                    command, "--model", config.model, "--router", config.listen, "--name", name,
+                    command, "--model", config.model, "--router", config.router_address,
+                    "--name", name, *_options_of(config.tls_of(name)),
                     "--num-threads", str(len(share)), "--drain-timeout-s", "0",
                     *config.node_args, *own_args,
                 ],
@@ -229,8 +264,10 @@ class LocalDeployment:
         more_arguments: Sequence[str] = (),
     ) -> Child:
         log = self._log_folder / f"{name}.log"
+        # Whose certificates the environment names, is whoever calls: not its children.
+        inherited = {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
         environment = {
-            **os.environ,
+            **inherited,
             PARENT_PIPE_VARIABLE: str(self._read_end),
             "BATON_ADMIN_TOKEN": self.config.admin_token,  # not where `ps` shows it
         }
@@ -281,6 +318,13 @@ def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]
         end = start + size + (index < extra)
         yield list(cores[start:end])
         start = end
+
+
+def _options_of(tls: TlsOptions) -> list[str]:
+    """As arguments of a program; none for no TLS."""
+    if not tls:
+        return []
+    return ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]
 
 
 def _last_words(child: Child, code: int) -> str:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from baton.connection_limits import ConnectionLimits
 from baton.connections import Listener
-from baton.rpc import warn_if_public
+from baton.tls import ServerContext, TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,25 @@ class MetricsPage:
     Args:
         collector: asked on a thread, by one scrape at a time.
         limits: of connections.
+        tls: what it serves HTTPS with, and whose certificates who scrapes must show; None: HTTP.
 
     Attributes:
         address: ``host:port`` that it listens on, once it is started.
     """
 
-    def __init__(self, collector: Collector, limits: ConnectionLimits = _LIMITS) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        limits: ConnectionLimits = _LIMITS,
+        *,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self.address = ""
+        self._tls = (
+            None
+            if tls is None
+            else ServerContext.of(tls, require_client_certs=tls.options.verifies_clients)
+        )
         self._registry = CollectorRegistry()
         self._registry.register(collector)
         self._scraping = asyncio.Lock()
@@ -56,9 +68,9 @@ class MetricsPage:
     async def start(self, listen: str) -> None:
         """Listen on ``host:port``; port 0 is any free one. Raises ConfigError if that fails."""
         await self._runner.setup()
-        self.address = await self._listener.start("metrics_listen", listen)
-        warn_if_public(self.address)
-        logger.info("metrics at http://%s/metrics", self.address)
+        self.address = await self._listener.start("metrics_listen", listen, ssl_context=self._tls)
+        scheme = "http" if self._tls is None else "https"
+        logger.info("metrics at %s://%s/metrics", scheme, self.address)
 
     async def close(self) -> None:
         """Listen no more, and end the scrapes that are being answered."""

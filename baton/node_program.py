@@ -19,6 +19,7 @@ from baton import wire, wire_admin, wire_ledger
 from baton.admin_gate import AdminGate
 from baton.drain import Drain
 from baton.errors import EngineDeadError
+from baton.exposure import Exposure, is_public
 from baton.ledger import Ledger
 from baton.link import (
     BEAT_INTERVAL_S,
@@ -32,7 +33,8 @@ from baton.link import (
 from baton.metrics_page import MetricsPage
 from baton.process import stop_event
 from baton.router_links import RouterLinks
-from baton.rpc import Context, RpcServer, is_public, warn_if_public
+from baton.rpc import Context, RpcServer
+from baton.tls import NO_TLS, TlsFiles, TlsOptions, describe
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -122,6 +124,8 @@ async def run_node_program(
     node_token: str = "",
     metrics_listen: str = "",
     admin_token: str = "",
+    tls: TlsOptions = NO_TLS,
+    insecure: bool = False,
 ) -> None:
     """Run a node until it is told to stop.
 
@@ -135,10 +139,21 @@ async def run_node_program(
         node_token: shows routers that this node may join.
         metrics_listen: ``host:port`` of its Prometheus page, likewise; none if empty.
         admin_token: that calls of `NodeAdmin` must bring.
+        tls: shows routers who this node is, and guards its own server and metrics page.
+        insecure: listen beyond loopback also where TLS or authentication is missing.
 
     Raises:
         BatonError: the node could not start or join, or its engine died.
     """
+    files = _tls_files(tls)
+    exposure = Exposure(
+        authentication="--tls-ca",
+        is_authenticated=tls.verifies_clients,
+        is_encrypted=bool(tls.cert),
+        insecure=insecure,
+    )
+    exposure.check("listen", listen)
+    exposure.check("metrics_listen", metrics_listen)
     loop = asyncio.get_running_loop()
     stopping, leaving = stop_event(loop), asyncio.Event()
     drain = Drain()
@@ -160,14 +175,15 @@ async def run_node_program(
             NodeAdmin(node, node.registration("").num_blocks), grpc_server
         ),
         [AdminGate(service.full_name, admin_token, is_public=is_public("listen", listen))],
+        tls=files,
+        require_client_certs=tls.verifies_clients,
     )
     page: MetricsPage | None = None
     try:
         if metrics_listen:
-            page = MetricsPage(node.collector())
+            page = MetricsPage(node.collector(), tls=files)
             await page.start(metrics_listen)
         address = await server.start(listen)
-        warn_if_public(address)
         links.append(
             RouterLinks(
                 routers,
@@ -178,6 +194,7 @@ async def run_node_program(
                 on_stop=leaving.set,
                 join_timeout_s=join_timeout_s,
                 node_token=node_token,
+                tls=tls,
             )
         )
         ends = (_drained(stopping, drain, death, drain_timeout_s), _left(leaving, drain))
@@ -189,6 +206,16 @@ async def run_node_program(
             await page.close()
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
+
+
+def _tls_files(tls: TlsOptions) -> TlsFiles | None:
+    """Of the node's own server; a node that has only CAs listens without TLS."""
+    if not tls.cert:
+        return None
+    tls.check_server()
+    files = TlsFiles(tls)
+    logger.info("certificate: %s", describe(tls, files.current()))
+    return files
 
 
 def _emit_to(links: Sequence[RouterLinks], event: NodeEvent) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -37,6 +38,8 @@ from baton.link import (
 )
 from baton.outputs import RequestOutput
 from baton.rpc import bearer, open_channel
+from baton.tls import NO_TLS, TlsOptions, read_tls
+from baton.tls_refusal import why_refused
 from baton.v1 import node_pb2, node_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -57,10 +60,14 @@ class RouterLink:
         on_joined: called with True when registered, with False when the link is lost.
         join_timeout_s: how long to try for the first time.
         node_token: shows the router that this node may join.
+        tls: shows it who this node is; read anew for each link.
+        server_name: that the router's certificate must have; empty: the address's host.
 
     Attributes:
         router_id: of the router's process, once it was joined.
         joined: whether there is a link now.
+        obstacle: why the router does not take this node now, if it said so when last asked.
+        problem: why there is none, where TLS is the reason.
     """
 
     def __init__(
@@ -72,16 +79,22 @@ class RouterLink:
         on_joined: Callable[[bool], Awaitable[None]],
         join_timeout_s: float,
         node_token: str = "",
+        tls: TlsOptions = NO_TLS,
+        server_name: str = "",
     ) -> None:
         self.router = router
         self.router_id = ""
         self.joined = False
-        self._registration = registration
+        self.obstacle = self.problem = ""
+        # A key for each router: none of them can show the others' to be this node.
+        self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
         self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
         self._submit = submit
         self._on_joined = on_joined
         self._join_timeout_s = join_timeout_s
         self._metadata = bearer(node_token)
+        self._tls = tls
+        self._server_name = server_name
         self._num_missed_beats = 0
 
     def emit(self, event: NodeEvent) -> None:
@@ -99,25 +112,38 @@ class RouterLink:
         give_up_at = time.monotonic() + self._join_timeout_s
         ever_joined = warned = False
         while True:
-            async with open_channel(self.router) as channel:
-                try:
-                    await self._hold(channel)
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is grpc.StatusCode.INTERNAL:
-                        logger.warning("link to the router broke: %s", error.details())
+            await self._connect()
             if self.joined:
                 self.joined, ever_joined, warned = False, True, False
                 self._submit(AbortAll("the link to the router broke", self.router_id))
                 await self._on_joined(False)
+            if not warned:
+                warned = True
+                if not self.obstacle:
+                    self.problem = await asyncio.to_thread(
+                        why_refused, self.router, self._tls, self._server_name
+                    )
+                why = self.obstacle or self.problem or "it cannot be reached"
+                logger.warning("router %s is tried again: %s", self.router, why)
             if not ever_joined and time.monotonic() > give_up_at:
                 raise NodeUnavailableError(
                     f"router: {self.router} cannot be reached (tried for "
                     f"{self._join_timeout_s:g} s)"
                 )
-            if not warned:
-                warned = True
-                logger.warning("router %s cannot be reached; trying again", self.router)
             await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def _connect(self) -> None:
+        """Be linked as long as it lasts; with the certificates that are there now."""
+        try:
+            tls = await asyncio.to_thread(read_tls, self._tls) if self._tls else None
+        except ConfigError:  # `_reason` says it; they may be better at the next try
+            return
+        async with open_channel(self.router, tls, server_name=self._server_name) as channel:
+            try:
+                await self._hold(channel)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.INTERNAL:
+                    logger.warning("link to the router broke: %s", error.details())
 
     async def _hold(self, channel: grpc.aio.Channel) -> None:
         """Register, then carry messages until the stream breaks."""
@@ -131,8 +157,13 @@ class RouterLink:
             return
         if not isinstance(first, node_pb2.RouterMessage):
             return
+        if first.registered.problem:
+            self.obstacle = first.registered.problem
+            if first.registered.may_retry:
+                return
+            raise ConfigError(f"the router refused this node: {self.obstacle}")
+        self.obstacle = ""
         self.router_id = first.registered.router_id
-        self._take(first)
         while not self._events.empty():  # of a time before this link
             self._events.get_nowait()
         self.joined = True
@@ -185,12 +216,10 @@ class RouterLink:
             logger.warning("refused a command: %s", error)
             self._refuse(message, str(error))
             return
-        if isinstance(command, Refusal):
-            raise ConfigError(f"the router refused this node: {command.problem}")
         if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
             name = node_request_id(command.request_id, self.router_id)
             command = dataclasses.replace(command, request_id=name)
-        if command is not None and not isinstance(command, RouterBeat):
+        if command is not None and not isinstance(command, RouterBeat | Refusal):
             self._submit(command)
 
     def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> None:

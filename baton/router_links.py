@@ -10,10 +10,11 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from baton.drain import Drain
 from baton.errors import ConfigError, NodeUnavailableError
+from baton.exposure import split_address
 from baton.link import (
     AbortAll,
     DrainCommand,
@@ -28,7 +29,7 @@ from baton.link import (
     split_request_id,
 )
 from baton.router_link import RouterLink
-from baton.rpc import split_address
+from baton.tls import NO_TLS, TlsOptions
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class RouterLinks:
         on_stop: called when a router wants the process to end, once it is drained.
         join_timeout_s: how long to try to reach the first router.
         node_token: shows routers that this node may join.
+        tls: shows them who this node is.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RouterLinks:
         on_stop: Callable[[], None],
         join_timeout_s: float,
         node_token: str = "",
+        tls: TlsOptions = NO_TLS,
     ) -> None:
         self._routers = routers
         self._registration = registration
@@ -70,6 +73,7 @@ class RouterLinks:
         self._on_stop = on_stop
         self._join_timeout_s = join_timeout_s
         self._node_token = node_token
+        self._tls = tls
         self._links: dict[str, RouterLink] = {}  # by address
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._seers: set[str] = set()  # addresses of routers that know that the node drains
@@ -107,11 +111,10 @@ class RouterLinks:
             while True:
                 now = time.monotonic()
                 ever_joined |= any(link.joined for link in self._links.values())
-                if not ever_joined and now > give_up_at:
-                    raise NodeUnavailableError(
-                        f"router: {', '.join(self._routers)} cannot be reached (tried for "
-                        f"{self._join_timeout_s:g} s)"
-                    )
+                if any(link.joined for link in self._links.values()):
+                    give_up_at = now + self._join_timeout_s
+                elif now > give_up_at:
+                    self._give_up(ever_joined=ever_joined)
                 if now >= resolve_at:
                     await self._follow(await _resolve(self._routers))
                     resolve_at = now + (RESOLVE_INTERVAL_S if self._links else 0.0)
@@ -131,6 +134,21 @@ class RouterLinks:
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
+    def _give_up(self, *, ever_joined: bool) -> None:
+        """Raise what kept this node from every router for so long, if it should not go on."""
+        obstacles = [link.obstacle for link in self._links.values() if link.obstacle]
+        if obstacles:  # another node has its name, most likely
+            raise ConfigError(
+                f"the router refuses this node for {self._join_timeout_s:g} s: {obstacles[0]}"
+            )
+        if not ever_joined:
+            problems = dict.fromkeys(link.problem for link in self._links.values())
+            why = "; ".join(filter(None, problems))
+            raise NodeUnavailableError(
+                f"router: {', '.join(self._routers)} cannot be reached (tried for "
+                f"{self._join_timeout_s:g} s){': ' if why else ''}{why}"
+            )
+
     def _end(self, task: asyncio.Task[None]) -> None:
         """A router refused this node: so it cannot go on, unless it is leaving anyway."""
         try:
@@ -142,8 +160,12 @@ class RouterLinks:
             (address,) = (name for name, one in self._tasks.items() if one is task)
             del self._tasks[address], self._links[address]
 
-    async def _follow(self, addresses: Sequence[str]) -> None:
-        """Dial addresses that are new; leave those that are gone and do not answer."""
+    async def _follow(self, addresses: Mapping[str, str]) -> None:
+        """Dial addresses that are new; leave those that are gone and do not answer.
+
+        Args:
+            addresses: with the hosts that they were found by.
+        """
         if not addresses:  # the name service is away: no reason to leave anybody
             return
         for address in self._links.keys() - set(addresses):
@@ -153,12 +175,12 @@ class RouterLinks:
                 task = self._tasks.pop(address)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        for address in addresses:
+        for address, host in addresses.items():
             if address not in self._links:
-                self._links[address] = link = self._make_link(address)
+                self._links[address] = link = self._make_link(address, host)
                 self._tasks[address] = asyncio.create_task(link.run())
 
-    def _make_link(self, address: str) -> RouterLink:
+    def _make_link(self, address: str, host: str) -> RouterLink:
         async def on_joined(joined: bool) -> None:
             self._seers.discard(address)
             if not joined:  # a router that is away says nothing of our peers
@@ -173,6 +195,8 @@ class RouterLinks:
             on_joined=on_joined,
             join_timeout_s=float("inf"),  # here is who gives up
             node_token=self._node_token,
+            tls=self._tls,
+            server_name=host,
         )
 
     def _take(self, address: str, command: RouterCommand | AbortAll) -> None:
@@ -208,13 +232,13 @@ def _by_router(deltas: Sequence[RequestDelta]) -> dict[str, list[RequestDelta]]:
     return grouped
 
 
-async def _resolve(routers: Sequence[str]) -> list[str]:
-    """Every address of every router, once each; names that nobody knows (now) are left out.
+async def _resolve(routers: Sequence[str]) -> dict[str, str]:
+    """Every address of every router, with its host; names that nobody knows (now) are left out.
 
     An address stays as it was written where its name has one only: messages name it so.
     """
     loop = asyncio.get_running_loop()
-    addresses: dict[str, None] = {}
+    addresses: dict[str, str] = {}
     for router in routers:
         host, port = split_address("router", router)
         try:
@@ -228,7 +252,7 @@ async def _resolve(routers: Sequence[str]) -> list[str]:
         ipv4 = [name for name in hosts if ":" not in name]  # of one machine, most often, both
         names = ipv4 or [f"[{name}]" for name in hosts]
         if len(names) == 1:
-            addresses[router] = None
+            addresses[router] = host
         else:
-            addresses.update(dict.fromkeys(f"{name}:{port}" for name in names))
-    return list(addresses)
+            addresses.update(dict.fromkeys((f"{name}:{port}" for name in names), host))
+    return addresses

@@ -22,6 +22,8 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import BatonError, ConfigError, RequestCancelledError, status_name
+from baton.exposure import split_address
+from baton.tls import TlsFiles, TlsMaterial, channel_credentials, server_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +251,9 @@ class RpcServer:
         reuse_port: whether other processes may serve on the same port, each a part of the
             connections. Without it a second server on the port does not start.
         limits: of connections.
+        tls: what the server shows; None: no TLS.
+        require_client_certs: whether only those are served that show a certificate of a CA in
+            ``tls``; else nobody is asked for one.
     """
 
     def __init__(
@@ -259,7 +264,14 @@ class RpcServer:
         *,
         reuse_port: bool = False,
         limits: RpcLimits | None = None,
+        tls: TlsFiles | None = None,
+        require_client_certs: bool = False,
     ) -> None:
+        self._credentials = (
+            None
+            if tls is None
+            else server_credentials(tls, require_client_certs=require_client_certs)
+        )
         limits = limits or RpcLimits()
         options = [
             *_SERVER_OPTIONS,
@@ -284,7 +296,10 @@ class RpcServer:
         """
         host, port = split_address("listen", listen)
         try:
-            bound = self._server.add_insecure_port(listen)
+            if self._credentials is None:
+                bound = self._server.add_insecure_port(listen)
+            else:
+                bound = self._server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"listen: cannot listen on {listen}; is the port in use by another program?"
@@ -307,32 +322,30 @@ class RpcServer:
         await self._server.stop(grace_s)
 
 
-def split_address(option: str, address: str) -> tuple[str, int]:
-    """``host:port`` in its parts; raises ConfigError that names the option."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{option}: must be host:port, got {address!r}")
-    return host, int(port)
+def open_channel(
+    address: str, tls: TlsMaterial | None = None, *, server_name: str = ""
+) -> grpc.aio.Channel:
+    """An asyncio channel with our limits.
+
+    Args:
+        tls: None: no TLS.
+        server_name: that the server's certificate must have; empty: the address's host.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(
+        address, channel_credentials(tls), options=_tls_options(server_name)
+    )
 
 
-def is_public(option: str, address: str) -> bool:
-    """Whether other machines can reach an address; raises ConfigError that names the option."""
-    host, _ = split_address(option, address)
-    return host not in ("localhost", "[::1]") and not host.startswith("127.")
+def open_sync_channel(address: str, tls: TlsMaterial | None = None) -> grpc.Channel:
+    """A blocking channel with our limits; without TLS if there is none."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, channel_credentials(tls), options=_tls_options())
 
 
-def warn_if_public(address: str, *, authenticated: bool = False) -> None:
-    """Log a warning when others than this machine can call, and in what it is not protected."""
-    if is_public("listen", address):
-        missing = "TLS" if authenticated else "authentication or TLS"
-        logger.warning("%s can be reached from other machines, without %s", address, missing)
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """An asyncio channel with our limits."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-
-
-def open_sync_channel(address: str) -> grpc.Channel:
-    """A blocking channel with our limits."""
-    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def _tls_options(server_name: str = "") -> list[tuple[str, Any]]:
+    named = [("grpc.ssl_target_name_override", server_name.strip("[]"))] if server_name else []
+    # Else a channel of new certificates could go on with a connection of the old ones.
+    return [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1), *named]

@@ -6,6 +6,8 @@ peer or a client should not have sent.
 
 from __future__ import annotations
 
+import dataclasses
+
 from baton import link
 from baton.outputs import RequestOutput, TextDelta
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
@@ -84,6 +86,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             prefix_hash=registration.prefix_hash,
             kv_bytes_per_token=registration.kv_bytes_per_token,
             computes_prompts=registration.computes_prompts,
+            process_key=registration.process_key,
         )
     )
 
@@ -107,6 +110,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         prefix_hash=message.prefix_hash,
         kv_bytes_per_token=message.kv_bytes_per_token,
         computes_prompts=message.computes_prompts,
+        process_key=message.process_key,
     )
 
 
@@ -159,32 +163,24 @@ _SERVING_TO_PROTO = {
 _SERVING_FROM_PROTO = {number: state for state, number in _SERVING_TO_PROTO.items()}
 
 
+_BEAT_FIELDS = [one.name for one in dataclasses.fields(link.NodeBeat)]
+_BEAT_FIELDS.remove("serving_state")
+
+
 def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
     return node_pb2.NodeBeat(
-        num_waiting=beat.num_waiting,
-        num_waiting_for_remote_kvs=beat.num_waiting_for_remote_kvs,
-        num_running=beat.num_running,
-        num_free_blocks=beat.num_free_blocks,
-        num_quarantined_blocks=beat.num_quarantined_blocks,
-        num_transfers=beat.num_transfers,
         serving_state=_SERVING_TO_PROTO[beat.serving_state],
-        num_uncomputed_tokens=beat.num_uncomputed_tokens,
+        **{name: getattr(beat, name) for name in _BEAT_FIELDS},
     )
 
 
 def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
     return link.NodeBeat(
-        num_waiting=message.num_waiting,
-        num_waiting_for_remote_kvs=message.num_waiting_for_remote_kvs,
-        num_running=message.num_running,
-        num_free_blocks=message.num_free_blocks,
-        num_quarantined_blocks=message.num_quarantined_blocks,
-        num_transfers=message.num_transfers,
         serving_state=_SERVING_FROM_PROTO.get(
             message.serving_state,
             link.ServingState.DRAINING,  # a state that we do not know yet
         ),
-        num_uncomputed_tokens=message.num_uncomputed_tokens,
+        **{name: getattr(message, name) for name in _BEAT_FIELDS},
     )
 
 
@@ -287,7 +283,8 @@ def request_view_to_proto(view: link.RequestView) -> admin_pb2.RequestDescriptio
 
 def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
     if isinstance(command, link.Refusal):
-        return node_pb2.RouterMessage(registered=node_pb2.Registered(problem=command.problem))
+        registered = node_pb2.Registered(problem=command.problem, may_retry=command.may_retry)
+        return node_pb2.RouterMessage(registered=registered)
     if isinstance(command, link.PeerUpdate):
         return node_pb2.RouterMessage(
             peer_update=node_pb2.PeerUpdate(
@@ -340,7 +337,10 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
     """None for a message of a kind that this version does not know."""
     kind = message.WhichOneof("message")
     if kind == "registered":
-        return link.Refusal(message.registered.problem) if message.registered.problem else None
+        registered = message.registered
+        if not registered.problem:
+            return None
+        return link.Refusal(registered.problem, registered.may_retry)
     if kind == "peer_update":
         update = message.peer_update
         return link.PeerUpdate(update.engine_id, update.peer_info, update.removed)

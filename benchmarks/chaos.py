@@ -255,7 +255,12 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
 
 
 async def run_all(
-    chosen: list[Drill], cases: list[Case], concurrency: int, seed: int, console: Console
+    chosen: list[Drill],
+    cases: list[Case],
+    concurrency: int,
+    seed: int,
+    console: Console,
+    kv_connector: str,
 ) -> list[Result]:
     """Each drill on a whole site; a site that cannot be made whole is replaced by a new one."""
     results: list[Result] = []
@@ -266,7 +271,7 @@ async def run_all(
             num_prefill=2,
             num_decode=2,
             router_args=["--no-local-prefill"],  # it is the hand-off that is to fail
-            node_args=NODE_ARGS,
+            node_args=[*NODE_ARGS, "--kv-connector", kv_connector],
         )
         with LocalDeployment(config) as deployment:
             site = Site(deployment, cases, seed + len(results))
@@ -316,6 +321,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="drills whose name contains this")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seed", type=int, default=random.randrange(2**16))
+    parser.add_argument("--kv-connector", default="nixl", help="nixl or tls")
     arguments = parser.parse_args()
     environment = record_environment()
     console = Console(highlight=False, width=160)
@@ -324,7 +330,10 @@ def main() -> int:
         d for d in drills() if arguments.only in d.name and (d.in_short or not arguments.short)
     ]
     cases = make_cases(str(MODEL), 12 if arguments.short else 32, arguments.seed)
-    results = asyncio.run(run_all(chosen, cases, arguments.concurrency, arguments.seed, console))
+    connector = arguments.kv_connector
+    results = asyncio.run(
+        run_all(chosen, cases, arguments.concurrency, arguments.seed, console, connector)
+    )
     show(console, results)
     if not arguments.short and not arguments.only:
         gaps = [result.recovery_s for result in results]
@@ -344,7 +353,8 @@ def main() -> int:
                 for r in results
             },
         }
-        write_results("chaos", environment, summary)
+        name = "chaos" if connector == "nixl" else f"chaos_{connector}"
+        write_results(name, environment, summary)
     return 1 if any(result.broken for result in results) else 0
 
 

@@ -34,7 +34,7 @@ def make_loads(
     num_prefill: int, num_decode: int, clock: Callable[[], float], num_blocks: int = 26_000
 ) -> tuple[list[NodeLoad], list[NodeLoad]]:
     """Ledgers of nodes p000, ... and d000, ..., with nothing on them."""
-    shared = SharedRates()
+    shared = SharedRates(kv_bytes_per_token=KV_BYTES_PER_TOKEN)
     prefills, decodes = (
         [
             NodeLoad(registration(f"{role.value[0]}{i:03}", role, num_blocks), shared, clock)

@@ -72,7 +72,7 @@ def measure_modes(num_requests: int) -> dict[str, object]:
                 LocalDeployment(
                     LocalDeploymentConfig(
                         model=str(folder),
-                        listen=_free_address(),
+                        listen=free_address(),
                         router_args=["--no-local-prefill"],
                         node_args=["--kv-cache-memory", "256M", "--no-prefix-cache", *arguments],
                     )
@@ -82,19 +82,20 @@ def measure_modes(num_requests: int) -> dict[str, object]:
         }
         for deployment in deployments.values():
             deployment.wait_ready(READY_TIMEOUT_S)
-        receipts = _collect(deployments, num_requests)
+        receipts = collect_receipts(deployments, num_requests)
         results: dict[str, object] = {"modes": _modes_table(receipts)}
         results["bandwidth"] = _bandwidth(receipts)
         address = deployments["layers"].config.listen
         results["among_32_decoding"] = asyncio.run(_join_a_batch(address))
         time.sleep(3.0)  # what was done last is settled
-        results["idle_cpu_percent_of_a_core"] = _idle_cpu(deployments["layers"])
+        results["idle_cpu_percent_of_a_core"] = idle_cpu(deployments["layers"])
     return results
 
 
-def _collect(
+def collect_receipts(
     deployments: dict[str, LocalDeployment], num_requests: int
 ) -> dict[tuple[str, int], list[Receipt]]:
+    """By mode and prompt length, what the same requests' receipts say."""
     receipts: dict[tuple[str, int], list[Receipt]] = {}
     draw = random.Random(0)
     for length in LENGTHS:
@@ -113,7 +114,8 @@ def _collect(
     return receipts
 
 
-def _push_figures(receipts: list[Receipt]) -> dict[str, float]:
+def push_figures(receipts: list[Receipt]) -> dict[str, float]:
+    """Medians of what was pushed."""
     decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
     median = statistics.median
     # Both legs begin at about the same time: what is beyond the prefill, with commit and checks.
@@ -136,7 +138,7 @@ def _push_figures(receipts: list[Receipt]) -> dict[str, float]:
 def _modes_table(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, object]:
     table: dict[str, object] = {}
     for length in LENGTHS:
-        rows = {mode: _push_figures(receipts[mode, length]) for mode in MODES}
+        rows = {mode: push_figures(receipts[mode, length]) for mode in MODES}
         latest = rows["after-prefill"]["exposed_transfer_ms"]
         for row in rows.values():
             row["exposed_ratio_to_after_prefill"] = round(row["exposed_transfer_ms"] / latest, 3)
@@ -207,7 +209,9 @@ async def _join_a_batch(address: str) -> dict[str, object]:
     }
 
 
-def _idle_cpu(deployment: LocalDeployment) -> dict[str, float]:
+def idle_cpu(deployment: LocalDeployment) -> dict[str, float]:
+    """By process, percent of a core."""
+
     def seconds() -> dict[str, float]:
         tick = os.sysconf("SC_CLK_TCK")
         found = {}
@@ -231,7 +235,8 @@ def _byte_tokenizer() -> object:
     return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))
 
 
-def _free_address() -> str:
+def free_address() -> str:
+    """A loopback address that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -26,12 +26,13 @@ from baton.errors import BatonError, OverloadedError
 from environment import record_environment, write_results
 from resilience import NORMAL, OVERLOAD, WINDOW_S, normal_again_s
 from resilience_load import draw_case
-from router.admission import Admission, Ticket
+from router.admission import Admission
 from router.call import Call
 from router.capacity import Capacity
 from router.dispatcher import Dispatcher
 from router.node_pool import NodePool
 from router.policies import POLICIES
+from router.ticket import Ticket
 from router.wake_ups import WakeUps
 from sim_node.options import SimOptions
 from sim_node.timing import preset
@@ -95,7 +96,7 @@ class Load:
     """Requests to one router, answered on virtual time."""
 
     def __init__(self, pool: NodePool, seed: int) -> None:
-        self._capacity = Capacity(lambda: pool.fleet)
+        self._capacity = Capacity(lambda: pool.fleet, clock=pool.clock)
         self._gate = _Gate(self._capacity)
         self._dispatcher = Dispatcher(pool, POLICIES.load("cost")(), admission=self._gate)
         self._loop = asyncio.get_running_loop()

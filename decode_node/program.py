@@ -7,10 +7,12 @@ from collections.abc import Callable
 from baton.cli.run_node import NodeOptions
 from baton.link import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
+from baton.tls import TlsFiles
 from decode_node.node import DecodeNode
 from engine.node_engine import load_engine
 from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
+from kvconnector.base import NO_OPTIONS, TransportOptions
 from kvconnector.digests import BlockDigests
 from kvconnector.fault_file import faults_of
 from kvconnector.faults import FaultyTransport
@@ -34,6 +36,10 @@ def make_program(
     """
     faults = faults_of(options.inject_faults, options.name)
     make_transport = KV_CONNECTORS.load(options.kv_connector)
+    transport_options = TransportOptions(
+        listen=options.kv_listen or NO_OPTIONS.listen,
+        tls=TlsFiles(options.tls) if options.tls.verifies_clients else None,
+    )
     loaded = load_engine(
         options.model,
         options.engine,
@@ -43,7 +49,7 @@ def make_program(
     )
 
     def make_node(wake: Callable[[], None]) -> tuple[DecodeNode, Receiver]:
-        transport = make_transport(loaded.engine_id, loaded.engine.kv_cache)
+        transport = make_transport(loaded.engine_id, loaded.engine.kv_cache, transport_options)
         if faults is not None:
             transport = FaultyTransport(transport, loaded.engine.kv_cache, faults)
         digests = BlockDigests(loaded.engine.kv_cache) if options.kv_digests else None

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-
 from baton.registry import Registry
-from kvconnector.base import KVTransport
+from kvconnector.base import MakeTransport
 
-KV_CONNECTORS: Registry[Callable[[str, torch.Tensor], KVTransport]] = Registry(
+KV_CONNECTORS: Registry[MakeTransport] = Registry(
     "KV connector",
     {
         "nixl": "kvconnector.nixl.transport:NixlTransport",
+        "tls": "kvconnector.sockets.transport:TlsTransport",
         "in_memory": "kvconnector.in_memory:InMemoryTransport",
     },
 )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from baton.errors import ConfigError, TransferError
-from kvconnector.base import KVTransport, PendingWrite
+from kvconnector.base import KVTransport, PendingWrite, TransferKey
 from kvconnector.messages import (
     Commit,
     Digests,
@@ -235,6 +235,12 @@ class FaultyTransport:
         if self._happens(self._spec.fail_post):
             raise TransferError("injected fault: the write is not posted")
         return self._transport.write(engine_id, local_block_ids, remote_block_ids, *rest)
+
+    def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
+        self._transport.allow(engine_id, transfer, block_ids)
+
+    def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
+        return self._transport.forbid(engine_id, transfer)
 
     def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
         return self._transport.write_scratch(engine_id, slot)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from baton.errors import TransferError
+from kvconnector.base import NO_OPTIONS, NO_TRANSFER, TransferKey, TransportOptions
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.peer_info import PeerInfo, host_identity
 from kvconnector.scratch import NUM_SLOTS, Scratch
@@ -32,7 +33,9 @@ class InMemoryTransport:
     _ends: ClassVar[dict[str, InMemoryTransport]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, engine_id: str, kv_cache: torch.Tensor) -> None:
+    def __init__(
+        self, engine_id: str, kv_cache: torch.Tensor, options: TransportOptions = NO_OPTIONS
+    ) -> None:
         layout = KVLayout.of(kv_cache)
         self._blocks = kv_cache
         self.scratch = Scratch(engine_id, kv_cache)
@@ -72,6 +75,7 @@ class InMemoryTransport:
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
         layers: LayerRange | None = None,
+        transfer: TransferKey = NO_TRANSFER,
     ) -> _Done:
         end = self._end(engine_id)
         check_block_ids(local_block_ids, len(self._blocks))
@@ -81,6 +85,12 @@ class InMemoryTransport:
         with torch.inference_mode():
             end._blocks[list(remote_block_ids), part] = self._blocks[list(local_block_ids), part]
         return _Done()
+
+    def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
+        pass
+
+    def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
+        return False
 
     def write_scratch(self, engine_id: str, slot: int) -> _Done:
         memory = self._end(engine_id).scratch.memory

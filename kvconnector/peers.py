@@ -62,6 +62,7 @@ class Peer:
         is_tested: the last one has passed.
         bandwidth_bytes_per_s: as that one measured it.
         problem: what was reported of it last.
+        unreached: why it could not be reached when that was tried last.
     """
 
     info: PeerInfo
@@ -78,6 +79,7 @@ class Peer:
     is_tested: bool = False
     bandwidth_bytes_per_s: float = 0.0
     problem: str = ""
+    unreached: str = ""
 
     @property
     def engine_id(self) -> str:
@@ -275,7 +277,8 @@ class Peers:
             peer.speak_at = now + HELLO_INTERVAL_S
             if now >= peer.report_at:
                 what = "no self-test" if self._is_fresh(peer) else "no answer"
-                self._lose(peer, f"{what} in {HELLO_TIMEOUT_S:.0f} s")
+                why = f": {peer.unreached}" if peer.unreached else ""
+                self._lose(peer, f"{what} in {HELLO_TIMEOUT_S:.0f} s{why}")
         self._notify(peer, Hello(engine_id=self.own_id, sent_at_s=now, test=peer.test))
 
     def is_fresh(self, engine_id: str) -> bool:
@@ -322,6 +325,7 @@ class Peers:
             except TransferError as error:
                 logger.warning("cannot reach %s: %s", peer.engine_id, error)
                 peer.is_broken = True
+                peer.unreached = str(error)
             else:
                 return True
         return False

@@ -110,6 +110,7 @@ class Receiver:
             block_ids=list(reservation.block_ids),
             first_block=reservation.first_block,
         )
+        transport = self._endpoint.transport
 
         def call() -> None:
             key = (message.request_id, message.epoch)
@@ -117,6 +118,7 @@ class Receiver:
                 self._verifier.expect(
                     key, reservation.engine_id, reservation.block_ids, reservation.first_block
                 )
+            transport.allow(reservation.engine_id, key, reservation.block_ids)
             self._grants.add(key, reservation.engine_id, message, self._clock())
             self._endpoint.peers.send(reservation.engine_id, message)
 
@@ -130,6 +132,16 @@ class Receiver:
                 self._verifier.forget((request_id, epoch))
             self._grants.remove((request_id, epoch), engine_id)
             self._endpoint.peers.send(engine_id, message)
+            if self._endpoint.transport.forbid(engine_id, (request_id, epoch)):
+                # Whatever the peer still sends is dropped: nobody need wait until it is quiet.
+                self._endpoint.emit(
+                    TransferEvent(
+                        kind=TransferEventKind.FAILED,
+                        engine_id=engine_id,
+                        request_id=request_id,
+                        epoch=epoch,
+                    )
+                )
 
         self._endpoint.submit(call)
 
@@ -187,6 +199,7 @@ class Receiver:
             case Quiet():
                 if self._verifier is not None:
                     self._verifier.forget((message.request_id, message.epoch))
+                self._forbid(message)
                 self._emit(TransferEventKind.FAILED, message, reason=message.reason)
             case _:  # only a sender receives the others
                 pass
@@ -276,7 +289,12 @@ class Receiver:
             )
         )
 
+    def _forbid(self, message: Commit | Quiet) -> None:
+        transfer = (message.request_id, message.epoch)
+        self._endpoint.transport.forbid(message.engine_id, transfer)
+
     def _emit_commit(self, commit: Commit) -> None:
+        self._forbid(commit)
         self._endpoint.emit(
             TransferEvent(
                 kind=TransferEventKind.COMMITTED,

@@ -278,7 +278,11 @@ class Sender:
             started = self._clock()
             try:
                 pending = self._endpoint.transport.write(
-                    transfer.engine_id, piece.block_ids, remote, piece.layers
+                    transfer.engine_id,
+                    piece.block_ids,
+                    remote,
+                    piece.layers,
+                    (transfer.request_id, transfer.epoch),
                 )
             except (TransferError, ValueError) as error:
                 self._fail(transfer, str(error))

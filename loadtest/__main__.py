@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
 from baton.client_messages import API_KEY_VARIABLE
 from baton.errors import ConfigError
 from baton.process import run_program
+from baton.tls import TlsOptions
 from loadtest.audit import Auditor
 from loadtest.compare_command import compare
 from loadtest.execute import Job, execute
@@ -171,6 +173,9 @@ def run(
     api_key: Annotated[
         str, typer.Option(help="That the server wants; in no report.", envvar=API_KEY_VARIABLE)
     ] = "",
+    tls_cert: TlsCertOption = "",
+    tls_key: TlsKeyOption = "",
+    tls_ca: TlsCaOption = "",
     connections: Annotated[int, typer.Option(help="gRPC: calls are spread over so many.")] = 1,
     count_tokens_by: Annotated[
         str,
@@ -218,6 +223,9 @@ def run(
             max_lag_s=max_lag_ms / 1e3,
             slo=Slo.parse(slo),
         )
+        tls = TlsOptions(cert=tls_cert, key=tls_key, ca=tls_ca)
+        if tls and up:
+            raise ConfigError("tls_cert, tls_ca: are for --target; --up listens on loopback only")
         options = TargetOptions(
             url=target,
             api_key=api_key,
@@ -225,6 +233,7 @@ def run(
             connections=connections,
             count_tokens_by=count_tokens_by,
             include_receipt=include_receipt,
+            tls=tls,
         )
         faults = check_schedule([Fault.parse(text) for text in fault or ()], duration_s)
         job = Job(
@@ -242,7 +251,7 @@ def run(
             else None,
             faults=faults,
             pids=parse_pids(pid or ()),
-            auditor=Auditor(admin, admin_token) if admin else None,
+            auditor=Auditor(admin, admin_token, tls) if admin else None,
             options=options,
             outputs=Outputs(json=json, save_requests=save_requests, html=html, png=png),
             sweep=steps,

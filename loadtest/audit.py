@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from baton.rpc import bearer, open_channel
+from baton.tls import NO_TLS, TlsOptions, read_tls
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
@@ -58,15 +59,17 @@ class Auditor:
     """Args:
     router: ``host:port``.
     token: of operators; empty: none.
+    tls: certificates.
     """
 
-    def __init__(self, router: str, token: str) -> None:
+    def __init__(self, router: str, token: str, tls: TlsOptions = NO_TLS) -> None:
         self._router = router
+        self._tls = tls
         self._metadata = bearer(token)
 
     async def look(self) -> Look:
         """Never raises for a router that cannot be asked: that is a finding."""
-        async with open_channel(self._router) as channel:
+        async with open_channel(self._router, read_tls(self._tls)) as channel:
             stub: Any = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
             try:

@@ -7,8 +7,16 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.tls_options import (
+    InsecureOption,
+    RequireClientCertsOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+)
 from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
+from baton.tls import TlsOptions
 from router.admission import AdmissionOptions
 from router.connection_budget import ConnectionOptions
 from router.policies import POLICIES
@@ -61,7 +69,7 @@ def router(
         int,
         typer.Option(
             help="Requests that wait while the nodes have all that they can take; then the least "
-            "urgent one is refused. 0: no limit."
+            "urgent one of the tenant that waits for most is refused. 0: no limit."
         ),
     ] = ADMISSION.max_queued_requests,
     max_open_requests: Annotated[
@@ -84,6 +92,13 @@ def router(
             "in the router, by priority."
         ),
     ] = ADMISSION.prefill_window_s,
+    shared_prefill_window_s: Annotated[
+        float,
+        typer.Option(
+            help="The same while several tenants ask for something, of those that have much before "
+            "the nodes already: what another tenant's next request may have to wait for."
+        ),
+    ] = ADMISSION.shared_prefill_window_s,
     node_token: Annotated[
         str,
         typer.Option(
@@ -134,6 +149,11 @@ def router(
             envvar="BATON_API_KEYS_FILE",
         ),
     ] = "",
+    tls_cert: TlsCertOption = "",
+    tls_key: TlsKeyOption = "",
+    tls_ca: TlsCaOption = "",
+    tls_require_client_certs: RequireClientCertsOption = False,
+    insecure: InsecureOption = False,
     max_request_timeout_s: Annotated[
         float,
         typer.Option(help="A deadline of a client's own is at most this far away, seconds."),
@@ -213,6 +233,7 @@ def router(
                     max_open_requests_per_client=max_open_requests_per_client,
                     max_ttft_s=max_ttft_s,
                     prefill_window_s=prefill_window_s,
+                    shared_prefill_window_s=shared_prefill_window_s,
                 ),
                 node_token=node_token,
                 admin_token=admin_token,
@@ -223,6 +244,13 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 api_keys_file=api_keys_file,
+                tls=TlsOptions(
+                    cert=tls_cert,
+                    key=tls_key,
+                    ca=tls_ca,
+                    require_client_certs=tls_require_client_certs,
+                ),
+                insecure=insecure,
                 connections=ConnectionOptions(
                     max_connections=max_connections,
                     max_connections_per_address=max_connections_per_address,

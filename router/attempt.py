@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, RequestDelta
+import msgspec
+
+from baton.link import (
+    CancelCommand,
+    DecodeCommand,
+    NodeRole,
+    PrefillCommand,
+    RequestDelta,
+    RequestError,
+)
 from baton.outputs import PrefillReceipt, RequestOutput
 from router.call import Call
 from router.delta_order import DeltaOrder
@@ -51,7 +60,7 @@ class Attempt:
         self.decoded = False
         self._request_id = call.request_id
         self._buffer = buffer
-        self._order = DeltaOrder(len(buffer.token_ids))
+        self._order = DeltaOrder(len(buffer.token_ids), call.sampling_params.max_tokens)
         self._began = False  # its first token was forwarded
         self._kv_arrived = False
         self._finished_on: NodeRole | None = None
@@ -124,6 +133,11 @@ class Attempt:
         if item.delta.error is not None:
             if not self._survives(item):
                 self.fail(item)
+            return
+        if not self._order.admits(item):
+            problem = f"{item.role.value}: said tokens that nobody asked for"
+            error = RequestError("INTERNAL", problem)
+            self.fail(LegDelta(item.role, msgspec.structs.replace(item.delta, error=error)))
             return
         self._kv_arrived |= item.role is NodeRole.DECODE
         for ready in self._order.push(item):

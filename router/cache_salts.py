@@ -36,9 +36,11 @@ class CacheSalts:
         """The salt of a principal's prompts; empty where there are no tenants."""
         if principal.cache_group:
             return self._derive(b"group", principal.cache_group)
-        if principal.tenant:
-            return self._derive(b"tenant", principal.tenant)
-        return b""
+        return self.of_tenant(principal) if principal.tenant else b""
+
+    def of_tenant(self, principal: Principal) -> bytes:
+        """A salt of its tenant alone, whatever group that is in."""
+        return self._derive(b"tenant", principal.tenant)
 
     def _derive(self, kind: bytes, name: str) -> bytes:
         # Length-prefixed, so that no two pairs of fields are the same bytes.

@@ -6,13 +6,15 @@ requests only as numbers of tokens, and not which node will get one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from router.fleet import Fleet
 from router.policies.base import NodeView
 
 PREFILL_WINDOW_S = 0.5
-# Kept free in each decode node, for the answers that grow there.
+SHARED_PREFILL_WINDOW_S = 0.02
+# Kept free in each decode node, for the answers that grow there; and as much for other tenants.
 _KV_HEADROOM = 0.05
 _BIAS_LIMITS = (0.25, 4.0)
 # Who waited longer than expected counts for more than who did not: deadlines are to be kept.
@@ -26,29 +28,49 @@ class Capacity:
     Args:
         fleet: what may be placed on now.
         prefill_window_s: work that a prefill node may have before it.
+        shared_prefill_window_s: the same, of who leaves room to others; what is done of the prompt
+            in front does not count.
+        clock: that of the nodes' ledgers.
 
     Attributes:
         bias: how much longer than estimated requests waited lately.
     """
 
     def __init__(
-        self, fleet: Callable[[], Fleet], prefill_window_s: float = PREFILL_WINDOW_S
+        self,
+        fleet: Callable[[], Fleet],
+        prefill_window_s: float = PREFILL_WINDOW_S,
+        *,
+        shared_prefill_window_s: float = SHARED_PREFILL_WINDOW_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._prefill_window_s = prefill_window_s
+        self._shared_prefill_window_s = min(shared_prefill_window_s, prefill_window_s)
+        self._clock = clock
         self.bias = 1.0
 
-    def has_room(self, num_prompt_tokens: int, max_tokens: int) -> bool:
-        """Whether some pair can take a request now; where there is none it goes on, to be told."""
+    def has_room(self, num_prompt_tokens: int, max_tokens: int, *, shares: bool = False) -> bool:
+        """Whether some pair can take a request now; where there is none it goes on, to be told.
+
+        Args:
+            shares: leave room to other tenants: as little work before prefill nodes as keeps them
+                busy, and some KV memory, so that their next request waits for neither.
+        """
         fleet = self._fleet()
         if not fleet:
             return True
-        window_s = self._prefill_window_s
         prefills = fleet.prefills or fleet.self_prefilling
-        if not any(node.prefill_queue_s <= window_s for node in prefills):
+        if shares:
+            now, window_s = self._clock(), self._shared_prefill_window_s
+            has_time = any(_left_s(node, now) <= window_s for node in prefills)
+        else:
+            has_time = any(node.prefill_queue_s <= self._prefill_window_s for node in prefills)
+        if not has_time:
             return False
         needed = self.kv_tokens(num_prompt_tokens, max_tokens)
-        return any(_has_kv_room(node, needed) for node in _receivers(fleet))
+        headroom = 2 * _KV_HEADROOM if shares else _KV_HEADROOM
+        return any(_has_kv_room(node, needed, headroom) for node in _receivers(fleet))
 
     def kv_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """That a request will come to hold; most answers are much shorter than they may be."""
@@ -65,7 +87,7 @@ class Capacity:
         return base + per_token * num_prompt_tokens
 
     def wait_s(
-        self, num_requests: int, num_prompt_tokens: int, num_kv_tokens: int, *, last: int = 0
+        self, num_requests: float, num_prompt_tokens: float, num_kv_tokens: float, *, last: int = 0
     ) -> float:
         """Until so many more requests, with so many tokens in all, have their first tokens.
 
@@ -122,7 +144,13 @@ def _room(node: NodeView) -> int:
     return node.num_blocks * node.block_size
 
 
-def _has_kv_room(node: NodeView, num_tokens: int) -> bool:
+def _left_s(node: NodeView, now: float) -> float:
+    """Until a prefill node has nothing more to do, when the prompt in front goes on as expected."""
+    begun_s = max(now - node.prefill_progress_at, 0.0)
+    return node.prefill_queue_s - min(begun_s, node.prefill_front_s)
+
+
+def _has_kv_room(node: NodeView, num_tokens: int, headroom: float) -> bool:
     if not node.num_batch:  # nothing there that could ever make room
         return True
-    return node.num_free_tokens - _KV_HEADROOM * _room(node) >= num_tokens
+    return node.num_free_tokens - headroom * _room(node) >= num_tokens

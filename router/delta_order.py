@@ -8,21 +8,32 @@ import msgspec
 
 from router.node import LegDelta
 
+# One leg's link may stand still for as long as a node may be silent, while the other goes on.
+MAX_EARLY = 4096
+
 
 class DeltaOrder:
     """Each token once and none before those that it follows; of doubles, the first that came.
 
     Args:
         next_index: of the output, where the attempt begins.
+        end_index: behind the last one that the request may have.
     """
 
-    def __init__(self, next_index: int) -> None:
+    def __init__(self, next_index: int, end_index: int = 2**32) -> None:
         self.next_index = next_index
+        self._end_index = end_index
         self._early: dict[int, LegDelta] = {}  # by output index; legs overtake each other
+
+    def admits(self, item: LegDelta) -> bool:
+        """Whether a delta is of this output, and not further ahead than one leg can be."""
+        output = item.delta.output
+        is_within = output.output_index + max(len(output.token_ids), 1) <= self._end_index
+        return is_within and len(self._early) < MAX_EARLY
 
     def push_next(self, output_index: int) -> bool:
         """Take a single token, if it is the next one and nothing waits for it; else do nothing."""
-        if output_index != self.next_index or self._early:
+        if output_index != self.next_index or self._early or output_index >= self._end_index:
             return False
         self.next_index += 1
         return True

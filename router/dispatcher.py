@@ -14,18 +14,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from baton.errors import (
     BatonError,
-    DeadlineExceededError,
-    EngineDeadError,
     InvalidRequestError,
     NodeUnavailableError,
-    OverloadedError,
     RequestCancelledError,
 )
 from baton.link import NodeRole, RequestDelta, RequestError
-from baton.outputs import DecodeReceipt, FinishReason, Receipt, RequestOutput
-from router.admission import Admission, Ticket
+from baton.outputs import FinishReason, Receipt, RequestOutput
+from router.admission import Admission
 from router.attempt import Attempt
 from router.call import Call, CallOutput
+from router.call_errors import error_of
 from router.capacity import Capacity
 from router.decisions import DecisionLog
 from router.node import LegDelta
@@ -36,16 +34,12 @@ from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from router.prompt_hashes import PromptHashes
 from router.request_log import Following, RequestLog
 from router.retry_budget import CallRetries, RetryBudget, RetryOptions
+from router.ticket import Ticket
+from router.usage import num_tokens_used
 from router.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
 
-_ERRORS: dict[str, type[BatonError]] = {
-    "UNAVAILABLE": NodeUnavailableError,
-    "DEADLINE_EXCEEDED": DeadlineExceededError,
-    "RESOURCE_EXHAUSTED": OverloadedError,
-    "CANCELLED": RequestCancelledError,
-}
 # A node that is gone, cannot reach its peer, or has an engine that cannot continue: another may.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
 _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
@@ -81,7 +75,7 @@ class Dispatcher:
         self.decisions = DecisionLog()
         self.log = RequestLog()
         self.wake_ups = WakeUps()
-        self.admission = admission or Admission(Capacity(lambda: pool.fleet))
+        self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
         self._running: set[str] = set()  # those that wait, too
         self._open: dict[str, _OpenCall] = {}
         self._stopped: RequestError | None = None
@@ -105,12 +99,12 @@ class Dispatcher:
         if call.request_id in self._running:
             raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
         if self._stopped is not None:
-            raise _error(self._stopped)
+            raise error_of(self._stopped)
         self._running.add(call.request_id)
         try:
             with self.log.follow(call) as following:
                 async with self._admitted(call) as (admitted, ticket):
-                    outputs = self._run(admitted, following)
+                    outputs = self._run(admitted, ticket, following)
                     async with contextlib.aclosing(outputs):
                         async for output in outputs:
                             if output.output.output_index == 0:
@@ -129,12 +123,20 @@ class Dispatcher:
             max_tokens=call.sampling_params.max_tokens,
             timeout_s=call.timeout_s,
             priority=call.priority,
-            client=call.principal.name,
+            principal=call.principal,
+            find_cached_tokens=lambda: self._num_cached(call),
         ) as ticket:
             left_s = call.timeout_s - ticket.waited_s
             yield dataclasses.replace(call, timeout_s=left_s), ticket
 
-    async def _run(self, call: Call, following: Following) -> AsyncGenerator[CallOutput, None]:
+    def _num_cached(self, call: Call) -> int:
+        """How much of a prompt some node has in its prefix cache."""
+        hashes = PromptHashes(call.prompt_token_ids, call.cache_salt)
+        return max(self.pool.prefix_index.match_tokens(hashes).values(), default=0)
+
+    async def _run(
+        self, call: Call, ticket: Ticket, following: Following
+    ) -> AsyncGenerator[CallOutput, None]:
         self.budget.note_call()
         opened = self._open[call.request_id] = _OpenCall(self, call, following)
         try:
@@ -142,16 +144,17 @@ class Dispatcher:
                 async for output in outputs:
                     yield output
         except BatonError as error:
-            error.receipt = opened.receipt(None)
+            error.receipt = opened.receipt()
             raise
         finally:
+            ticket.num_tokens_used = num_tokens_used(opened.receipt(), ticket.num_uncached_tokens)
             opened.close()
             del self._open[call.request_id]
 
     def receipt(self, request_id: str) -> Receipt:
         """The receipt of an open call as of now, for who is about to end it; after token 1."""
         opened = self._open[request_id]
-        receipt = opened.receipt(None)
+        receipt = opened.receipt()
         opened.following.finish(FinishReason.STOP, receipt)
         return receipt
 
@@ -174,7 +177,7 @@ class Dispatcher:
         self.refuse_new(why)
         assert self._stopped is not None
         for request_id in list(self._running):
-            self.admission.withdraw(request_id, _error(self._stopped))
+            self.admission.withdraw(request_id, error_of(self._stopped))
         for opened in list(self._open.values()):
             opened.end(self._stopped)
         self.pool.note_eligibility_change()  # they may wait for nodes
@@ -215,7 +218,7 @@ class _OpenCall:
                 if output.output_index == 0:
                     self._ttft_s = time.perf_counter() - self._call.received_at
                 if output.finish_reason is not None:
-                    yield CallOutput(output, self.receipt(buffer.decode_receipt))
+                    yield CallOutput(output, self.receipt())
                     return
                 yield CallOutput(output)
             elif buffer.failure is not None:
@@ -224,8 +227,8 @@ class _OpenCall:
                 self._check_retry(attempt, failure)
                 attempt = await self._begin(failure.delta.error.message)
 
-    def receipt(self, decode: DecodeReceipt | None) -> Receipt:
-        """What the call cost up to now; ``decode``: the decode node's part, with its last token."""
+    def receipt(self) -> Receipt:
+        """What the call cost up to now; the decode node's part comes with its last token."""
         attempt = self._attempt
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
@@ -237,7 +240,7 @@ class _OpenCall:
             if attempt and attempt.decode and attempt.decoded
             else "",
             prefill=attempt.prefill_receipt if attempt else None,
-            decode=decode,
+            decode=self._buffer.decode_receipt,
             num_attempts=self._num_attempts,
             router_queue_s=self._router_queue_s,
         )
@@ -266,11 +269,11 @@ class _OpenCall:
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
         self._choice.note_failure(prefill, decode, item)
         if self._ended_by is not None:  # it is no node's fault
-            raise _error(self._ended_by)
+            raise error_of(self._ended_by)
         self._blame(attempt, item, error)
         self.following.note_failure(error.code, error.message)
         if error.code not in (*_RETRYABLE, "PREEMPTED"):
-            raise _error(error)
+            raise error_of(error)
         self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
         logger.info("request %s is tried again: %s", self._call.request_id, error.message)
 
@@ -315,10 +318,9 @@ class _OpenCall:
         assert prefill is not None or placement.prefill is None
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
         num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
-        ends_with_next = (
-            len(self._output_token_ids) + 1 >= call.sampling_params.max_tokens
-            or num_tokens + 1 >= dispatcher.pool.max_model_len
-        )
+        num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
+        room = dispatcher.pool.max_len_at(placement) - num_tokens
+        ends_with_next = min(num_left, room) <= 1
         self._num_attempts += 1
         if not self._output_token_ids:
             self._router_queue_s = time.perf_counter() - call.received_at
@@ -368,7 +370,8 @@ class _OpenCall:
             now=pool.clock(),
             find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
         )
-        fleet = pool.fleet.with_room_for(query.num_prompt_tokens + 1)
+        num_tokens = query.num_prompt_tokens
+        fleet = pool.fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
         placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
         if placement is not None:
             dispatcher.decisions.note(call.request_id, query, placement)
@@ -389,12 +392,5 @@ class _OpenCall:
         """Until the deadline; raises the error of a call that was ended."""
         remaining_s = self._expires_at - asyncio.get_running_loop().time()
         if self._ended_by is not None or remaining_s <= 0:
-            raise _error(self._ended_by or _DEADLINE)
+            raise error_of(self._ended_by or _DEADLINE)
         return remaining_s
-
-
-def _error(error: RequestError) -> BatonError:
-    if error.code == "INVALID_ARGUMENT":
-        field_name, _, problem = error.message.partition(": ")
-        return InvalidRequestError(field_name, problem)
-    return _ERRORS.get(error.code, EngineDeadError)(error.message)

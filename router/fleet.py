@@ -101,15 +101,36 @@ class Fleet:
             ruled_out=self._ruled_out | ruled_out,
         )
 
-    def with_room_for(self, num_tokens: int) -> Fleet:
-        """Without nodes that never take requests of so many tokens."""
-        if num_tokens <= self._least_room:
+    def with_room_for(self, num_tokens: int, num_tokens_at_end: int = 0) -> Fleet:
+        """Without nodes that never take requests of so many tokens.
+
+        Args:
+            num_tokens_at_end: that the request may come to have. Nodes that would cut it short are
+                left out as well, where others would not.
+        """
+        at_end = min(num_tokens_at_end, self.max_model_len)
+        if num_tokens <= self._least_room and at_end <= self._least_length:
             return self
 
         def has_room(node: NodeView) -> bool:
             return _room(node) >= num_tokens
 
-        return self.only(has_room, has_room)
+        def is_long_enough(node: NodeView) -> bool:
+            return has_room(node) and node.max_model_len >= at_end
+
+        return self.only(is_long_enough, is_long_enough) or self.only(has_room, has_room)
+
+    @functools.cached_property
+    def max_model_len(self) -> int:
+        """Most tokens of a request that some place takes; 0: there is no place."""
+        longest: dict[int, int] = {}  # by identity: nearly all share one list
+        pairs = [node.max_model_len for node in self.self_prefilling]
+        for prefill in self.prefills:
+            reached = self.reached_by(prefill)
+            if id(reached) not in longest:
+                longest[id(reached)] = max(decode.max_model_len for decode in reached)
+            pairs.append(min(prefill.max_model_len, longest[id(reached)]))
+        return max(pairs, default=0)
 
     @functools.cached_property
     def is_complete(self) -> bool:
@@ -137,6 +158,11 @@ class Fleet:
         return max(
             (max(reach.values(), default=0.0) for reach in self._reach.values()), default=0.0
         )
+
+    @functools.cached_property
+    def _least_length(self) -> int:
+        nodes = (*self.prefills, *self.decodes, *self.self_prefilling)
+        return min((node.max_model_len for node in nodes), default=0)
 
     @functools.cached_property
     def _least_room(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.errors import InvalidRequestError
+from baton.errors import BatonError, InvalidRequestError
 from baton.grammars import GrammarThreads, check_structured_output
 from baton.identity import ANYBODY, Principal
 from baton.outputs import FinishReason, TextDelta
@@ -26,6 +26,7 @@ from router.cache_salts import CacheSalts
 from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
+from router.usage import OwnPrompts, told
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
@@ -103,6 +104,7 @@ class Intake:
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
         self._cache_salts = cache_salts or CacheSalts()
+        self._own_prompts = OwnPrompts(self._cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
         self._grammar_threads = GrammarThreads(1)
@@ -118,6 +120,7 @@ class Intake:
             return await self._check(request)
 
     async def _check(self, request: GenerationRequest) -> Call:
+        self._dispatcher.admission.check_key(request.principal)  # before anything costs time
         check_name("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
         check_name("session_id", request.session_id, MAX_SESSION_ID_CHARS)
         principal = request.principal
@@ -151,16 +154,25 @@ class Intake:
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
         """Run a call; ending the iteration early cancels it. Raises what the dispatcher does."""
         text = OutputText(self.tokenizer, call.sampling_params) if self.tokenizer else None
-        with self._metrics.running() as record:
-            async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
-                async for item in outputs:
-                    delta = self._text_delta(item, text)
-                    if delta.finish_reason is None:
-                        yield delta
-                        continue
-                    record.finish(delta)  # not always the nodes' end: they know no text
-                    yield delta
-                    return
+        num_own = self._own_prompts.num_tokens(call)
+        try:
+            with self._metrics.running() as record:
+                async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+                    async for item in outputs:
+                        delta = self._text_delta(item, text)
+                        if delta.output_index == 0:
+                            self._own_prompts.note(call)
+                        if delta.finish_reason is None:
+                            yield delta
+                            continue
+                        record.finish(delta)  # not always the nodes' end: they know no text
+                        assert delta.receipt is not None
+                        yield dataclasses.replace(delta, receipt=told(delta.receipt, num_own))
+                        return
+        except BatonError as error:
+            if error.receipt is not None:
+                error.receipt = told(error.receipt, num_own)
+            raise
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, not checked against the model; raises InvalidRequestError."""

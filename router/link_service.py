@@ -7,8 +7,10 @@ import logging
 from collections.abc import AsyncIterator
 
 from baton import wire
+from baton.certificates import certificate_identity
 from baton.link import (
     DecodeCommand,
+    NodeRegistration,
     PrefillCommand,
     RequestDelta,
     RequestError,
@@ -21,6 +23,10 @@ from router.node import Node
 from router.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
+
+REGISTER_TIMEOUT_S = 10.0
+# Far more than a node that listens ever has before it.
+MAX_QUEUED_COMMANDS = 50_000
 
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
@@ -37,7 +43,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         context: Context,
     ) -> AsyncIterator[node_pb2.RouterMessage]:
         """The first message registers; then events come in and commands go out."""
-        first = await anext(request_iterator, None)
+        first = await _first(request_iterator)
         registration = (
             wire.registration_from_proto(first.register)
             if first is not None and first.WhichOneof("message") == "register"
@@ -46,12 +52,28 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         if registration is None:
             yield _registered("the first message must be a registration with a known role")
             return
-        refusal = self._refusal(context) or self._pool.refusal(registration)
+        refusal = self._refusal(context, registration) or self._pool.refusal(registration)
         if refusal:
             yield _registered(refusal)
             return
+        obstacle = self._pool.gate.obstacle(registration, self._pool.nodes, _host(context.peer()))
+        if obstacle:
+            yield _registered(obstacle, may_retry=True)
+            return
         outgoing: asyncio.Queue[RouterCommand | None] = asyncio.Queue()
-        node = Node(registration, outgoing.put_nowait, hang_up=lambda: outgoing.put_nowait(None))
+
+        call = asyncio.current_task()
+        assert call is not None
+
+        def send(command: RouterCommand) -> None:
+            outgoing.put_nowait(command)
+            if outgoing.qsize() > MAX_QUEUED_COMMANDS:  # it talks and does not listen
+                logger.warning("hung up on %s, which reads nothing of its link", node.name)
+                while not outgoing.empty():
+                    outgoing.get_nowait()
+                call.cancel()  # the call waits for its reading, and for nothing else
+
+        node = Node(registration, send, hang_up=lambda: outgoing.put_nowait(None))
         self._pool.add(node)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
         try:
@@ -65,7 +87,13 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    def _refusal(self, context: Context) -> str:
+    def _refusal(self, context: Context, registration: NodeRegistration) -> str:
+        identity = certificate_identity(context)
+        if identity is not None:
+            refusal = identity.node_refusal(registration.role.value, registration.node_name)
+            if refusal:
+                logger.warning("refused a node at %s: %s", context.peer(), refusal)
+                return refusal
         if not self._node_token or has_token(context, self._node_token):
             return ""
         return "node_token: is missing or not the one that this router wants"
@@ -101,6 +129,22 @@ def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | No
     return None
 
 
-def _registered(problem: str, router_id: str = "") -> node_pb2.RouterMessage:
-    registered = node_pb2.Registered(problem=problem, router_id=router_id)
+async def _first(messages: AsyncIterator[node_pb2.NodeMessage]) -> node_pb2.NodeMessage | None:
+    """None when nothing comes, or not in time."""
+    try:
+        async with asyncio.timeout(REGISTER_TIMEOUT_S):
+            return await anext(messages, None)
+    except TimeoutError:
+        return None
+
+
+def _host(peer: str) -> str:
+    """``ipv4:10.0.0.1:5000`` without its port."""
+    return peer.rpartition(":")[0]
+
+
+def _registered(
+    problem: str, router_id: str = "", *, may_retry: bool = False
+) -> node_pb2.RouterMessage:
+    registered = node_pb2.Registered(problem=problem, router_id=router_id, may_retry=may_retry)
     return node_pb2.RouterMessage(registered=registered)

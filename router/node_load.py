@@ -85,7 +85,7 @@ class NodeLoad:
         self.num_free_tokens = self.num_room_tokens = self.num_blocks * self.block_size
         self._is_decode = registration.role is NodeRole.DECODE
         self._clock = clock
-        self._has_beat = False
+        self.has_beat = False
         self._num_uncomputed = 0  # prompt tokens to be computed here, of requests placed from here
         self.num_uncomputed_requests = 0
         self._num_foreign = 0
@@ -94,8 +94,6 @@ class NodeLoad:
         self._foreign_units = self._foreign_running_units = 0.0
         self._stepped_at: float | None = None
         self.promises = Promises()
-        if registration.kv_bytes_per_token:
-            self.shared.kv_bytes_per_token = registration.kv_bytes_per_token
         self._derive()
 
     @property
@@ -183,7 +181,7 @@ class NodeLoad:
     def note_beat(self, beat: NodeBeat) -> None:
         """A node's own account came."""
         self.beat = beat
-        self._has_beat = True
+        self.has_beat = True
         # What the node has to compute beyond what was placed from here: other routers' requests,
         # and prompts of which less was cached than thought.
         self._num_foreign = max(0, beat.num_uncomputed_tokens - self._num_uncomputed)
@@ -211,7 +209,7 @@ class NodeLoad:
         computed = [receipt for receipt in receipts if receipt.num_computed_tokens > 0]
         busy_s = self._clock() - self.prefill_progress_at
         busy_s = max(min(busy_s, max((r.prefill_s for r in computed), default=0.0)), 0.0)
-        num_tokens = sum(receipt.num_computed_tokens for receipt in computed)
+        num_tokens = sum(min(one.num_computed_tokens, self.max_model_len) for one in computed)
         for _ in computed:
             self.prefill.measure(num_tokens / len(computed), busy_s / len(computed))
         self.prefill.refresh()
@@ -241,14 +239,12 @@ class NodeLoad:
             is_cut: it had all the tokens that it was allowed: longer ones may be as long as ever.
                 (When few of these get in, they must not be forgotten.)
         """
-        shared, push = self.shared, receipt.push
-        num_tokens = receipt.num_forwards + 1
+        shared = self.shared
+        num_tokens = min(receipt.num_forwards + 1, self.max_model_len)
         shared.output_tokens += _FADING * (num_tokens - shared.output_tokens)
         faded = shared.long_output_tokens + _LONG_FADING * (num_tokens - shared.long_output_tokens)
         shared.long_output_tokens = max(num_tokens, shared.long_output_tokens if is_cut else faded)
         shared.residence_s += _FADING * (residence_s - shared.residence_s)
-        if not shared.kv_bytes_per_token and push.num_blocks:
-            shared.kv_bytes_per_token = push.num_bytes / (push.num_blocks * self.block_size)
 
     # ------------------------------------------------------------------ derived
 
@@ -270,7 +266,7 @@ class NodeLoad:
             return
         num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
         self.num_batch = max(self.num_open_requests, num_reported)
-        num_free = (beat.num_free_blocks if self._has_beat else self.num_blocks) * self.block_size
+        num_free = (beat.num_free_blocks if self.has_beat else self.num_blocks) * self.block_size
         self.num_free_tokens = num_free - self.num_arriving_tokens
         self.num_room_tokens = 0 if beat.num_waiting else self.num_free_tokens - self.block_size
         num_own_tokens = self.num_arriving_tokens + self._num_decoding_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import statistics
 import time
 from collections.abc import Callable, Sequence, Set
 
@@ -23,7 +24,6 @@ from baton.link import (
     NodeRole,
     PeerReport,
     PeerUpdate,
-    Refusal,
     RequestDelta,
     RequestError,
     RouterBeat,
@@ -33,15 +33,17 @@ from baton.link import (
 from baton.outputs import RequestOutput
 from router.fleet import Fleet
 from router.health import NodeHealth, spared
+from router.join_gate import JoinGate
+from router.lost_nodes import LostNodes
 from router.node import Node
+from router.node_claims import Vocabulary, event_problem, registration_problem
 from router.node_load import SharedRates
 from router.pairing import Reach, incompatibility
+from router.policies.base import Placement
 from router.prefix_index import PrefixIndex
 from router.prompt_hashes import HashKind
 
 logger = logging.getLogger(__name__)
-
-LOST_NODES_SHOWN_S = 300.0
 
 
 class NodePool:
@@ -54,11 +56,14 @@ class NodePool:
         eligibility: a node for which one of these says no gets no new requests. Whoever makes one
             change its mind calls `note_eligibility_change`.
         may_self_prefill: whether decode nodes may be given prompts to compute.
+        vocab_size: of the model; nodes that name other tokens are hung up on.
         clock: seconds that never go back.
 
     Attributes:
         router_id: tells this process's requests from those of other routers.
         prefix_index: which of them has which prompts' KV in its prefix cache.
+        lost_nodes: which went away by themselves.
+        gate: which nodes may join now.
     """
 
     def __init__(
@@ -69,17 +74,18 @@ class NodePool:
         max_missed_beats: int = 4,
         eligibility: Sequence[Callable[[Node], bool]] = (),
         may_self_prefill: bool = False,
+        vocab_size: int = 2**32,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.router_id = secrets.token_hex(4)
         self.clock = clock
+        self.gate = JoinGate(clock)
+        self.lost_nodes = LostNodes(clock)
         self._model_digest = model_digest
-        self._model_max_len = max_model_len
+        self._vocabulary = Vocabulary(vocab_size, max_model_len)
+        self._max_model_len = max_model_len  # of the last fleet; until there is one, the model's
         self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
-        # Silent and not back yet, with the time, by name: for operators only.
-        self._lost: dict[str, tuple[float, NodeRegistration]] = {}
-        self._expelled: set[str] = set()  # engine ids of nodes that may not come back
         self._roles_seen: set[NodeRole] = set()
         self._eligibility = eligibility
         self._reach = Reach()
@@ -95,16 +101,23 @@ class NodePool:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a request that every node can take."""
-        lengths = [node.registration.max_model_len for node in self._nodes.values()]
-        return min([self._model_max_len, *lengths])
+        """Most tokens of a request that some pair of nodes takes, of those that serve now.
+
+        Where none does, what the last one took. No node that is in no pair has a say.
+        """
+        if self.fleet:
+            self._max_model_len = min(self.fleet.max_model_len, self._vocabulary.max_model_len)
+        return self._max_model_len
+
+    def max_len_at(self, placement: Placement) -> int:
+        """Most tokens of a request that is placed there."""
+        nodes = filter(None, (placement.prefill, placement.decode))
+        return min(self._vocabulary.max_model_len, *(node.max_model_len for node in nodes))
 
     @property
     def lost(self) -> list[NodeRegistration]:
         """Nodes that fell silent in the last minutes and did not come back."""
-        oldest = self.clock() - LOST_NODES_SHOWN_S
-        self._lost = {name: item for name, item in self._lost.items() if item[0] > oldest}
-        return [registration for _, registration in self._lost.values()]
+        return self.lost_nodes.silent
 
     @property
     def has_had_both_roles(self) -> bool:
@@ -121,15 +134,14 @@ class NodePool:
     # ------------------------------------------------------------------ membership
 
     def refusal(self, registration: NodeRegistration) -> str:
-        """Why a node cannot join; empty when it can."""
+        """Why a node can never join; empty when it can. `gate` says whether it may now."""
         if not registration.node_name or not registration.engine_id:
             return "node_name and engine_id must not be empty"
-        if registration.engine_id in self._expelled:
+        problem = registration_problem(registration)
+        if problem:
+            return problem
+        if self.gate.is_expelled(registration.engine_id):
             return f"{registration.node_name} was removed by an operator; start it anew"
-        sizes = {"max_model_len": 2, "num_blocks": 1, "block_size": 1}
-        for name, least in sizes.items():
-            if getattr(registration, name) < least:
-                return f"{name}: must be {least} or more, got {getattr(registration, name)}"
         model = registration.compatibility.get("model")
         if model != self._model_digest:
             return (
@@ -139,15 +151,14 @@ class NodePool:
         return ""
 
     def add(self, node: Node) -> None:
-        """Take a node in and introduce it to those of the other role.
+        """Take a node in that the gate lets in, and introduce it to those of the other role.
 
-        A node of the same name is replaced: it is most likely the same node before its restart.
+        The same process may be here already: it noticed before us that its link broke.
         """
         for old in self.nodes:
-            # (The same engine id: it noticed before us that its link broke.)
             if node.name == old.name or node.engine_id == old.engine_id:
-                old.send(Refusal(f"node_name: {node.name} joined again; this one is replaced"))
-                self.remove(old)
+                self.remove(old, "joined again")
+                old.hang_up()
         for other in self._peers_of(node):
             problem = incompatibility(node.registration, other.registration)
             if problem:
@@ -170,29 +181,46 @@ class NodePool:
             kind = HashKind(registration.block_size, registration.prefix_hash)
             self.prefix_index.add(node.engine_id, kind)
             node.send(SendKVSnapshot())
-        self._lost.pop(node.name, None)
+        self.lost_nodes.forget(node.name)
         self._roles_seen.add(node.registration.role)
+        self._note_kv_sizes()
         self._note_change()
         logger.info("%s node %s joined", node.registration.role.value, node.name)
 
-    def remove(self, node: Node, why: str = "went away") -> None:
-        """A node's link broke: fail its legs and tell its peers."""
+    def remove(self, node: Node, why: str = "went away", *, on_purpose: bool = False) -> None:
+        """A node's link broke: fail its legs and tell its peers.
+
+        Args:
+            on_purpose: somebody here wanted it; no request is at fault.
+        """
         if self._nodes.get(node.engine_id) is not node:
             return  # it was removed or replaced before
         del self._nodes[node.engine_id]
+        if not (on_purpose or node.is_draining):
+            self.lost_nodes.note_loss(node.engine_id)
         self.prefix_index.remove(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
         self._reach.forget(node.engine_id)
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
             other.send(PeerUpdate(node.engine_id, removed=True))
+        self._note_kv_sizes()
+        self._fail_legs(node, why)
+        self._note_change()
+
+    def _fail_legs(self, node: Node, why: str) -> None:
         error = RequestError(
             "UNAVAILABLE", f"{node.registration.role.value} node {node.name} {why}"
         )
         for epoch, leg in list(node.legs.items()):
             delta = RequestDelta(RequestOutput(leg.request_id, 0, ()), epoch, error=error)
             node.deliver(delta, node_lost=True)
-        self._note_change()
+
+    def _note_kv_sizes(self) -> None:
+        """What most nodes say of a token's size is what transfers are reckoned with."""
+        sizes = [node.registration.kv_bytes_per_token for node in self._nodes.values()]
+        known = [size for size in sizes if size]
+        self._rates.kv_bytes_per_token = statistics.median_low(known) if known else 0.0
 
     def expel(self, name: str) -> NodeRegistration:
         """Part with a node (by name or engine id) now, whatever it does; it may not join again.
@@ -201,15 +229,15 @@ class NodePool:
         """
         for node in self.nodes:
             if name in (node.name, node.engine_id):
-                self._expelled.add(node.engine_id)
-                self.remove(node, "was removed by an operator")
+                self.gate.expel(node.engine_id)
+                self.remove(node, "was removed by an operator", on_purpose=True)
                 node.send(DrainCommand(stop=True))  # what still listens ends well
                 node.hang_up()
                 return node.registration
         for lost in self.lost:
             if name in (lost.node_name, lost.engine_id):
-                self._expelled.add(lost.engine_id)
-                del self._lost[lost.node_name]
+                self.gate.expel(lost.engine_id)
+                self.lost_nodes.forget(lost.node_name)
                 return lost
         raise NotFoundError(f"there is no node {name!r}")
 
@@ -224,12 +252,20 @@ class NodePool:
             node.num_missed_beats += 1
             # (The first is no miss: the beat of this interval may be on its way.)
             if node.num_missed_beats > self._max_missed_beats + 1:
-                self._lost[node.name] = (self.clock(), node.registration)
+                self.lost_nodes.note_silent(node.registration)
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
 
     def take(self, node: Node, event: NodeEvent) -> None:
-        """Take what a node said."""
+        """Take what a node said; hang up on one that says what cannot be."""
+        if self._nodes.get(node.engine_id) is not node:
+            return  # it was removed, and its link has not ended yet
+        problem = event_problem(node.registration, event, self._vocabulary)
+        if problem:
+            logger.warning("hung up on %s, which says what cannot be: %s", node.name, problem)
+            self.remove(node, "says what cannot be", on_purpose=True)
+            node.hang_up()
+            return
         node.num_missed_beats = 0
         if isinstance(event, StepDeltas):
             node.deliver_step(event)
@@ -244,7 +280,7 @@ class NodePool:
             if self.prefix_index.take(node.engine_id, event):
                 logger.warning("%s: KV cache events were lost; asking for all again", node.name)
                 node.send(SendKVSnapshot())
-        elif isinstance(event, PeerReport):
+        elif isinstance(event, PeerReport) and self._is_peer(node, event.engine_id):
             node.reports[event.engine_id] = event
             self._note_reach(node, event.engine_id)
             self._note_change()
@@ -320,11 +356,18 @@ class NodePool:
                     return f"{prefill.name} and {decode.name} are not paired: {report.problem}"
         return "no prefill node is connected to a decode node yet"
 
+    def _is_peer(self, node: Node, engine_id: str) -> bool:
+        """Whether a node was introduced to another (others are no business of ours)."""
+        peer = self._nodes.get(engine_id)
+        return (
+            peer is not None
+            and peer.registration.role is not node.registration.role
+            and not incompatibility(node.registration, peer.registration)
+        )
+
     def _note_reach(self, node: Node, peer_id: str) -> None:
         """One of two nodes said something about the other."""
-        peer = self._nodes.get(peer_id)
-        if peer is None or peer.registration.role is node.registration.role:
-            return
+        peer = self._nodes[peer_id]
         is_prefill = node.registration.role is NodeRole.PREFILL
         prefill, decode = (node, peer) if is_prefill else (peer, node)
         there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)

@@ -7,18 +7,21 @@ import contextlib
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.admin_gate import AdminGate
 from baton.client import DEFAULT_ADDRESS
 from baton.connection_limits import ConnectionLimits
 from baton.errors import ConfigError
+from baton.exposure import is_public
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
 from baton.process import num_descriptors_allowed, stop_event
-from baton.rpc import RpcServer, is_public, warn_if_public
+from baton.rpc import RpcLimits, RpcServer
+from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
 from baton.tokenizer import Tokenizer
 from baton.v1 import (
     admin_pb2,
@@ -43,6 +46,7 @@ from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
 from router.link_service import NodeLinkService
+from router.listeners import check_exposure, requires_client_certs
 from router.metrics import RouterMetrics
 from router.node_pool import NodePool
 from router.policies import POLICIES
@@ -70,6 +74,8 @@ class RouterConfig:
             others than this machine can call, else 0.
         cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
             start.
+        tls: of all that the router listens on.
+        insecure: listen beyond loopback also where TLS or authentication is missing.
     """
 
     model: str
@@ -95,8 +101,11 @@ class RouterConfig:
     drain_delay_s: float | None = None
     drain_timeout_s: float = 20.0
     cache_salt_secret_file: str = ""
+    tls: TlsOptions = NO_TLS
+    insecure: bool = False
 
     def __post_init__(self) -> None:
+        self.tls.check_server()
         if not self.max_request_timeout_s >= self.request_timeout_s:
             raise ConfigError(
                 f"max_request_timeout_s: must be request_timeout_s ({self.request_timeout_s:g}) "
@@ -118,6 +127,10 @@ class RouterConfig:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until told to stop; raises ConfigError when something is wrong at the start."""
+    check_exposure(config)
+    files = TlsFiles(config.tls) if config.tls else None
+    if files is not None:
+        logger.info("certificate: %s", describe(config.tls, files.current()))
     folder = find_model_folder(config.model, weights=False)
     limits = read_limits(folder)
     pool = NodePool(
@@ -125,11 +138,10 @@ async def serve(config: RouterConfig) -> None:
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
         may_self_prefill=_may_self_prefill(config, config.policy),
+        vocab_size=limits.vocab_size,
     )
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
-    admission = Admission(
-        Capacity(lambda: pool.fleet, config.admission.prefill_window_s), config.admission
-    )
+    admission = Admission(_make_capacity(config.admission, pool), config.admission)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     metrics = RouterMetrics(pool, admission)
     intake = Intake(
@@ -146,7 +158,7 @@ async def serve(config: RouterConfig) -> None:
         config.connections,
         own_address_for_nodes=bool(config.node_listen),
     )
-    servers = _make_servers(config, dispatcher, intake, api_keys, budget)
+    servers = _make_servers(config, dispatcher, intake, api_keys, budget, files)
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
     loop.add_signal_handler(signal.SIGHUP, api_keys.reload)
@@ -154,13 +166,10 @@ async def serve(config: RouterConfig) -> None:
         for listen, server in servers.items():
             address = await server.start(listen)
             await server.set_serving(True)
-            # (Operators and nodes bring no API key.)
-            all_bring_keys = bool(config.api_keys_file and config.node_listen)
-            warn_if_public(address, authenticated=all_bring_keys and listen == config.listen)
             logger.info("router of %s listens on %s", config.model, address)
         async with (
             _watching(pool),
-            _serving_http(config, intake, pool, metrics, api_keys, budget.http) as http,
+            _serving_http(config, intake, pool, metrics, api_keys, budget.http, files) as http,
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
@@ -182,6 +191,15 @@ def _drain_delay_s(config: RouterConfig) -> float:
     return DRAIN_DELAY_S * any(is_public("listen", listen) for listen in listens)
 
 
+def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
+    return Capacity(
+        lambda: pool.fleet,
+        options.prefill_window_s,
+        shared_prefill_window_s=options.shared_prefill_window_s,
+        clock=pool.clock,
+    )
+
+
 def _make_salts(config: RouterConfig) -> CacheSalts:
     if config.cache_salt_secret_file:
         return CacheSalts(read_secret(config.cache_salt_secret_file))
@@ -201,6 +219,7 @@ async def _serving_http(
     metrics: RouterMetrics,
     api_keys: ApiKeys,
     limits: ConnectionLimits,
+    files: TlsFiles | None,
 ) -> AsyncIterator[StoppableServer | None]:
     """Gives the HTTP API; None where there is none."""
     if not config.http_listen:
@@ -209,6 +228,9 @@ async def _serving_http(
     # Imported here: who serves no HTTP does not wait for it.
     from router.http.server import HttpServer
 
+    tls = None
+    if files is not None:
+        tls = ServerContext.of(files, require_client_certs=config.tls.require_client_certs)
     server = HttpServer(
         intake,
         pool,
@@ -218,10 +240,10 @@ async def _serving_http(
         cors_origin=config.http_cors_origin,
         grace_s=LAST_WORDS_S,
         limits=limits,
+        tls=tls,
     )
     address = await server.start(config.http_listen)
-    warn_if_public(address, authenticated=bool(config.api_keys_file))
-    logger.info("HTTP API on http://%s", address)
+    logger.info("HTTP API on %s://%s", "https" if files else "http", address)
     try:
         yield server
     finally:
@@ -250,6 +272,7 @@ def _make_servers(
     intake: Intake,
     api_keys: ApiKeys,
     budget: ConnectionBudget,
+    files: TlsFiles | None,
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -279,16 +302,23 @@ def _make_servers(
         add_public(server)
         add_private(server)
 
+    def make(
+        listen: str, services: Sequence[Any], add: Any, limits: RpcLimits, **options: Any
+    ) -> RpcServer:
+        needs_cert = requires_client_certs(config, listen)
+        return RpcServer(
+            services, add, limits=limits, tls=files, require_client_certs=needs_cert, **options
+        )
+
     private = config.node_listen or config.listen
     gate = AdminGate(admin.full_name, config.admin_token, is_public=is_public("listen", private))
     if not config.node_listen:
-        one = RpcServer([inference, link, admin], add_all, [gate], limits=budget.public)
-        return {config.listen: one}
+        all_services = [inference, link, admin]
+        return {private: make(private, all_services, add_all, budget.public, interceptors=[gate])}
+    own = config.reuse_port
     return {
-        config.node_listen: RpcServer([link, admin], add_private, [gate], limits=budget.nodes),
-        config.listen: RpcServer(
-            [inference], add_public, reuse_port=config.reuse_port, limits=budget.public
-        ),
+        private: make(private, [link, admin], add_private, budget.nodes, interceptors=[gate]),
+        config.listen: make(config.listen, [inference], add_public, budget.public, reuse_port=own),
     }
 
 

@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 
 from baton.block_hash import HASH_ALGORITHMS
+from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
 from baton.client import DEFAULT_ADDRESS
+from baton.exposure import split_address
 from baton.process import run_program, stop_event
-from baton.rpc import split_address
+from baton.tls import TlsOptions
 from sim_node.cluster import SimCluster
 from sim_node.faults import FaultSpec
 from sim_node.options import SimOptions
@@ -92,6 +94,9 @@ def sim_node(
     join_timeout_s: Annotated[
         float, typer.Option(help="How long to try to reach the router at start, seconds.")
     ] = 30.0,
+    tls_cert: TlsCertOption = "",
+    tls_key: TlsKeyOption = "",
+    tls_ca: TlsCaOption = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Simulate prefill and decode nodes: the node protocol with a timing model, and no model."""
@@ -117,6 +122,7 @@ def sim_node(
             faults=FaultSpec.parse(faults),
             prefix=name,
             join_timeout_s=join_timeout_s,
+            tls=TlsOptions(cert=tls_cert, key=tls_key, ca=tls_ca),
         )
         await simulate(cluster)
 

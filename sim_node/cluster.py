@@ -22,6 +22,7 @@ from baton.errors import ConfigError, NodeUnavailableError
 from baton.link import BEAT_INTERVAL_S, NodeRole
 from baton.model_folder import config_digest, find_model_folder, read_limits
 from baton.router_links import RouterLinks
+from baton.tls import NO_TLS, TlsOptions
 from sim_node.faults import FaultSpec
 from sim_node.kv_network import KVNetwork
 from sim_node.node import NodeLinks, SimNode
@@ -66,6 +67,7 @@ class SimCluster:
         faults: what goes wrong by itself.
         prefix: of the nodes' names: ``sim-p0``, ``sim-d0`` and so on.
         join_timeout_s: how long to try to reach the router.
+        tls: shows it who the nodes are.
         make_links: see `SimNode`.
 
     Raises:
@@ -84,6 +86,7 @@ class SimCluster:
         faults: FaultSpec = _NO_FAULTS,
         prefix: str = "sim",
         join_timeout_s: float = 30.0,
+        tls: TlsOptions = NO_TLS,
         make_links: Callable[..., NodeLinks] = RouterLinks,
     ) -> None:
         if num_prefill < 0 or num_decode < 0 or num_prefill + num_decode == 0:
@@ -96,6 +99,7 @@ class SimCluster:
         self._options = options
         self._faults = faults
         self._join_timeout_s = join_timeout_s
+        self._tls = tls
         self._make_links = make_links
         self._network = KVNetwork()
         roles = [(NodeRole.PREFILL, "p", num_prefill), (NodeRole.DECODE, "d", num_decode)]
@@ -194,6 +198,7 @@ class SimCluster:
             self._options,
             self._faults,
             join_timeout_s=self._join_timeout_s,
+            tls=self._tls,
             make_links=self._make_links,
         )
         self._nodes[name] = node

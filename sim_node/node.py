@@ -30,6 +30,7 @@ from baton.link import (
     SendKVSnapshot,
 )
 from baton.router_links import RouterLinks
+from baton.tls import NO_TLS, TlsOptions
 from baton.version import __version__
 from sim_node.clock import NodeClock
 from sim_node.decode import SimDecode
@@ -59,6 +60,7 @@ class SimNode:
         network: of this process.
         faults: what it does wrong by itself.
         join_timeout_s: how long to try to reach the router for the first time.
+        tls: shows it who this node is.
         make_links: called as `RouterLinks` is; measurements join a router of the same process.
     """
 
@@ -73,6 +75,7 @@ class SimNode:
         faults: FaultSpec,
         *,
         join_timeout_s: float,
+        tls: TlsOptions = NO_TLS,
         make_links: Callable[..., NodeLinks] = RouterLinks,
     ) -> None:
         self.name, self.role = name, role
@@ -109,6 +112,7 @@ class SimNode:
             on_joined=self._note_joined,
             on_stop=self._drain.begin,  # the others of this process go on
             join_timeout_s=join_timeout_s,
+            tls=tls,
         )
         self.task = asyncio.create_task(self._links.run())
 

@@ -20,13 +20,16 @@ from baton.cli.structured_output_options import (
     RegexOption,
     make_structured_output,
 )
-from baton.client import DEFAULT_ADDRESS, Client
+from baton.cli.tls_options import Access, takes_access
+from baton.client import Client
 from baton.errors import BatonError
 from baton.outputs import TextDelta
 from baton.process import print_error
 from baton.sampling_params import SamplingParams
 
-RouterOption = Annotated[str, typer.Option(help="host:port of the router.")]
+takes_client_access = takes_access(
+    router=Annotated[str, typer.Option(help="host:port of the router.", envvar="BATON_ROUTER")]
+)
 MaxTokensOption = Annotated[int, typer.Option(help="Most output tokens.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopKOption = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0: off.")]
@@ -43,9 +46,10 @@ StopOption = Annotated[
 SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
 
 
+@takes_client_access
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to complete.")],
-    router: RouterOption = DEFAULT_ADDRESS,
+    access: Access,
     max_tokens: MaxTokensOption = 128,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -83,7 +87,7 @@ def generate(
                 json_schema, regex, grammar, choice, json_object
             ),
         )
-        with Client(router) as client:
+        with Client(access.router, tls=access.tls) as client:
             if n > 1:
                 [completions] = client.generate_batch(
                     [prompt],
@@ -104,8 +108,9 @@ def generate(
         Console(stderr=True, highlight=False).print(receipt_line(last.receipt), style="dim")
 
 
+@takes_client_access
 def chat(
-    router: RouterOption = DEFAULT_ADDRESS,
+    access: Access,
     max_tokens: MaxTokensOption = 256,
     temperature: TemperatureOption = 0.7,
     top_k: TopKOption = 0,
@@ -122,7 +127,7 @@ def chat(
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
-        with Client(router) as client:
+        with Client(access.router, tls=access.tls) as client:
             while (text := _read_line()) is not None:
                 if text:
                     _answer(client, messages, text, params, session_id)

@@ -12,11 +12,13 @@ import typer
 
 from baton.block_hash import HASH_ALGORITHMS
 from baton.cli.run_node import NodeOptions, run_node
+from baton.cli.tls_options import InsecureOption, TlsCaOption, TlsCertOption, TlsKeyOption
 from baton.client import DEFAULT_ADDRESS
 from baton.engine_config import DTYPES, KV_CACHE_DTYPES, WEIGHTS, EngineConfig
 from baton.errors import ConfigError
 from baton.process import print_error
 from baton.push_mode import PushMode
+from baton.tls import TlsOptions
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULTS = EngineConfig()
@@ -86,7 +88,25 @@ def node_command(
                 envvar="BATON_ADMIN_TOKEN",
             ),
         ] = "",
-        kv_connector: Annotated[str, typer.Option(help="How KV blocks travel.")] = "nixl",
+        tls_cert: TlsCertOption = "",
+        tls_key: TlsKeyOption = "",
+        tls_ca: TlsCaOption = "",
+        insecure: InsecureOption = False,
+        kv_connector: Annotated[
+            str,
+            typer.Option(
+                help="How KV blocks travel. nixl: fast, not encrypted and not authenticated, for "
+                "networks that are trusted. tls: encrypted, and both ends prove who they are. "
+                "The same on all nodes."
+            ),
+        ] = "nixl",
+        kv_listen: Annotated[
+            str,
+            typer.Option(
+                help="With --kv-connector tls: host:port that peers send KV blocks to, an address "
+                "of this machine that they reach; port 0: any free; by default on loopback."
+            ),
+        ] = "",
         dtype: Annotated[
             str, typer.Option(help=f"Weights and computation: {', '.join(DTYPES)}.")
         ] = _DEFAULTS.dtype,
@@ -194,6 +214,7 @@ def node_command(
                 listen=listen,
                 join_timeout_s=join_timeout_s,
                 kv_connector=kv_connector,
+                kv_listen=kv_listen,
                 engine=EngineConfig(
                     dtype=dtype,
                     kv_cache_dtype=kv_cache_dtype,
@@ -229,6 +250,8 @@ def node_command(
                 node_token=node_token,
                 metrics_listen=metrics_listen,
                 admin_token=admin_token,
+                tls=TlsOptions(cert=tls_cert, key=tls_key, ca=tls_ca),
+                insecure=insecure,
             )
             options = complete(options)
         except ConfigError as error:

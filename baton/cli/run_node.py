@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
+from baton.exposure import split_address
 from baton.link import NodeEvent
 from baton.model_folder import find_model_folder
 from baton.node_program import NodeProgram, run_node_program
 from baton.process import run_program
 from baton.push_mode import PushMode
 from baton.registry import Registry
-from baton.rpc import split_address
+from baton.tls import NO_TLS, TlsOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class NodeOptions:
     listen: str
     join_timeout_s: float
     kv_connector: str
+    kv_listen: str
     engine: EngineConfig
     log_level: str
     push: PushMode
@@ -37,6 +39,8 @@ class NodeOptions:
     node_token: str = field(default="", repr=False)
     metrics_listen: str = ""
     admin_token: str = field(default="", repr=False)
+    tls: TlsOptions = NO_TLS
+    insecure: bool = False
     decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
 
 
@@ -61,6 +65,12 @@ def run_node(options: NodeOptions, program: str) -> int:
         split_address("listen", options.listen)
         if options.metrics_listen:
             split_address("metrics_listen", options.metrics_listen)
+        if options.kv_listen:
+            split_address("kv_listen", options.kv_listen)
+            if options.kv_connector != "tls":
+                raise ConfigError(
+                    f"kv_listen: only --kv-connector tls listens, not {options.kv_connector}"
+                )
         find_model_folder(options.model)
         programs: Registry[MakeProgram] = Registry("node program", {"node": program})
         try:
@@ -81,6 +91,8 @@ def run_node(options: NodeOptions, program: str) -> int:
             node_token=options.node_token,
             metrics_listen=options.metrics_listen,
             admin_token=options.admin_token,
+            tls=options.tls,
+            insecure=options.insecure,
         ),
         log_level=options.log_level,
     )

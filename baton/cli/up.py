@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from baton.cli.tls_options import InsecureOption
 from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.errors import BatonError
 from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 from baton.process import print_error
+from baton.tls import TlsOptions
 
 _STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
 
@@ -53,6 +55,15 @@ def up(
             help="That admin calls must bring; none if empty.", envvar="BATON_ADMIN_TOKEN"
         ),
     ] = "",
+    tls_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificates as `baton certs dev` makes them (ca.crt, router.crt, router.key, "
+            "p0.crt, d0.crt, operator.crt, ...); then nobody gets in without one. No TLS if not "
+            "given."
+        ),
+    ] = None,
+    insecure: InsecureOption = False,
     drain_timeout_s: Annotated[
         float,
         typer.Option(
@@ -80,6 +91,8 @@ def up(
         decode_args=decode_args.split(),
         log_folder=log_folder,
         admin_token=admin_token,
+        tls_folder=tls_folder,
+        insecure=insecure,
         drain_timeout_s=drain_timeout_s,
     )
     stopping = threading.Event()
@@ -95,9 +108,12 @@ def up(
     try:
         with LocalDeployment(config) as deployment:
             wait_ready(deployment, console, ready_timeout_s)
-            console.print(f'[green]ready[/]  baton generate --router {listen} "def add(a, b):"')
+            tls = _client_options(config.tls_of("client"))
+            call = f'baton generate --router {listen}{tls} "def add(a, b):"'
+            console.print(f"[green]ready[/]  {call}", soft_wrap=True)
             if http_listen and not http_listen.endswith(":0"):  # else the router's log says it
-                console.print(f"       OpenAI API: http://{http_listen}/v1")
+                scheme = "https" if tls else "http"
+                console.print(f"       OpenAI API: {scheme}://{http_listen}/v1")
             console.print("[dim]Ctrl-C stops everything[/]")
             while not stopping.wait(0.5):
                 deployment.check(may_leave=True)
@@ -106,6 +122,10 @@ def up(
     except BatonError as error:
         print_error(error)
         raise typer.Exit(1) from None
+
+
+def _client_options(tls: TlsOptions) -> str:
+    return f" --tls-cert {tls.cert} --tls-key {tls.key} --tls-ca {tls.ca}" if tls else ""
 
 
 def wait_ready(deployment: LocalDeployment, console: Console, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from baton.errors import TransferError
+from kvconnector.base import NO_OPTIONS, NO_TRANSFER, TransferKey, TransportOptions
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.nixl.agent import NixlAgent
 from kvconnector.peer_info import PeerInfo, host_identity
@@ -45,7 +46,9 @@ class NixlTransport:
         kv_cache: `[num_blocks, ...]`, contiguous; registered once, and must stay where it is.
     """
 
-    def __init__(self, engine_id: str, kv_cache: torch.Tensor) -> None:
+    def __init__(
+        self, engine_id: str, kv_cache: torch.Tensor, options: TransportOptions = NO_OPTIONS
+    ) -> None:
         layout = KVLayout.of(kv_cache)
         self._layout = layout
         self.scratch = Scratch(engine_id, kv_cache)
@@ -124,6 +127,7 @@ class NixlTransport:
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
         layers: LayerRange | None = None,
+        transfer: TransferKey = NO_TRANSFER,
     ) -> _NixlWrite:
         peer = self._peer(engine_id)
         check_block_ids(local_block_ids, self._layout.num_blocks)
@@ -138,6 +142,12 @@ class NixlTransport:
         remote = np.asarray(remote_block_ids, dtype=np.int32)
         handle = self._agent.post_write(self._tables[layers], local, peer.tables[layers], remote)
         return _NixlWrite(self._agent, handle)
+
+    def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
+        pass  # whoever has our metadata can write all that is registered
+
+    def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
+        return False
 
     def write_scratch(self, engine_id: str, slot: int) -> _NixlWrite:
         peer = self._peer(engine_id)

@@ -10,6 +10,7 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.outputs import Receipt
+from baton.tls import NO_TLS, TlsOptions
 
 COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")
 
@@ -62,6 +63,7 @@ class TargetOptions:
         model: for servers that want a name; empty: the first that the server lists.
         connections: over which gRPC calls are spread; HTTP opens one per request in flight.
         count_tokens_by: of HTTP, one of COUNT_TOKENS_BY.
+        tls: certificates; of a grpc:// URL with them, and of https://.
         include_receipt: of HTTP: ask for Baton's receipts; other servers may refuse that.
     """
 
@@ -71,6 +73,7 @@ class TargetOptions:
     connections: int = 1
     count_tokens_by: str = "auto"
     include_receipt: bool = False
+    tls: TlsOptions = NO_TLS
 
 
 class Target(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -13,8 +14,11 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs lack it
 from baton import wire_types
 from baton.client_messages import credentials, models_from_proto
 from baton.errors import ConfigError
-from baton.rpc import MAX_MESSAGE_BYTES, split_address
+from baton.exposure import split_address
+from baton.rpc import MAX_MESSAGE_BYTES
 from baton.sampling_params import SamplingParams
+from baton.tls import channel_credentials, read_tls
+from baton.tls_refusal import why_refused
 from baton.v1 import inference_pb2, types_pb2
 from loadtest.targets.base import Frame, Target, TargetError, TargetOptions, Usage
 
@@ -114,8 +118,11 @@ async def open_target(options: TargetOptions) -> Target:
     if not 1 <= options.connections <= 1000:
         raise ConfigError(f"connections: must be 1 to 1000, got {options.connections}")
     metadata = credentials(options.api_key or None)
+    tls = read_tls(options.tls)
     channels = [
         grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        if tls is None
+        else grpc.aio.secure_channel(address, channel_credentials(tls), options=_CHANNEL_OPTIONS)
         for _ in range(options.connections)
     ]
     description: dict[str, str] = {}
@@ -132,8 +139,9 @@ async def open_target(options: TargetOptions) -> Target:
         except grpc.RpcError as error:
             for opened in channels:
                 await opened.close(None)
+            why = await asyncio.to_thread(why_refused, address, options.tls)
             raise TargetError(
-                error.code().name, f"{address} does not answer: {error.details()}"
+                error.code().name, f"{address} does not answer: {why or error.details()}"
             ) from None
         description = {
             "api": "baton.v1.Inference over gRPC",

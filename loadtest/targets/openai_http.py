@@ -16,6 +16,7 @@ import msgspec
 from baton.client_messages import credentials
 from baton.errors import ConfigError
 from baton.outputs import Receipt
+from baton.tls import client_context, read_tls
 from loadtest.targets.base import (
     COUNT_TOKENS_BY,
     Frame,
@@ -195,11 +196,16 @@ async def open_target(options: TargetOptions) -> Target:
             f"got {options.count_tokens_by!r}"
         )
     base_url = options.url.rstrip("/")
+    tls = read_tls(options.tls)
+    if tls is not None and not base_url.startswith("https:"):
+        raise ConfigError(f"target: must be https:// with TLS options, got {options.url!r}")
     session = aiohttp.ClientSession(
         # No limit: requests that wait for a connection here would make the server look slow. Idle
         # ones are closed before any usual server does it (uvicorn after 5 s): while that happens a
         # request sent on one is lost.
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=4, ssl=True if tls is None else client_context(tls)
+        ),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={
             "Content-Type": "application/json",

@@ -17,7 +17,8 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
     """A joined node, how busy it is, and whom it reaches."""
     description = _describe(node.registration)
     load = node.load
-    description.beat.CopyFrom(wire.beat_to_proto(node.beat))
+    if load.has_beat:  # else it has said nothing of itself yet
+        description.beat.CopyFrom(wire.beat_to_proto(node.beat))
     description.num_requests = len(node.legs)
     description.weight = load.weight
     if load.prefill.num_measured and load.prefill.per_unit > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class HttpServer:
         cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
         grace_s: when it stops, requests in progress have so long to end.
         limits: of connections.
+        tls: what it serves HTTPS with; None: HTTP.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class HttpServer:
         cors_origin: str = "",
         grace_s: float = 0.0,
         limits: ConnectionLimits | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._intake = intake
         self._pool = pool
@@ -62,6 +65,7 @@ class HttpServer:
         self._model_name = model_name
         self._api_keys = api_keys or ApiKeys()
         self._cors_origin = cors_origin
+        self._tls = tls
         self._created = int(time.time())
         self._is_stopping = False
         app = web.Application(
@@ -109,7 +113,7 @@ class HttpServer:
         """
         await self._runner.setup()
         try:
-            return await self._listener.start("http_listen", listen)
+            return await self._listener.start("http_listen", listen, ssl_context=self._tls)
         except ConfigError as error:
             await self._runner.cleanup()
             raise ConfigError(f'{error}; choose another, or "" for no HTTP') from None

@@ -17,7 +17,7 @@ class FleetBook:
     """Prefill nodes p0, p1, ... and decode nodes d0, d1, ..., each reaching all of the others."""
 
     def __init__(self, num_prefill: int, num_decode: int) -> None:
-        self.shared = SharedRates()
+        self.shared = SharedRates(kv_bytes_per_token=131_072)
         self.now = 0.0
         self.prefills = [self._node(f"p{i}", NodeRole.PREFILL) for i in range(num_prefill)]
         self.decodes = [self._node(f"d{i}", NodeRole.DECODE) for i in range(num_decode)]
@@ -28,7 +28,7 @@ class FleetBook:
 
     def _node(self, name: str, role: NodeRole) -> NodeLoad:
         registration = dataclasses.replace(
-            make_registration(name, role), num_blocks=20_000, kv_bytes_per_token=131_072
+            make_registration(name, role, max_model_len=10_000), num_blocks=20_000
         )
         return NodeLoad(registration, self.shared, lambda: self.now)
 

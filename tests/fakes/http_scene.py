@@ -36,7 +36,7 @@ class HttpScene:
     """
 
     def __init__(self, *, pair: bool = True, timeout_s: float = 60.0, **options: Any) -> None:
-        self.pool = make_pool()
+        self.pool = make_pool(max_model_len=20_000)
         if pair:
             self.prefill, self.decode = join_pair(self.pool)
         self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), NO_RETRIES)

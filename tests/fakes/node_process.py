@@ -108,7 +108,9 @@ class NodeProcess:
         Args:
             chunk_s: how long a step takes that another one follows.
         """
-        self.node, self.registration, self._chunk_s = node, registration, chunk_s
+        key = registration.engine_id.encode()
+        self.registration = dataclasses.replace(registration, process_key=key)
+        self.node, self._chunk_s = node, chunk_s
         self._kv_events = KVEventFeed(node.engine, self.emit, self._clock)
 
     @property
@@ -179,6 +181,7 @@ class NodeProcess:
         now = self._clock()
         if self.link is None:
             if now >= self._dial_at and not self.muted:
+                self._dial_at = now + RETRY_INTERVAL_S
                 self._dial()
         elif now >= self._beat_at:
             self._beat_at = now + BEAT_INTERVAL_S
@@ -191,12 +194,14 @@ class NodeProcess:
                 self.break_link()
 
     def _dial(self) -> None:
+        assert self._pool.refusal(self.registration) == ""
+        if self._pool.gate.obstacle(self.registration, self._pool.nodes):
+            return  # an earlier start is not known to be dead yet
         link = self.link = Link()
         self._num_missed_beats = 0
         self._router_id = self._pool.router_id
         self._router_knows = False
         link.joined = Node(self.registration, link.send, hang_up=link.hang_up, clock=self._clock)
-        assert self._pool.refusal(self.registration) == ""
         self._pool.add(link.joined)
         self._links = [*(old for old in self._links if old.joined is not None), link]
 

@@ -87,7 +87,8 @@ class HandNode:
     def __init__(self, pool: NodePool, registration: NodeRegistration) -> None:
         self.pool = pool
         self.commands: list[RouterCommand] = []
-        self.node = Node(registration, self.commands.append)
+        self.is_hung_up = False
+        self.node = Node(registration, self.commands.append, hang_up=self._hang_up)
         pool.add(self.node)
 
     @property
@@ -107,6 +108,9 @@ class HandNode:
         event = wire.node_event_from_proto(wire.node_event_to_proto(deltas))
         assert event is not None
         self.pool.take(self.node, event)
+
+    def _hang_up(self) -> None:
+        self.is_hung_up = True
 
     def leave(self) -> None:
         self.pool.remove(self.node)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.errors import TransferError
+from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.messages import Message
 from kvconnector.peer_info import PeerInfo
@@ -232,6 +233,7 @@ class ScriptedTransport:
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
         layers: LayerRange | None = None,
+        transfer: TransferKey = NO_TRANSFER,
     ) -> ScriptedWrite:
         target = self._target(engine_id)
         check_block_ids(local_block_ids, len(self.kv_cache))
@@ -241,6 +243,12 @@ class ScriptedTransport:
         write = ScriptedWrite(self, target, list(local_block_ids), list(remote_block_ids), layers)
         self._network.writes.append(write)
         return write
+
+    def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
+        pass
+
+    def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
+        return False
 
     def write_scratch(self, engine_id: str, slot: int) -> ScriptedTestWrite:
         check_block_ids([slot], NUM_SLOTS)

@@ -12,29 +12,29 @@ from baton.cli.admin.connection import (
     OptionalNodeArgument,
     OutputFormat,
     OutputOption,
-    RouterOption,
-    TokenOption,
     connection,
+    takes_admin_access,
 )
 from baton.cli.admin.output import format_seconds, is_json, make_console, make_table, print_json
-from baton.client import DEFAULT_ADDRESS
+from baton.cli.tls_options import Access
 from baton.v1 import admin_pb2
 
 MAX_RANGES = 4  # of a holding, in the table; JSON has all
 _NO_TRANSFER = ("request", "null block", "step in flight")
 
 
+@takes_admin_access
 def audit(
     node: OptionalNodeArgument = "",
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.
 
     On a node in order, the references that its block pool counts are those of the owners listed.
     """
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found: admin_pb2.AuditResponse = admin.call("Audit", admin_pb2.AuditRequest(node=node))
     if is_json(output):
         print_json(found)

@@ -10,12 +10,15 @@ from typing import Annotated, Any
 import grpc
 import typer
 
+from baton.cli.tls_options import Access, takes_access
 from baton.client import DEFAULT_ADDRESS
 from baton.client_messages import trailers_of
 from baton.error_details import error_from_trailers
-from baton.errors import InvalidRequestError, NotFoundError
+from baton.errors import ConfigError, InvalidRequestError, NotFoundError
 from baton.process import print_error
 from baton.rpc import bearer, open_sync_channel
+from baton.tls import TlsOptions, read_tls
+from baton.tls_refusal import why_refused
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 TIMEOUT_S = 15.0  # the router waits for nodes for up to 10 s
@@ -40,10 +43,12 @@ class OutputFormat(enum.Enum):
     JSON = "json"
 
 
-RouterOption = Annotated[str, typer.Option(help="host:port of the router.", envvar="BATON_ROUTER")]
-TokenOption = Annotated[
-    str, typer.Option(help="What the router's --admin-token is.", envvar="BATON_ADMIN_TOKEN")
-]
+takes_admin_access = takes_access(
+    router=Annotated[str, typer.Option(help="host:port of the router.", envvar="BATON_ROUTER")],
+    token=Annotated[
+        str, typer.Option(help="What the router's --admin-token is.", envvar="BATON_ADMIN_TOKEN")
+    ],
+)
 OutputOption = Annotated[OutputFormat, typer.Option(help="For people, or for programs.")]
 
 
@@ -51,13 +56,13 @@ class AdminConnection:
     """Calls of one router's `Admin` service; use it as a context manager's target.
 
     Args:
-        router: ``host:port``.
-        token: of operators; empty: none.
+        access: which router, and how.
+        channel: to it.
     """
 
-    def __init__(self, router: str, token: str, channel: grpc.Channel) -> None:
-        self._router = router
-        self._metadata = bearer(token)
+    def __init__(self, access: Access, channel: grpc.Channel) -> None:
+        self._access = access
+        self._metadata = bearer(access.token)
         self._stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
 
     def call(self, method: str, request: Any, timeout_s: float = TIMEOUT_S) -> Any:
@@ -65,7 +70,7 @@ class AdminConnection:
         try:
             return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise AdminError.of(error, self._router) from None
+            raise AdminError.of(error, self._access) from None
 
     def nodes(self) -> list[admin_pb2.NodeDescription]:
         """All nodes that the router knows."""
@@ -91,8 +96,9 @@ class AdminError(Exception):
         self.exit_code = exit_code
 
     @classmethod
-    def of(cls, error: grpc.RpcError, router: str) -> AdminError:
+    def of(cls, error: grpc.RpcError, access: Access) -> AdminError:
         """What a failed call means."""
+        router = access.router
         code, details = error.code(), error.details() or ""
         ours = error_from_trailers(details, trailers_of(error))
         if isinstance(ours, NotFoundError):
@@ -105,19 +111,23 @@ class AdminError(Exception):
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.DEADLINE_EXCEEDED,
         ):
-            return cls(f"router: {router} cannot be reached ({code.name})")
+            why = why_refused(router, access.tls) or code.name
+            return cls(f"router: {router} cannot be reached ({why})")
         return cls(details or code.name)
 
 
 @contextmanager
-def connection(router: str, token: str) -> Iterator[AdminConnection]:
+def connection(access: Access) -> Iterator[AdminConnection]:
     """Talk to a router; one line and the exit code for what goes wrong meanwhile."""
     try:
-        with open_sync_channel(router) as channel:
-            yield AdminConnection(router, token, channel)
+        with open_sync_channel(access.router, read_tls(access.tls)) as channel:
+            yield AdminConnection(access, channel)
     except AdminError as error:
         print_error(error)
         raise typer.Exit(error.exit_code) from None
+    except ConfigError as error:
+        print_error(error)
+        raise typer.Exit(ExitCode.USAGE) from None
     except KeyboardInterrupt:
         typer.echo()
         raise typer.Exit(130) from None
@@ -125,15 +135,21 @@ def connection(router: str, token: str) -> Iterator[AdminConnection]:
 
 def complete_node(context: typer.Context, incomplete: str) -> list[str]:
     """Names of nodes that begin like this, asked of the router; none if it does not answer."""
-    router = context.params.get("router") or DEFAULT_ADDRESS
-    with open_sync_channel(router) as channel:
-        admin = AdminConnection(router, context.params.get("token") or "", channel)
-        try:
-            response: admin_pb2.ListNodesResponse = admin.call(
+    given = {name: value for name, value in context.params.items() if value}
+    try:
+        access = Access(
+            router=given.get("router", DEFAULT_ADDRESS),
+            token=given.get("token", ""),
+            tls=TlsOptions(
+                **{name: given.get(f"tls_{name}", "") for name in ("cert", "key", "ca")}
+            ),
+        )
+        with open_sync_channel(access.router, read_tls(access.tls)) as channel:
+            response: admin_pb2.ListNodesResponse = AdminConnection(access, channel).call(
                 "ListNodes", admin_pb2.ListNodesRequest(), _COMPLETION_TIMEOUT_S
             )
-        except AdminError:
-            return []
+    except (AdminError, ConfigError):
+        return []
     return [node.node_name for node in response.nodes if node.node_name.startswith(incomplete)]
 
 

@@ -10,15 +10,15 @@ from rich.markup import escape
 from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
-    RouterOption,
-    TokenOption,
     connection,
+    takes_admin_access,
 )
 from baton.cli.admin.output import format_time, is_json, make_console, make_table, print_json
-from baton.client import DEFAULT_ADDRESS
+from baton.cli.tls_options import Access
 from baton.v1 import admin_pb2
 
 
+@takes_admin_access
 def explain(
     request_id: Annotated[str, typer.Argument(help="One of the last requests.")] = "",
     prompt: Annotated[str, typer.Option(help="Or: if this text came now.")] = "",
@@ -28,8 +28,8 @@ def explain(
     max_tokens: Annotated[
         int, typer.Option(help="Of --prompt and --prompt-tokens: output tokens.", min=1)
     ] = 128,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show the places that the routing policy looked at, and what it made of each.
@@ -45,7 +45,7 @@ def explain(
         request.prompt = prompt
     else:
         request.num_prompt_tokens = prompt_tokens
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.call("Explain", request)
     if is_json(output):
         print_json(found)

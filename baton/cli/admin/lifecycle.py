@@ -18,13 +18,12 @@ from baton.cli.admin.connection import (
     NodeArgument,
     OutputFormat,
     OutputOption,
-    RouterOption,
-    TokenOption,
     connection,
+    takes_admin_access,
 )
 from baton.cli.admin.nodes import state_of
 from baton.cli.admin.output import is_json, print_json
-from baton.client import DEFAULT_ADDRESS
+from baton.cli.tls_options import Access
 from baton.v1 import admin_pb2
 
 _POLL_S = 0.1
@@ -36,41 +35,44 @@ TimeoutOption = Annotated[
 _Node = admin_pb2.NodeDescription
 
 
+@takes_admin_access
 def drain(
     name: NodeArgument,
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 300.0,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Have a node take nothing new and end what it has; it stays, for `resume` or `remove`.
 
     With --wait, returns when no request, transfer or block that a peer may write is left there.
     """
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.call("Drain", admin_pb2.NodeRequest(node=name))
         if wait:
             found = _wait(admin, found, "drained", timeout_s, quiet=is_json(output))
     _print(found, output, f"{found.node_name} is {'drained' if wait else 'told to drain'}")
 
 
+@takes_admin_access
 def resume(
     name: NodeArgument,
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 10.0,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Have a draining or drained node serve again."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.call("Resume", admin_pb2.NodeRequest(node=name))
         if wait:
             found = _wait(admin, found, "serving", timeout_s, quiet=is_json(output))
     _print(found, output, f"{found.node_name} {'serves' if wait else 'is told to serve'} again")
 
 
+@takes_admin_access
 def remove(
     name: NodeArgument,
     force: Annotated[
@@ -81,8 +83,8 @@ def remove(
     ] = False,
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 300.0,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Drain a node and end its process.
@@ -90,7 +92,7 @@ def remove(
     With --force for a node that does not do as it is told: it is out at once, and may join again
     only when it is started anew.
     """
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.call("Remove", admin_pb2.RemoveRequest(node=name, force=force))
         if wait and not force:
             _wait(admin, found, "", timeout_s, quiet=is_json(output))

@@ -12,9 +12,8 @@ from baton.cli.admin.connection import (
     NodeArgument,
     OutputFormat,
     OutputOption,
-    RouterOption,
-    TokenOption,
     connection,
+    takes_admin_access,
 )
 from baton.cli.admin.output import (
     enum_word,
@@ -26,20 +25,20 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.client import DEFAULT_ADDRESS
+from baton.cli.tls_options import Access
 from baton.rates import format_rate
 from baton.v1 import admin_pb2, node_pb2, types_pb2
 
 _STYLES = {"serving": "green", "draining": "yellow", "drained": "cyan", "lost": "red"}
 
 
+@takes_admin_access
 def nodes(
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """List the nodes that have joined a router, how busy they are, and whom they reach."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         response = admin.call("ListNodes", admin_pb2.ListNodesRequest())
     if is_json(output):
         print_json(response)
@@ -49,14 +48,15 @@ def nodes(
     print_problems(console, response.nodes)
 
 
+@takes_admin_access
 def node(
     name: NodeArgument,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show one node."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.node(name)
     if is_json(output):
         print_json(found)
@@ -87,9 +87,11 @@ def state_of(found: admin_pb2.NodeDescription) -> str:
     return (found.health or "serving") if serving_state == "serving" else serving_state
 
 
-def kv_share(found: admin_pb2.NodeDescription) -> float:
-    """Share of a node's KV blocks that requests hold."""
-    return 1 - found.beat.num_free_blocks / found.num_blocks if found.num_blocks else 0.0
+def kv_bar(found: admin_pb2.NodeDescription) -> str:
+    """Share of a node's KV blocks that requests hold; it is not known before its first beat."""
+    if not found.HasField("beat") or not found.num_blocks:
+        return "?"
+    return format_bar(1 - found.beat.num_free_blocks / found.num_blocks)
 
 
 def nodes_table(found: Sequence[admin_pb2.NodeDescription], *, peers: bool = True) -> Table:
@@ -110,7 +112,7 @@ def nodes_table(found: Sequence[admin_pb2.NodeDescription], *, peers: bool = Tru
                     str(one.num_requests),
                     str(beat.num_running),
                     str(beat.num_waiting + beat.num_waiting_for_remote_kvs),
-                    format_bar(kv_share(one)),
+                    kv_bar(one),
                 )
             ),
         ]
@@ -155,10 +157,10 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
         f"{beat.num_waiting_for_remote_kvs} waiting for KV, of all routers",
     )
     table.add_row("transfers", str(beat.num_transfers))
-    num_used = one.num_blocks - beat.num_free_blocks
+    num_used = str(one.num_blocks - beat.num_free_blocks) if one.HasField("beat") else "?"
     table.add_row(
         "KV blocks",
-        f"{format_bar(kv_share(one))}  {num_used} of {one.num_blocks} in use, "
+        f"{kv_bar(one)}  {num_used} of {one.num_blocks} in use, "
         f"{beat.num_quarantined_blocks} in quarantine",
     )
     table.add_row(

@@ -12,9 +12,8 @@ from baton.cli.admin.connection import (
     OptionalNodeArgument,
     OutputFormat,
     OutputOption,
-    RouterOption,
-    TokenOption,
     connection,
+    takes_admin_access,
 )
 from baton.cli.admin.output import (
     format_count,
@@ -26,25 +25,26 @@ from baton.cli.admin.output import (
     print_json,
 )
 from baton.cli.receipt_table import format_bytes
-from baton.client import DEFAULT_ADDRESS
+from baton.cli.tls_options import Access
 from baton.v1 import admin_pb2, types_pb2
 
 RequestArgument = Annotated[str, typer.Argument(help="See `baton admin requests`.")]
 _STYLES = {"running": "green", "failed": "red", "queued": "yellow"}
 
 
+@takes_admin_access
 def requests(
     node: OptionalNodeArgument = "",
     limit: Annotated[int, typer.Option(help="Of the router: at most so many.", min=1)] = 20,
     open_only: Annotated[
         bool, typer.Option("--open", help="Of the router: only those in progress.")
     ] = False,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """List the last requests of the router; or, of one node, all that are open there."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         if node:
             of_node = admin.call("ListNodeRequests", admin_pb2.NodeRequest(node=node))
         else:
@@ -58,14 +58,15 @@ def requests(
         _print_of_router(found.requests)
 
 
+@takes_admin_access
 def trace(
     request_id: RequestArgument,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Tell the life of one of the router's last requests."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.call("Trace", admin_pb2.TraceRequest(request_id=request_id))
     if is_json(output):
         print_json(found)
@@ -83,13 +84,14 @@ def trace(
     console.print(table)
 
 
+@takes_admin_access
 def abort(
     request_id: RequestArgument,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
 ) -> None:
     """End an open request, on its nodes too; its client is told CANCELLED."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         admin.call("Abort", admin_pb2.AbortRequest(request_id=request_id))
     typer.echo(f"{request_id} is ended")
 

@@ -12,9 +12,8 @@ from rich.table import Table
 from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
-    RouterOption,
-    TokenOption,
     connection,
+    takes_admin_access,
 )
 from baton.cli.admin.output import (
     format_count,
@@ -24,22 +23,23 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.client import DEFAULT_ADDRESS
+from baton.cli.tls_options import Access
 from baton.v1 import admin_pb2
 
 _RANKS = ("p50", "p90", "p99", "max")
 
 
+@takes_admin_access
 def stats(
     window_s: Annotated[
         float, typer.Option(help="Latencies are of so many last seconds.", min=1)
     ] = 60.0,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show how many requests there were, how they ended, and how long they took."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.call("GetStats", admin_pb2.GetStatsRequest(window_s=window_s))
     if is_json(output):
         print_json(found)

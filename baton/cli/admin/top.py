@@ -13,11 +13,11 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from baton.cli.admin.connection import AdminConnection, RouterOption, TokenOption, connection
+from baton.cli.admin.connection import AdminConnection, connection, takes_admin_access
 from baton.cli.admin.nodes import nodes_table
 from baton.cli.admin.output import format_count, format_seconds, make_console
 from baton.cli.admin.stats import latencies_table
-from baton.client import DEFAULT_ADDRESS
+from baton.cli.tls_options import Access
 from baton.v1 import admin_pb2
 
 
@@ -31,32 +31,33 @@ class _Sample:
     stats: admin_pb2.GetStatsResponse
 
 
+@takes_admin_access
 def top(
     interval_s: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Look twice, print that, and end; also without a tty.")
     ] = False,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
 ) -> None:
     """Watch a router and its nodes; Ctrl-C ends it."""
     # Also where Ctrl-C is ignored from the start, as for what a script starts in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     console = make_console()
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         last = _take(admin)
         if once or not console.is_terminal:
             time.sleep(interval_s)
-            console.print(_frame(router, last, _take(admin)))
+            console.print(_frame(access.router, last, _take(admin)))
             return
         with Live(
-            _frame(router, last, last), console=console, screen=True, auto_refresh=False
+            _frame(access.router, last, last), console=console, screen=True, auto_refresh=False
         ) as live:
             try:
                 while True:
                     time.sleep(interval_s)
                     sample = _take(admin)
-                    live.update(_frame(router, last, sample), refresh=True)
+                    live.update(_frame(access.router, last, sample), refresh=True)
                     last = sample
             except KeyboardInterrupt:
                 return

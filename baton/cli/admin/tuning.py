@@ -13,13 +13,12 @@ from baton.cli.admin.connection import (
     OptionalNodeArgument,
     OutputFormat,
     OutputOption,
-    RouterOption,
     ServerArgument,
-    TokenOption,
     connection,
+    takes_admin_access,
 )
 from baton.cli.admin.output import format_seconds, is_json, make_console, make_table, print_json
-from baton.client import DEFAULT_ADDRESS
+from baton.cli.tls_options import Access
 from baton.v1 import admin_pb2
 
 ROUTER = "router"
@@ -28,13 +27,13 @@ policy = typer.Typer(no_args_is_help=True, help="See or change how requests are 
 
 
 @policy.command("get")
+@takes_admin_access
 def get_policy(
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Print the routing policy, and those that there are."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.call("GetPolicy", admin_pb2.GetPolicyRequest())
     if is_json(output):
         print_json(found)
@@ -44,14 +43,15 @@ def get_policy(
 
 
 @policy.command("set")
+@takes_admin_access
 def set_policy(
     name: Annotated[str, typer.Argument(help="See `baton admin policy get`.")],
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Place requests by another policy from now on; until the router's next start."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.call("SetPolicy", admin_pb2.SetPolicyRequest(policy=name))
     if is_json(output):
         print_json(found)
@@ -59,14 +59,15 @@ def set_policy(
         typer.echo(f"the policy is {found.policy}")
 
 
+@takes_admin_access
 def flush_cache(
     node: OptionalNodeArgument = "",
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Empty the prefix cache of a node, or of all; requests in progress keep what they have."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.call("FlushCache", admin_pb2.AdminFlushCacheRequest(node=node))
     if is_json(output):
         print_json(found)
@@ -77,26 +78,28 @@ def flush_cache(
         raise typer.Exit(ExitCode.ERROR)
 
 
+@takes_admin_access
 def log_level(
     name: ServerArgument,
     level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
 ) -> None:
     """Set what a node, or the router (its name here is `router`), logs from now on."""
     node = "" if name == ROUTER else name
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         request = admin_pb2.AdminSetLogLevelRequest(node=node, level=level)
         found = admin.call("SetLogLevel", request)
     typer.echo(f"{name} logs {level} and above; it was {found.previous}")
 
 
+@takes_admin_access
 def profile(
     name: ServerArgument,
     seconds: Annotated[float, typer.Option(help="How long to watch.", min=0.1, max=60)] = 5.0,
     limit: Annotated[int, typer.Option(help="Functions to print.", min=1)] = 20,
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    *,
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """See what a node's engine, or the router (named `router`), spends its time on.
@@ -105,7 +108,7 @@ def profile(
     (torch's, too) counts for the Python function that called it.
     """
     node = "" if name == ROUTER else name
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         request = admin_pb2.AdminProfileRequest(node=node, seconds=seconds)
         found = admin.call("Profile", request, TIMEOUT_S + seconds)
     if is_json(output):

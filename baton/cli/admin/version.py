@@ -7,23 +7,22 @@ import typer
 from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
-    RouterOption,
-    TokenOption,
     connection,
+    takes_admin_access,
 )
 from baton.cli.admin.output import is_json, make_console, print_json
-from baton.client import DEFAULT_ADDRESS
+from baton.cli.tls_options import Access
 from baton.v1 import admin_pb2
 from baton.version import __version__
 
 
+@takes_admin_access
 def version(
-    router: RouterOption = DEFAULT_ADDRESS,
-    token: TokenOption = "",
+    access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Print the versions of this program, the router and its nodes, and whether they differ."""
-    with connection(router, token) as admin:
+    with connection(access) as admin:
         found = admin.call("GetVersion", admin_pb2.GetVersionRequest())
     if is_json(output):
         print_json(

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from baton.cli.node_options import parse_bytes
 from baton.errors import ConfigError
+from baton.exposure import split_address
 from baton.local_deployment import divide_cores
-from baton.rpc import split_address
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from baton.sampling_params import SamplingParams
-from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEventKind
+from kvconnector.base import (
+    NO_TRANSFER,
+    BlockPush,
+    KVReservation,
+    TransferEvent,
+    TransferEventKind,
+    TransferKey,
+)
 from kvconnector.digests import BlockDigests
 from kvconnector.in_memory import InMemoryTransport, _Done
 from kvconnector.layout import LayerRange
@@ -42,6 +49,7 @@ class DamagingTransport(InMemoryTransport):
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
         layers: LayerRange | None = None,
+        transfer: TransferKey = NO_TRANSFER,
     ) -> _Done:
         done = super().write(engine_id, local_block_ids, remote_block_ids, layers)
         self.num_writes += 1

@@ -13,7 +13,6 @@ from baton.link import (
     NodeRegistration,
     NodeRole,
     PeerUpdate,
-    Refusal,
     RequestError,
     SendKVSnapshot,
 )
@@ -112,16 +111,15 @@ def test_incompatibility_names_the_first_thing_that_differs_and_nothing_when_equ
     assert problem == "b differs: a has 1, b has 2"
 
 
-def test_a_node_of_the_same_name_replaces_the_old_one_and_its_peers_learn_of_both() -> None:
+def test_the_same_process_takes_the_place_of_its_own_link_and_its_peers_learn_of_both() -> None:
     pool = make_pool()
     prefill, decode = join_pair(pool)
-    again = HandNode(pool, make_registration("d0", D, incarnation=1))
-    [refusal] = decode.of(Refusal)
-    assert "d0 joined again" in refusal.problem
-    assert [node.engine_id for node in pool.nodes] == ["d0-1", "p0-0"]
+    again = HandNode(pool, decode.node.registration)
+    assert decode.is_hung_up
+    assert [node.engine_id for node in pool.nodes] == ["d0-0", "p0-0"]
     assert prefill.of(PeerUpdate)[1:] == [
         PeerUpdate("d0-0", removed=True),
-        PeerUpdate("d0-1", b"info of d0-1"),
+        PeerUpdate("d0-0", b"info of d0-0"),
     ]
     assert again.of(PeerUpdate) == [PeerUpdate("p0-0", b"info of p0-0")]
     assert pairs_of(pool) == []  # the new one is not connected yet
@@ -156,14 +154,43 @@ def test_a_pair_is_gone_as_soon_as_either_node_left() -> None:
         assert pairs_of(pool) == []
 
 
-def test_the_longest_request_is_what_every_node_can_take() -> None:
+def test_the_longest_request_is_what_some_pair_takes() -> None:
     pool = make_pool(max_model_len=90)
     assert pool.max_model_len == 90
-    node = HandNode(pool, make_registration("p", P, max_model_len=50))
-    HandNode(pool, make_registration("d", D, max_model_len=70))
+    prefill = HandNode(pool, make_registration("p", P, max_model_len=80))
+    short = HandNode(pool, make_registration("d0", D, max_model_len=50))
+    prefill.reach(short)
     assert pool.max_model_len == 50
-    node.leave()
+    decode = HandNode(pool, make_registration("d1", D, max_model_len=70))
+    assert pool.max_model_len == 50  # nobody reaches it yet
+    prefill.reach(decode)
     assert pool.max_model_len == 70
+    decode.leave()
+    assert pool.max_model_len == 50
+    short.leave()
+    assert pool.max_model_len == 50  # of the last pair that there was
+
+
+def test_a_node_that_is_in_no_pair_does_not_say_what_the_router_takes() -> None:
+    pool = make_pool(max_model_len=90)
+    join_pair(pool)
+    for name, role, differs in (("p", P, {}), ("d", D, {"dtype": "other"}), ("d9", D, {})):
+        HandNode(pool, make_registration(name, role, max_model_len=2, differs=differs))
+        assert pool.max_model_len == 90
+
+
+def test_a_request_goes_where_it_is_not_cut_short() -> None:
+    pool = make_pool()
+    prefill = HandNode(pool, make_registration("p", P, max_model_len=100))
+    for name, length in (("d0", 50), ("d1", 100)):
+        prefill.reach(HandNode(pool, make_registration(name, D, max_model_len=length)))
+
+    def names(num_tokens: int, at_end: int) -> list[str]:
+        return [node.node_name for node in pool.fleet.with_room_for(num_tokens, at_end).decodes]
+
+    assert names(10, 50) == ["d0", "d1"]
+    assert names(10, 51) == names(10, 1000) == names(51, 51) == ["d1"]
+    assert names(101, 101) == []
 
 
 def test_a_beat_replaces_the_one_before() -> None:
@@ -272,7 +299,6 @@ def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:
     assert item.node_lost
     assert error.message == "decode node d0 is silent (missed 4 beats)"
     assert prefill.of(PeerUpdate)[-1] == PeerUpdate("d0-0", removed=True)
-    assert decode.of(Refusal) == []  # it may come back
     again = HandNode(pool, decode.node.registration)
     assert pool.lost == []
     assert again.of(PeerUpdate) == [PeerUpdate("p0-0", b"info of p0-0")]

@@ -35,7 +35,7 @@ async def test_calls_that_wait_for_nodes_or_for_their_turn_end_too() -> None:
     scene.pool.remove(scene.decode.node)
     await scene.call("waits for nodes")
     admission = scene.dispatcher.admission
-    admission._capacity.has_room = lambda *_: False  # type: ignore[method-assign]
+    admission._capacity.has_room = lambda *_, **__: False  # type: ignore[method-assign]
     first, scene.task = scene.task, None
     await scene.call("waits for its turn")
     assert admission.state().num_queued == 1

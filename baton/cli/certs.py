@@ -1,0 +1,120 @@
+"""`baton certs dev`: certificates for trying TLS."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.certificates import NODE_KINDS
+from baton.dev_certificates import LOCAL_HOSTS, ROUTER, Holder, write_dev_certificates
+from baton.errors import ConfigError
+from baton.identity import Role
+from baton.process import print_error
+
+_CALLER_ROLES = tuple(role.value for role in Role if role is not Role.JOIN)
+_ROLE = re.compile(rf"({'|'.join(_CALLER_ROLES)})(-({'|'.join(_CALLER_ROLES)}))*")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, help="Make certificates for trying TLS."
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps the group a group."""
+
+
+@app.command()
+def dev(
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("baton-certs"),
+    name: Annotated[
+        str, typer.Option(help="Make one certificate, for this name, with --role.")
+    ] = "",
+    role: Annotated[
+        str,
+        typer.Option(
+            help=f"With --name: {ROUTER}, {', '.join(NODE_KINDS)}, or what a caller may do: "
+            f"{', '.join(_CALLER_ROLES)}, or several of these joined by '-'."
+        ),
+    ] = "",
+    tenant: Annotated[
+        str, typer.Option(help="With --name of a caller: whose it is; itself if empty.")
+    ] = "",
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="More names and addresses of this machine, for router and nodes."),
+    ] = None,
+    prefill: Annotated[int, typer.Option(help="Prefill nodes: p0, p1, ...", min=0)] = 1,
+    decode: Annotated[int, typer.Option(help="Decode nodes: d0, d1, ...", min=0)] = 1,
+    days: Annotated[float, typer.Option(help="How long they are valid.", min=0)] = 30.0,
+) -> None:
+    """Make a throw-away CA with certificates for a router, nodes, a client and an operator.
+
+    Not for production: the CA's key lies beside them. A CA that is in the folder is used again.
+    """
+    hosts = (*LOCAL_HOSTS, *(host or ()))
+    try:
+        if name or role or tenant:
+            holders = [_one(name, role, tenant, hosts)]
+        else:
+            holders = _all(prefill, decode, hosts)
+        write_dev_certificates(out, holders, days=days)
+    except (ConfigError, ValueError) as error:
+        print_error(error)
+        raise typer.Exit(1) from None
+    typer.echo(f"{out}: {', '.join(holder.name for holder in holders)}, for {days:g} days")
+    typer.echo("NOT FOR PRODUCTION: whoever reads this folder can be anybody.")
+    typer.echo(_next_commands(out))
+
+
+def _all(num_prefill: int, num_decode: int, hosts: tuple[str, ...]) -> list[Holder]:
+    nodes = [("prefill", f"p{i}") for i in range(num_prefill)]
+    nodes += [("decode", f"d{i}") for i in range(num_decode)]
+    return [
+        Holder(name=ROUTER, hosts=hosts),
+        *(Holder(name=name, uri_path=f"node/{kind}/{name}", hosts=hosts) for kind, name in nodes),
+        Holder(name="client", uri_path="infer/client"),
+        Holder(name="operator", uri_path="look-operate/operator"),
+    ]
+
+
+def _one(name: str, role: str, tenant: str, hosts: tuple[str, ...]) -> Holder:
+    """Raises ConfigError."""
+    for option, text in (("name", name), *((("tenant", tenant),) if tenant else ())):
+        if not _NAME.fullmatch(text) or text in ("ca", ".", ".."):
+            raise ConfigError(
+                f"{option}: must be 1 to 64 letters, digits, '.', '_' or '-' (and not 'ca'), "
+                f"got {text!r}"
+            )
+    if role == ROUTER:
+        return Holder(name=name, hosts=hosts)
+    if role in NODE_KINDS:
+        return Holder(name=name, uri_path=f"node/{role}/{name}", hosts=hosts)
+    if not _ROLE.fullmatch(role):
+        known = ", ".join((ROUTER, *NODE_KINDS, *_CALLER_ROLES))
+        raise ConfigError(f"role: must be one of {known}, got {role!r}")
+    owner = f"tenant/{tenant}/" if tenant else ""
+    return Holder(name=name, uri_path=f"{owner}{role}/{name}")
+
+
+def _next_commands(out: Path) -> str:
+    def options(name: str) -> str:
+        return f"--tls-cert {out}/{name}.crt --tls-key {out}/{name}.key --tls-ca {out}/ca.crt"
+
+    return f"""
+All at once, on this machine:
+  baton up --model MODEL --tls-folder {out}
+
+One by one:
+  baton router --model MODEL {options("router")} --tls-require-client-certs
+  baton prefill --model MODEL --name p0 {options("p0")}
+  baton decode --model MODEL --name d0 {options("d0")}
+
+Then:
+  baton generate {options("client")} "Hello"
+  baton admin nodes {options("operator")}
+  curl --cacert {out}/ca.crt --cert {out}/client.crt --key {out}/client.key https://127.0.0.1:8000/v1/models"""

@@ -1,0 +1,29 @@
+"""The error that a client is told for what a node, or the router, said of its request."""
+
+from __future__ import annotations
+
+from baton.errors import (
+    BatonError,
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidRequestError,
+    NodeUnavailableError,
+    OverloadedError,
+    RequestCancelledError,
+)
+from baton.link import RequestError
+
+_ERRORS: dict[str, type[BatonError]] = {
+    "UNAVAILABLE": NodeUnavailableError,
+    "DEADLINE_EXCEEDED": DeadlineExceededError,
+    "RESOURCE_EXHAUSTED": OverloadedError,
+    "CANCELLED": RequestCancelledError,
+}
+
+
+def error_of(error: RequestError) -> BatonError:
+    """The exception for a request's error; a code that nobody knows is the engine's fault."""
+    if error.code == "INVALID_ARGUMENT":
+        field_name, _, problem = error.message.partition(": ")
+        return InvalidRequestError(field_name, problem)
+    return _ERRORS.get(error.code, EngineDeadError)(error.message)

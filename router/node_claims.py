@@ -1,0 +1,209 @@
+"""Node claims: whether what a node says of itself and of its requests can be true.
+
+A node that has joined may be broken, of another version or hostile. What it says is data: a value
+that cannot be ends that node's link with one line, before anybody reckons with it. Says nothing of
+whether a value is likely; knows no node but the one that speaks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.link import (
+    KVCacheEvents,
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    PeerReport,
+    RequestDelta,
+    StepDeltas,
+)
+from baton.outputs import TokenLogprobs
+
+MAX_NAME_CHARS = 256  # names of nodes, engine ids, addresses, versions
+MAX_PEER_INFO_BYTES = 2**20
+MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096
+MAX_NUM_BLOCKS, MAX_BLOCK_SIZE, MAX_MODEL_LEN = 2**26, 2**16, 2**26
+MAX_KV_BYTES_PER_TOKEN = 2.0**30
+MAX_RATE = 1e15  # bytes per second
+MAX_SECONDS = 1e9
+MAX_TEXT_CHARS = 2**16  # of a problem or an error
+MAX_KV_HASHES = 2**17  # of one message; ours have half of that
+# A request that is begun has a block; those that wait are bounded by what routers place.
+MAX_REQUESTS = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What tokens and lengths there are.
+
+    Attributes:
+        size: token ids are below it.
+        max_model_len: of the model; no output is longer.
+    """
+
+    size: int
+    max_model_len: int
+
+
+def registration_problem(registration: NodeRegistration) -> str:
+    """What of a registration cannot be; empty if nothing."""
+    names = {
+        "node_name": registration.node_name,
+        "engine_id": registration.engine_id,
+        "version": registration.version,
+        "address": registration.address,
+        "prefix_hash": registration.prefix_hash,
+    }
+    for field, name in names.items():
+        if len(name) > MAX_NAME_CHARS or not (name.isprintable() or not name):
+            return f"{field}: must have at most {MAX_NAME_CHARS} printable characters"
+    if len(registration.peer_info) > MAX_PEER_INFO_BYTES:
+        return (
+            f"peer_info: must have at most {MAX_PEER_INFO_BYTES} bytes, "
+            f"got {len(registration.peer_info)}"
+        )
+    entries = registration.compatibility
+    longest = max(map(len, (*entries, *entries.values())), default=0)
+    if len(entries) > MAX_COMPATIBILITY_ENTRIES or longest > MAX_COMPATIBILITY_CHARS:
+        return (
+            f"compatibility: must have at most {MAX_COMPATIBILITY_ENTRIES} entries of "
+            f"{MAX_COMPATIBILITY_CHARS} characters"
+        )
+    sizes = {
+        "max_model_len": (2, MAX_MODEL_LEN),
+        "num_blocks": (1, MAX_NUM_BLOCKS),
+        "block_size": (1, MAX_BLOCK_SIZE),
+    }
+    for field, (least, most) in sizes.items():
+        value = getattr(registration, field)
+        if not least <= value <= most:
+            return f"{field}: must be {least} to {most}, got {value}"
+    if not 0 <= registration.kv_bytes_per_token <= MAX_KV_BYTES_PER_TOKEN:  # nor NaN
+        return (
+            f"kv_bytes_per_token: must be 0 to {MAX_KV_BYTES_PER_TOKEN:.0f}, "
+            f"got {registration.kv_bytes_per_token:g}"
+        )
+    return ""
+
+
+def event_problem(registration: NodeRegistration, event: NodeEvent, vocabulary: Vocabulary) -> str:
+    """What of an event cannot be; empty if nothing. Costs a few passes in C over its columns."""
+    match event:
+        case StepDeltas():
+            return _rows_problem(event, vocabulary) or _deltas_problem(event.deltas, vocabulary)
+        case tuple():
+            return _deltas_problem(event, vocabulary)
+        case NodeBeat():
+            return _beat_problem(registration, event)
+        case PeerReport():
+            return _report_problem(event)
+        case KVCacheEvents():
+            num_hashes = len(event.stored) + len(event.removed)
+            if num_hashes > MAX_KV_HASHES:
+                return f"kv_events: must have at most {MAX_KV_HASHES} hashes, got {num_hashes}"
+    return ""
+
+
+def _rows_problem(step: StepDeltas, vocabulary: Vocabulary) -> str:
+    if not len(step.epochs) == len(step.output_indexes) == len(step.token_ids):
+        return "deltas: must have columns of one length"
+    return _ids_problem(step.token_ids, vocabulary) or _index_problem(
+        max(step.output_indexes, default=0), vocabulary
+    )
+
+
+def _deltas_problem(deltas: Iterable[RequestDelta], vocabulary: Vocabulary) -> str:
+    return next(filter(None, (_delta_problem(delta, vocabulary) for delta in deltas)), "")
+
+
+def _delta_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
+    output = delta.output
+    num_tokens = len(output.token_ids)
+    problem = _ids_problem(output.token_ids, vocabulary) or _index_problem(
+        output.output_index + max(num_tokens - 1, 0), vocabulary
+    )
+    if problem:
+        return problem
+    if output.logprobs and len(output.logprobs) != num_tokens:
+        return f"logprobs: must be one per token, got {len(output.logprobs)} for {num_tokens}"
+    if len(output.prompt_logprobs) > vocabulary.max_model_len:
+        return f"prompt_logprobs: must be at most {vocabulary.max_model_len}"
+    given = [*output.logprobs, *(one for one in output.prompt_logprobs if one is not None)]
+    if given:
+        problem = _logprobs_problem(given, vocabulary)
+    error = delta.error
+    if error is not None and len(error.code) + len(error.message) > MAX_TEXT_CHARS:
+        return f"error: must have at most {MAX_TEXT_CHARS} characters"
+    return problem or _receipts_problem(delta, vocabulary)
+
+
+def _ids_problem(token_ids: Sequence[int], vocabulary: Vocabulary) -> str:
+    if token_ids and max(token_ids) >= vocabulary.size:
+        return f"token_ids: must be below {vocabulary.size}, got {max(token_ids)}"
+    return ""
+
+
+def _index_problem(last_index: int, vocabulary: Vocabulary) -> str:
+    if last_index >= vocabulary.max_model_len:
+        return f"output_index: must be below {vocabulary.max_model_len}, got {last_index}"
+    return ""
+
+
+def _logprobs_problem(given: Sequence[TokenLogprobs], vocabulary: Vocabulary) -> str:
+    for one in given:
+        if math.isnan(one.logprob) or any(math.isnan(logprob) for _, logprob in one.top):
+            return "logprobs: must be numbers, got nan"
+        if any(token_id >= vocabulary.size for token_id, _ in one.top):
+            return f"logprobs: token ids must be below {vocabulary.size}"
+    return ""
+
+
+def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
+    times: list[float] = []
+    if delta.prefill is not None:
+        prefill = delta.prefill
+        times += prefill.queue_s, prefill.prefill_s
+        # (Again and again where it was preempted: `NodeLoad` takes no more than there were.)
+        if prefill.num_cached_tokens > vocabulary.max_model_len:
+            return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"
+    if delta.decode is not None:
+        decode = delta.decode
+        push = decode.push
+        times += decode.parked_s, decode.first_step_s, push.exposed_transfer_s, push.posting_s
+        if len(push.transport) > MAX_NAME_CHARS:
+            return f"decode: push.transport: must have at most {MAX_NAME_CHARS} characters"
+    if not all(abs(seconds) <= MAX_SECONDS for seconds in times):  # nor NaN
+        return f"receipt: times must be at most {MAX_SECONDS:.0f} s"
+    return ""
+
+
+def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
+    if beat.num_free_blocks > registration.num_blocks:
+        return (
+            f"num_free_blocks: must be at most num_blocks ({registration.num_blocks}), "
+            f"got {beat.num_free_blocks}"
+        )
+    for field in ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_transfers"):
+        if getattr(beat, field) > MAX_REQUESTS:
+            return f"{field}: must be at most {MAX_REQUESTS}, got {getattr(beat, field)}"
+    for field in ("stalled_s", "longest_round_s"):
+        if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # nor NaN
+            return f"{field}: must be 0 to {MAX_SECONDS:.0f}, got {getattr(beat, field):g}"
+    if len(beat.stalled_thread) > MAX_NAME_CHARS:
+        return f"stalled_thread: must have at most {MAX_NAME_CHARS} characters"
+    return ""
+
+
+def _report_problem(report: PeerReport) -> str:
+    if not 0 <= report.bandwidth_bytes_per_s <= MAX_RATE:  # nor NaN
+        return (
+            f"bandwidth_bytes_per_s: must be 0 to {MAX_RATE:g}, "
+            f"got {report.bandwidth_bytes_per_s:g}"
+        )
+    texts = (report.engine_id, report.transport, report.problem)
+    if max(map(len, texts)) > MAX_TEXT_CHARS:
+        return f"peer_report: texts must have at most {MAX_TEXT_CHARS} characters"
+    return ""

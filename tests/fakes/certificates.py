@@ -1,0 +1,62 @@
+"""Real certificates for tests, of real CAs, in files."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from baton.dev_certificates import LOCAL_HOSTS, DevCA, Holder
+from baton.tls import TlsOptions
+
+LONG_AGO = datetime.now(UTC) - timedelta(days=365)
+FAR_AHEAD = datetime.now(UTC) + timedelta(days=365)
+
+
+class Authority:
+    """A CA with a folder of its own for what it issues."""
+
+    def __init__(self, folder: Path, name: str = "ca") -> None:
+        self.folder = folder
+        self.ca = DevCA()
+        self.ca_file = folder / f"{name}.crt"
+        self.ca_file.write_bytes(self.ca.certificate.public_bytes(Encoding.PEM))
+
+    def issue(
+        self,
+        name: str,
+        uri_path: str = "",
+        *,
+        hosts: tuple[str, ...] = LOCAL_HOSTS,
+        now: datetime | None = None,
+        trusts: Authority | None = None,
+        requires_clients: bool = False,
+    ) -> TlsOptions:
+        """Files of a certificate, put in their place as one; of before, if they are there.
+
+        Args:
+            now: when it begins; it is for 30 days.
+            trusts: whose CA file goes with it; its own if not given.
+        """
+        at_that_time = DevCA(now=now)
+        at_that_time.key, at_that_time.certificate = self.ca.key, self.ca.certificate
+        parts = at_that_time.issue(Holder(name=name, uri_path=uri_path, hosts=hosts))
+        paths = [self.folder / f"{name}.crt", self.folder / f"{name}.key"]
+        for path, data in zip(paths, parts, strict=True):
+            replace(path, data)
+        return TlsOptions(
+            cert=str(paths[0]),
+            key=str(paths[1]),
+            ca=str((trusts or self).ca_file),
+            require_client_certs=requires_clients,
+        )
+
+
+def replace(path: Path, data: bytes) -> None:
+    """As certificate managers do it: nobody ever reads a half."""
+    beside = path.with_suffix(".new")
+    beside.write_bytes(data)
+    beside.chmod(0o600)
+    os.replace(beside, path)  # noqa: PTH105  # the same; says what matters

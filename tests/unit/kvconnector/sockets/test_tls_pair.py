@@ -1,0 +1,107 @@
+"""Sender and receiver over TLS: what the protocol makes of what the transport can do."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from kvconnector.receiver import Receiver
+from kvconnector.sender import Sender
+from kvconnector.sockets.transport import TlsTransport
+from tests.fakes.kv_link import BLOCK_SHAPE, NUM_D_BLOCKS, NUM_P_BLOCKS, UNTOUCHED, Kind, Link
+from tests.fakes.kv_link import numbers as link_numbers
+from tests.fakes.tls_ends import where_of, with_where
+from tests.fakes.waiting import wait_until
+
+SPEED = 5.0  # of the clock: nobody waits ten seconds for a report
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    source = torch.rand(NUM_P_BLOCKS, *BLOCK_SHAPE)
+    target = torch.full((NUM_D_BLOCKS, *BLOCK_SHAPE), UNTOUCHED)
+    deaths: list[Exception] = []
+
+    def clock() -> float:
+        return time.monotonic() * SPEED
+
+    number = next(link_numbers)
+    receiver = Receiver(
+        TlsTransport(f"d{number}-tls", target, clock=clock),
+        lambda: None,
+        deaths.append,
+        clock=clock,
+    )
+    sender = Sender(
+        TlsTransport(f"p{number}-tls", source, clock=clock),
+        lambda: None,
+        deaths.append,
+        clock=clock,
+    )
+    yield Link(sender, receiver, source, target)
+    sender.close()
+    receiver.close()
+    assert deaths == []
+
+
+def test_why_a_peer_is_not_reached_is_in_what_its_router_hears(link: Link) -> None:
+    """`baton admin nodes` shows it."""
+    wrong = msgspec.structs.replace(
+        where_of(link.receiver.peer_info), identity=where_of(link.sender.peer_info).identity
+    )
+    link.receiver.connect(link.sender.peer_info)
+    link.sender.connect(with_where(link.receiver.peer_info, wrong))
+    failed = link.wait("p", Kind.PEER_FAILED)
+    assert failed.reason.startswith("no answer in 10 s: ")
+    assert "certificate is refused: self-signed certificate" in failed.reason
+    assert not link.events("d", Kind.PEER_CONNECTED)
+
+
+def test_a_cancelled_transfer_is_over_at_the_receiver_though_the_sender_says_nothing(
+    link: Link,
+) -> None:
+    """Over NIXL its blocks would stay in quarantine until Quiet, or until the process is dead."""
+    link.receiver.expect(True)
+    link.receiver.connect(link.sender.peer_info)
+    link.sender.connect(link.receiver.peer_info)
+    link.wait("p", Kind.PEER_CONNECTED)
+    link.start("a", 8)
+    link.wait("d", Kind.STARTED)
+    link.grant("a", (1, 2))
+    link.push("a", 0, (1,), 4)
+    link.wait("d", Kind.WATERMARK)
+    link.sender.close()  # it hangs, say, on another machine
+    link.receiver.cancel("a", 0, link.p)
+    ended = link.wait("d", Kind.FAILED, "a")
+    assert (ended.engine_id, ended.epoch, ended.reason) == (link.p, 0, "")
+    link.receiver.cancel("a", 0, link.p)  # once is enough
+    assert len(link.events("d", Kind.FAILED, "a")) == 1
+
+
+def test_what_lands_after_a_cancel_lands_nowhere(link: Link) -> None:
+    link.receiver.expect(True)
+    link.receiver.connect(link.sender.peer_info)
+    link.sender.connect(link.receiver.peer_info)
+    link.wait("p", Kind.PEER_CONNECTED)
+    for round_number in range(20):
+        name = f"r{round_number}"
+        link.start(name, 8)
+        link.wait("d", Kind.STARTED, name)
+        link.grant(name, (1, 2))
+        link.push(name, 0, (0, 1), 8, token_id=1)
+        link.receiver.cancel(name, 0, link.p)
+        link.wait("d", Kind.FAILED, name)
+        link.target[1:3] = UNTOUCHED  # they are free: whoever has them now has written this
+        wait_until(functools.partial(ended, link, name), "the sender's end")
+        assert (link.target[1:3] == UNTOUCHED).all()
+
+
+def ended(link: Link, request_id: str) -> bool:
+    link.poll()
+    kinds = (Kind.FAILED, Kind.COMMITTED)
+    return any(link.events("p", kind, request_id) for kind in kinds)
