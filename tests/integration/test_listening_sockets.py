@@ -71,43 +71,58 @@ SOCKETS = {
         "prefill, decode",
         "KV by `--kv-connector nixl` (UCX over TCP)",
         "`UCX_NET_DEVICES`, `UCX_TCP_PORT_RANGE`",
-        "**UCX neither authenticates nor encrypts**: messages and blocks are checked with keys of "
-        "each pair; on a network that is not trusted use the TLS connector, or a NetworkPolicy",
+        "**UCX neither authenticates nor encrypts**: messages are sealed with a key of each pair; "
+        "on a network that is not trusted use `--kv-connector tls`, or a NetworkPolicy",
+    ),
+    "kv_tls": Socket(
+        "prefill, decode",
+        "KV by `--kv-connector tls`",
+        "`--kv-listen`",
+        "TLS 1.3, both ways: peers that the router named, by their certificate; writes only into "
+        "blocks that are granted; caps of connections and time for strangers",
     ),
 }
 NO_SOCKETS = "`baton sim-node`, `generate`, `chat`, `admin`, `loadtest`, `keys`, `certs`, `LLM`"
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[dict[str, list[Listening]]]:
+def found() -> dict[str, set[Listening]]:
     """What is listened on, by the name of its row; ``sim``: by the simulated nodes."""
     addresses = {name: free_address() for name in ("public", "http", "nodes", "node", "metrics")}
-    decode_listen = free_address()
     router = ["router", *MODEL, "--listen", addresses["public"]]
     router += ["--http-listen", addresses["http"], "--node-listen", addresses["nodes"]]
     node = [*MODEL, "--router", addresses["nodes"], "--num-threads", "1", "--num-blocks", "64"]
     prefill = ["prefill", *node, "--listen", addresses["node"], "--name", "p0"]
-    decode = ["decode", *node, "--listen", decode_listen, "--name", "d0"]
+    prefill += ["--metrics-listen", addresses["metrics"]]
+    others = {name: free_address() for name in ("node", "kv_p", "kv_d")}
+    decode = ["decode", *node, "--listen", others["node"], "--name", "d0"]
     names = {Listening("tcp", *_split(address)): name for name, address in addresses.items()}
-    names[Listening("tcp", *_split(decode_listen))] = "node"
-    with running(
-        router,
-        [*prefill, "--metrics-listen", addresses["metrics"]],
-        decode,
-        ["sim-node", *MODEL, "--router", addresses["nodes"]],
-    ) as processes:
+    names[Listening("tcp", *_split(others["node"]))] = "node"
+    names |= {Listening("tcp", *_split(others[end])): "kv_tls" for end in ("kv_p", "kv_d")}
+    tls = ["--kv-connector", "tls", "--kv-listen"]
+    by_name: dict[str, set[Listening]] = {"unknown": set(), "sim": set()}
+
+    def look(program: str, process: subprocess.Popen[bytes]) -> None:
+        for item in listening(process.pid):
+            plain = Listening(item.kind, item.host.removeprefix("::ffff:"), item.port)
+            name = names.get(plain, "unknown")
+            if name == "unknown" and program == "node" and item.port in KV_PORTS:
+                name = "kv"
+            by_name.setdefault(name if program != "sim" else "sim", set()).add(item)
+
+    kv_options: tuple[tuple[list[str], list[str]], ...] = (
+        ([], []),
+        ([*tls, others["kv_p"]], [*tls, others["kv_d"]]),
+    )
+    for of_prefill, of_decode in kv_options:
+        with running(router, prefill + of_prefill, decode + of_decode) as processes:
+            _generate(addresses["public"])
+            for program, process in zip(("router", "node", "node"), processes, strict=True):
+                look(program, process)
+    with running(router, ["sim-node", *MODEL, "--router", addresses["nodes"]]) as processes:
         _generate(addresses["public"])
-        by_name: dict[str, list[Listening]] = {"unknown": [], "sim": []}
-        for process, program in zip(processes, ("router", "prefill", "decode", "sim"), strict=True):
-            for item in listening(process.pid):
-                plain = Listening(item.kind, item.host.removeprefix("::ffff:"), item.port)
-                name = names.get(plain, "unknown")
-                if program == "sim":
-                    name = "sim"
-                elif name == "unknown" and program != "router" and item.port in KV_PORTS:
-                    name = "kv"
-                by_name.setdefault(name, []).append(item)
-        yield by_name
+        look("sim", processes[1])
+    return by_name
 
 
 @contextmanager
@@ -140,16 +155,16 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def test_every_socket_is_in_the_table_and_every_row_is_there(
-    found: dict[str, list[Listening]],
+    found: dict[str, set[Listening]],
 ) -> None:
-    assert found.pop("unknown") == []
-    assert found.pop("sim") == []
-    assert set(found) == set(SOCKETS)
-    assert len(found["kv"]) == len(found["node"]) == 2
+    assert found["unknown"] == set()
+    assert found["sim"] == set()
+    assert set(found) - {"unknown", "sim"} == set(SOCKETS)
+    assert len(found["kv"]) == len(found["kv_tls"]) == len(found["node"]) == 2
 
 
 def test_nothing_is_reached_from_other_machines_unless_told(
-    found: dict[str, list[Listening]],
+    found: dict[str, set[Listening]],
 ) -> None:
     for item in (item for items in found.values() for item in items):
         assert item.kind == "tcp"
