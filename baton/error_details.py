@@ -20,6 +20,7 @@ from baton.errors import (
     NodeUnavailableError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     RequestCancelledError,
     TransferError,
     UnauthenticatedError,
@@ -33,6 +34,7 @@ RECEIPT_KEY = "baton-receipt-bin"
 
 _KINDS: dict[str, type[BatonError]] = {
     "UNAUTHENTICATED": UnauthenticatedError,
+    "PERMISSION_DENIED": PermissionDeniedError,
     "NOT_FOUND": NotFoundError,
     "OVERLOADED": OverloadedError,
     "NODE_UNAVAILABLE": NodeUnavailableError,

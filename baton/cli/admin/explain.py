@@ -10,11 +10,12 @@ from rich.markup import escape
 from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
+    TenantOption,
     connection,
     takes_admin_access,
 )
 from baton.cli.admin.output import format_time, is_json, make_console, make_table, print_json
-from baton.cli.tls_options import Access
+from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
 
 
@@ -28,8 +29,9 @@ def explain(
     max_tokens: Annotated[
         int, typer.Option(help="Of --prompt and --prompt-tokens: output tokens.", min=1)
     ] = 128,
+    tenant: TenantOption = "",
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show the places that the routing policy looked at, and what it made of each.
@@ -38,7 +40,7 @@ def explain(
     """
     if sum(map(bool, (request_id, prompt, prompt_tokens))) != 1:
         raise typer.BadParameter("give one of REQUEST_ID, --prompt and --prompt-tokens")
-    request = admin_pb2.ExplainRequest(max_tokens=max_tokens)
+    request = admin_pb2.ExplainRequest(max_tokens=max_tokens, tenant=tenant)
     if request_id:
         request.request_id = request_id
     elif prompt:
