@@ -20,6 +20,7 @@ from baton.errors import (
     NodeUnavailableError,
     NotFoundError,
     OverloadedError,
+    PoisonRequestError,
     RequestCancelledError,
     TransferError,
     UnauthenticatedError,
@@ -34,6 +35,7 @@ RECEIPT_KEY = "baton-receipt-bin"
 _KINDS: dict[str, type[BatonError]] = {
     "UNAUTHENTICATED": UnauthenticatedError,
     "NOT_FOUND": NotFoundError,
+    "POISON_REQUEST": PoisonRequestError,
     "OVERLOADED": OverloadedError,
     "NODE_UNAVAILABLE": NodeUnavailableError,
     "DEADLINE_EXCEEDED": DeadlineExceededError,

@@ -20,6 +20,7 @@ from baton.outputs import Receipt, TextDelta
 from router.admission import Admission
 from router.node import Node
 from router.node_pool import NodePool
+from router.suspects import Suspects
 
 _PREFIX = "baton_router"
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -48,9 +49,15 @@ class RouterMetrics:
     Args:
         pool: whose nodes are counted when somebody asks.
         admission: whose queue is looked at then.
+        suspects: whose quarantine is.
     """
 
-    def __init__(self, pool: NodePool | None = None, admission: Admission | None = None) -> None:
+    def __init__(
+        self,
+        pool: NodePool | None = None,
+        admission: Admission | None = None,
+        suspects: Suspects | None = None,
+    ) -> None:
         registry = self._registry = CollectorRegistry()
         self._requests = Counter(
             f"{_PREFIX}_requests",
@@ -92,6 +99,8 @@ class RouterMetrics:
             registry.register(_NodeCollector(pool))
         if admission is not None:
             registry.register(_AdmissionCollector(admission))
+        if suspects is not None:
+            registry.register(_SuspectsCollector(suspects))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -170,6 +179,26 @@ def _state(node: Node, ready: Set[str]) -> str:
     if node.engine_id in ready:
         return "ready"
     return "spared" if node.health.is_unwanted(node.num_open) else "joined"
+
+
+class _SuspectsCollector(Collector):
+    """Requests that were ended, or refused, because nodes died of them."""
+
+    def __init__(self, suspects: Suspects) -> None:
+        self._suspects = suspects
+
+    def collect(self) -> Iterable[Metric]:
+        suspects = self._suspects
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_requests_quarantined",
+            "Requests that are refused because nodes died of one like it.",
+            value=len(suspects.quarantined),
+        )
+        for name, text, value in (
+            ("poison_requests", "Requests that nodes died of.", suspects.num_ended_total),
+            ("poison_requests_refused", "The like of these.", suspects.num_refused_total),
+        ):
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=value)
 
 
 class _AdmissionCollector(Collector):

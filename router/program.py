@@ -143,7 +143,7 @@ async def serve(config: RouterConfig) -> None:
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     admission = Admission(_make_capacity(config.admission, pool), config.admission)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
-    metrics = RouterMetrics(pool, admission)
+    metrics = RouterMetrics(pool, admission, dispatcher.suspects)
     intake = Intake(
         dispatcher,
         Tokenizer(folder) if Tokenizer.exists_in(folder) else None,

@@ -14,6 +14,7 @@ from baton.outputs import FinishReason, Receipt, TextDelta
 from router.admission import Admission, AdmissionOptions
 from router.capacity import Capacity
 from router.metrics import RouterMetrics
+from router.suspects import Suspects
 from tests.fakes.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,
@@ -46,7 +47,8 @@ def values(metrics: RouterMetrics) -> dict[str, float]:
 def test_every_metric_is_described_in_the_document() -> None:
     pool = make_pool()
     admission = Admission(Capacity(lambda: pool.fleet))
-    text = RouterMetrics(pool, admission).text().decode()
+    suspects = Suspects(pool.lost_nodes)
+    text = RouterMetrics(pool, admission, suspects).text().decode()
     exported = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     documented = set(re.findall(r"^\| `(baton_\w+)` \|", DOCUMENT.read_text(), re.MULTILINE))
     assert {name for name in exported if not name.endswith("_created")} == documented
