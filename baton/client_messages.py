@@ -21,6 +21,7 @@ from baton.errors import (
     InvalidRequestError,
     NodeUnavailableError,
     OverloadedError,
+    PermissionDeniedError,
     RequestCancelledError,
     UnauthenticatedError,
 )
@@ -253,6 +254,7 @@ def error_of(error: grpc.RpcError, address: str, why: str = "") -> BatonError:
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
         grpc.StatusCode.CANCELLED: RequestCancelledError,
         grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+        grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     }
     return kinds.get(code, BatonError)(details or code.name)
 

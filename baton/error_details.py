@@ -20,6 +20,7 @@ from baton.errors import (
     NodeUnavailableError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     PoisonRequestError,
     RequestCancelledError,
     TransferError,
@@ -34,6 +35,7 @@ RECEIPT_KEY = "baton-receipt-bin"
 
 _KINDS: dict[str, type[BatonError]] = {
     "UNAUTHENTICATED": UnauthenticatedError,
+    "PERMISSION_DENIED": PermissionDeniedError,
     "NOT_FOUND": NotFoundError,
     "POISON_REQUEST": PoisonRequestError,
     "OVERLOADED": OverloadedError,

@@ -4,6 +4,7 @@
     ├── InvalidRequestError     a request's field is outside its limit          INVALID_ARGUMENT
     ├── PoisonRequestError      nodes died of a request like it                  FAILED_PRECONDITION
     ├── UnauthenticatedError    a call brings no key that is known              UNAUTHENTICATED
+    ├── PermissionDeniedError   the caller is known and may not do this          PERMISSION_DENIED
     ├── ConfigError             a program's option or file is wrong              (start-up only)
     │   └── ModelLoadError      a model folder is missing, broken or unsupported
     ├── NotFoundError           no node or request of that name                  NOT_FOUND
@@ -61,6 +62,10 @@ class UnauthenticatedError(BatonError):
     """A call brings no API key, or none that the router knows."""
 
 
+class PermissionDeniedError(BatonError):
+    """Who calls is known, and may not do this."""
+
+
 class ConfigError(BatonError, ValueError):
     """A program's option, file or environment is wrong; raised at start-up only."""
 
@@ -110,6 +115,7 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
     InvalidRequestError: "INVALID_ARGUMENT",
     PoisonRequestError: "FAILED_PRECONDITION",
     UnauthenticatedError: "UNAUTHENTICATED",
+    PermissionDeniedError: "PERMISSION_DENIED",
     NotFoundError: "NOT_FOUND",
     OverloadedError: "RESOURCE_EXHAUSTED",
     NodeUnavailableError: "UNAVAILABLE",
@@ -124,6 +130,7 @@ HTTP_STATUS_OF: dict[str, int] = {
     "INVALID_ARGUMENT": 400,
     "FAILED_PRECONDITION": 422,
     "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
     "NOT_FOUND": 404,
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,

@@ -73,6 +73,31 @@ class Principal:
         """Say whether this principal has a role."""
         return role in self.roles
 
+    @property
+    def is_operator(self) -> bool:
+        """Whether it may see what others sent; who may change things may look, too."""
+        return not self.roles.isdisjoint((Role.LOOK, Role.OPERATE))
 
-ANYBODY = Principal(roles=frozenset({Role.INFER}))
-"""Who calls a router that has no keys."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What a call shows of who makes it.
+
+    Attributes:
+        authorization: the header or the metadata of that name; empty: none came.
+        certificate: whom the caller's certificate names; None: it showed none.
+        certificate_problem: why one that it showed is not good any more; empty: it is.
+        address: of the machine that calls, without a port.
+    """
+
+    authorization: str = field(default="", repr=False)
+    certificate: Principal | None = None
+    certificate_problem: str = ""
+    address: str = ""
+
+
+ANYBODY = Principal(roles=frozenset({Role.INFER, Role.LOOK, Role.JOIN}))
+"""Who calls a program that has no credentials, through an address that others can reach."""
+
+ANYBODY_HERE = Principal(roles=frozenset(Role))
+"""The same, through an address that only this machine can reach."""

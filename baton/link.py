@@ -198,7 +198,23 @@ class KVCacheEvents:
     removed: tuple[ShortHash, ...] = field(default=(), repr=False)
 
 
-NodeEvent = tuple[RequestDelta, ...] | StepDeltas | NodeBeat | PeerReport | KVCacheEvents
+@dataclass(frozen=True, slots=True)
+class AdminReply:
+    """A part of the answer to an `AdminCall`; parts come in order.
+
+    Attributes:
+        error: in place of an answer; ``code`` is the name of a gRPC status code.
+    """
+
+    call_id: int
+    part: bytes = field(default=b"", repr=False)
+    last: bool = True
+    error: RequestError | None = None
+
+
+NodeEvent = (
+    tuple[RequestDelta, ...] | StepDeltas | NodeBeat | PeerReport | KVCacheEvents | AdminReply
+)
 
 # ------------------------------------------------------------------ router -> node
 
@@ -300,6 +316,22 @@ class SendKVSnapshot:
     """Send a snapshot of the prefix cache, and how it changes from then on."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdminCall:
+    """What an operator asks of the node. No node's loop ever sees it.
+
+    Attributes:
+        call_id: names it on this link.
+        request: a `NodeAdminRequest` as bytes: only who answers needs to understand it.
+        operator: who asks, as the router knows them.
+    """
+
+    call_id: int
+    request: bytes = field(repr=False)
+    timeout_s: float
+    operator: str = ""
+
+
 RouterCommand = (
     Refusal
     | PeerUpdate
@@ -310,6 +342,7 @@ RouterCommand = (
     | DrainCommand
     | DrainSeen
     | SendKVSnapshot
+    | AdminCall
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -51,7 +52,8 @@ class LocalDeploymentConfig:
         node_args: more arguments of every `baton prefill` and `baton decode`.
         decode_args: more arguments of every `baton decode`.
         log_folder: where each process's log goes; None: a temporary folder.
-        admin_token: of the router and its nodes; empty: none.
+        admin_token: of the router; empty: none, but where the router has other keys, one is
+            made up, as is what its nodes join with.
         drain_timeout_s: for open requests to end when all is stopped.
         tls_folder: of certificates as `baton certs dev` makes them, which then everybody needs;
             None: no TLS.
@@ -106,6 +108,7 @@ class LocalDeployment:
         self.config = config
         self.children: list[Child] = []
         self._stack = contextlib.ExitStack()
+        self._tokens = _tokens(config)
 
     def __enter__(self) -> LocalDeployment:
         folder = self.config.log_folder
@@ -132,6 +135,11 @@ class LocalDeployment:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
+
+    @property
+    def admin_token(self) -> str:
+        """What the router takes of operators (who may send prompts, too); empty: nothing."""
+        return self._tokens["BATON_ADMIN_TOKEN"]
 
     # ------------------------------------------------------------------ life
 
@@ -269,7 +277,7 @@ class LocalDeployment:
         environment = {
             **inherited,
             PARENT_PIPE_VARIABLE: str(self._read_end),
-            "BATON_ADMIN_TOKEN": self.config.admin_token,  # not where `ps` shows it
+            **self._tokens,  # not where `ps` shows them
         }
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
@@ -290,7 +298,7 @@ class LocalDeployment:
         return Child(name, process, log, arguments, cores)
 
     def _update_states(self, stub: admin_pb2_grpc.AdminStub) -> None:
-        metadata = bearer(self.config.admin_token)
+        metadata = bearer(self.admin_token)
         try:
             response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2, metadata=metadata)
         except grpc.RpcError:
@@ -304,6 +312,18 @@ class LocalDeployment:
             elif node is not None:
                 connected = sum(peer.connected for peer in node.peers)
                 child.state = "ready" if connected >= num_peers[child.name[0]] else "connecting"
+
+
+def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
+    """What router and nodes take from the environment; a router that asks for keys has both."""
+    given = {
+        "BATON_ADMIN_TOKEN": config.admin_token or os.environ.get("BATON_ADMIN_TOKEN", ""),
+        "BATON_NODE_TOKEN": os.environ.get("BATON_NODE_TOKEN", ""),
+    }
+    asks_for_keys = {"--api-keys-file", "--node-token", "--admin-token"} & set(config.router_args)
+    if not (asks_for_keys or any(given.values()) or os.environ.get("BATON_API_KEYS_FILE")):
+        return given
+    return {name: token or secrets.token_urlsafe(32) for name, token in given.items()}
 
 
 def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]]:

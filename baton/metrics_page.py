@@ -9,8 +9,13 @@ from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from baton.access import Access
+from baton.audit_log import AuditKind
+from baton.call_roles import LOOK
 from baton.connection_limits import ConnectionLimits
 from baton.connections import Listener
+from baton.credentials import http_credentials
+from baton.errors import HTTP_STATUS_OF, BatonError, status_name
 from baton.tls import ServerContext, TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -31,6 +36,7 @@ class MetricsPage:
 
     Args:
         collector: asked on a thread, by one scrape at a time.
+        access: knows who may look; if not given, who reaches the page may.
         limits: of connections.
         tls: what it serves HTTPS with, and whose certificates who scrapes must show; None: HTTP.
 
@@ -43,9 +49,11 @@ class MetricsPage:
         collector: Collector,
         limits: ConnectionLimits = _LIMITS,
         *,
+        access: Access | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
         self.address = ""
+        self._access = access or Access()
         self._tls = (
             None
             if tls is None
@@ -79,6 +87,14 @@ class MetricsPage:
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         with self._listener.working(request.protocol):
+            shown, call = http_credentials(request), f"{request.method} metrics page"
+            try:
+                principal = self._access.admit(shown, LOOK, call)
+            except BatonError as error:
+                status = HTTP_STATUS_OF[status_name(error)]
+                asks = {hdrs.WWW_AUTHENTICATE: "Bearer"} if status == 401 else {}
+                return web.Response(status=status, text=f"{error}\n", headers=asks)
+            self._access.note(AuditKind.LOOKED, principal, shown.address, call)
             if request.path not in ("/", "/metrics") or request.method not in ("GET", "HEAD"):
                 return web.Response(status=404, text="there is /metrics\n")
             async with self._scraping:

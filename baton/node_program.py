@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from prometheus_client.registry import Collector
 
-from baton import wire, wire_admin, wire_ledger
-from baton.admin_gate import AdminGate
+from baton.access import Access
+from baton.call_gate import CallGate
 from baton.drain import Drain
 from baton.errors import EngineDeadError
-from baton.exposure import Exposure, is_public
+from baton.exposure import Exposure
 from baton.ledger import Ledger
 from baton.link import (
     BEAT_INTERVAL_S,
@@ -31,15 +32,13 @@ from baton.link import (
     RouterCommand,
 )
 from baton.metrics_page import MetricsPage
+from baton.node_admin import NodeAdmin
 from baton.process import stop_event
 from baton.router_links import RouterLinks
-from baton.rpc import Context, RpcServer
+from baton.rpc import RpcServer
 from baton.tls import NO_TLS, TlsFiles, TlsOptions, describe
-from baton.v1 import admin_pb2, admin_pb2_grpc
 
 logger = logging.getLogger(__name__)
-
-ENGINE_THREAD = "engine"
 
 
 class NodeProgram(Protocol):
@@ -68,52 +67,6 @@ class NodeProgram(Protocol):
         """End the engine's and the connector's threads."""
 
 
-class NodeAdmin(admin_pb2_grpc.NodeAdminServicer):
-    """What operators may ask of a node."""
-
-    def __init__(self, node: NodeProgram, num_blocks: int) -> None:
-        self._node = node
-        self._num_blocks = num_blocks
-
-    async def ListRequests(  # gRPC's naming
-        self, request: admin_pb2.ListRequestsRequest, context: object
-    ) -> admin_pb2.ListRequestsResponse:
-        """Open requests with their status and transfer state, and the state of the cache."""
-        beat = self._node.beat()
-        return admin_pb2.ListRequestsResponse(
-            requests=[wire.request_view_to_proto(view) for view in self._node.requests()],
-            num_free_blocks=beat.num_free_blocks,
-            num_blocks=self._num_blocks,
-            num_quarantined_blocks=beat.num_quarantined_blocks,
-        )
-
-    async def ListBlocks(  # gRPC's naming
-        self, request: admin_pb2.ListBlocksRequest, context: object
-    ) -> admin_pb2.ListBlocksResponse:
-        """Every reference on a block and who holds it; waits for the end of the current step."""
-        return wire_ledger.ledger_to_proto(await asyncio.wrap_future(self._node.ledger()))
-
-    async def FlushCache(  # gRPC's naming
-        self, request: admin_pb2.FlushCacheRequest, context: Context
-    ) -> admin_pb2.FlushCacheResponse:
-        """Forget all cached prefixes; requests in progress keep their blocks."""
-        num_prefixes = await asyncio.wrap_future(self._node.flush_prefix_cache())
-        logger.info("admin %s: flush-cache: %d prefixes", context.peer(), num_prefixes)
-        return admin_pb2.FlushCacheResponse(num_prefixes=num_prefixes)
-
-    async def SetLogLevel(  # gRPC's naming
-        self, request: admin_pb2.SetLogLevelRequest, context: Context
-    ) -> admin_pb2.SetLogLevelResponse:
-        """From now on; the level before is in the answer."""
-        return wire_admin.set_log_level(request, context.peer())
-
-    async def Profile(  # gRPC's naming
-        self, request: admin_pb2.ProfileRequest, context: Context
-    ) -> admin_pb2.ProfileResponse:
-        """What the engine's thread does in the next seconds; it goes on serving."""
-        return await wire_admin.profile(ENGINE_THREAD, request.seconds)
-
-
 async def run_node_program(
     make_node: Callable[[Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram],
     *,
@@ -123,7 +76,7 @@ async def run_node_program(
     drain_timeout_s: float = 0.0,
     node_token: str = "",
     metrics_listen: str = "",
-    admin_token: str = "",
+    access: Access | None = None,
     tls: TlsOptions = NO_TLS,
     insecure: bool = False,
 ) -> None:
@@ -138,17 +91,18 @@ async def run_node_program(
         drain_timeout_s: how long open requests have to end when the node is told to stop.
         node_token: shows routers that this node may join.
         metrics_listen: ``host:port`` of its Prometheus page, likewise; none if empty.
-        admin_token: that calls of `NodeAdmin` must bring.
+        access: who may look at its metrics page and its reflection; has its audit log.
         tls: shows routers who this node is, and guards its own server and metrics page.
         insecure: listen beyond loopback also where TLS or authentication is missing.
 
     Raises:
         BatonError: the node could not start or join, or its engine died.
     """
+    access = access or Access()
     files = _tls_files(tls)
     exposure = Exposure(
-        authentication="--tls-ca",
-        is_authenticated=tls.verifies_clients,
+        authentication="--tls-ca or --api-keys-file",
+        is_authenticated=not access.is_open,
         is_encrypted=bool(tls.cert),
         insecure=insecure,
     )
@@ -156,6 +110,7 @@ async def run_node_program(
     exposure.check("metrics_listen", metrics_listen)
     loop = asyncio.get_running_loop()
     stopping, leaving = stop_event(loop), asyncio.Event()
+    loop.add_signal_handler(signal.SIGHUP, _read_again, access)
     drain = Drain()
     links: list[RouterLinks] = []  # empty until the node is loaded
     death: list[Exception] = []
@@ -168,20 +123,19 @@ async def run_node_program(
         loop.call_soon_threadsafe(stopping.set)
 
     node = await _make_or_stop(lambda: make_node(emit, on_death), stopping)
-    service = admin_pb2.DESCRIPTOR.services_by_name["NodeAdmin"]
+    # Health, and reflection: what operators ask of the node comes over its links.
     server = RpcServer(
-        [service],
-        lambda grpc_server: admin_pb2_grpc.add_NodeAdminServicer_to_server(  # type: ignore[no-untyped-call]  # generated
-            NodeAdmin(node, node.registration("").num_blocks), grpc_server
-        ),
-        [AdminGate(service.full_name, admin_token, is_public=is_public("listen", listen))],
+        [],
+        lambda grpc_server: None,
+        CallGate(access),
         tls=files,
         require_client_certs=tls.verifies_clients,
     )
+    admin = NodeAdmin(node, node.registration("").num_blocks, access)
     page: MetricsPage | None = None
     try:
         if metrics_listen:
-            page = MetricsPage(node.collector(), tls=files)
+            page = MetricsPage(node.collector(), access=access, tls=files)
             await page.start(metrics_listen)
         address = await server.start(listen)
         links.append(
@@ -194,6 +148,7 @@ async def run_node_program(
                 on_stop=leaving.set,
                 join_timeout_s=join_timeout_s,
                 node_token=node_token,
+                answer=admin.answer,
                 tls=tls,
             )
         )
@@ -206,6 +161,13 @@ async def run_node_program(
             await page.close()
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
+        await asyncio.to_thread(access.audit.close)
+
+
+def _read_again(access: Access) -> None:
+    """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
+    access.reload()
+    access.audit.reopen()
 
 
 def _tls_files(tls: TlsOptions) -> TlsFiles | None:

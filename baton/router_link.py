@@ -8,6 +8,7 @@ the router's names on the stream, and `node_request_id` behind it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import secrets
@@ -19,10 +20,13 @@ import grpc
 import grpc.aio
 
 from baton import wire
+from baton.admin_answers import AdminAnswers, Answer
 from baton.errors import ConfigError, InvalidRequestError, NodeUnavailableError
 from baton.link import (
     BEAT_INTERVAL_S,
     AbortAll,
+    AdminCall,
+    AdminReply,
     CancelCommand,
     DecodeCommand,
     NodeEvent,
@@ -48,6 +52,10 @@ RETRY_INTERVAL_S = 0.5
 REGISTER_TIMEOUT_S = 2.0
 # A router that misses more beats is stopped or behind a dead network.
 MAX_MISSED_BEATS = 6
+_PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
+# Who it is, or what it may, is wrong: trying again changes nothing.
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_TOLD = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 class RouterLink:
@@ -60,6 +68,7 @@ class RouterLink:
         on_joined: called with True when registered, with False when the link is lost.
         join_timeout_s: how long to try for the first time.
         node_token: shows the router that this node may join.
+        answer: answers what operators ask; None: nothing.
         tls: shows it who this node is; read anew for each link.
         server_name: that the router's certificate must have; empty: the address's host.
 
@@ -79,6 +88,7 @@ class RouterLink:
         on_joined: Callable[[bool], Awaitable[None]],
         join_timeout_s: float,
         node_token: str = "",
+        answer: Answer | None = None,
         tls: TlsOptions = NO_TLS,
         server_name: str = "",
     ) -> None:
@@ -96,6 +106,7 @@ class RouterLink:
         self._tls = tls
         self._server_name = server_name
         self._num_missed_beats = 0
+        self._admin = AdminAnswers(answer, self._send_part)
 
     def emit(self, event: NodeEvent) -> None:
         """Queue an event; dropped while there is no link. On the loop's thread."""
@@ -142,7 +153,9 @@ class RouterLink:
             try:
                 await self._hold(channel)
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.INTERNAL:
+                if error.code() in _REFUSALS:
+                    raise ConfigError(f"the router refused this node: {error.details()}") from None
+                if error.code() in _TOLD:
                     logger.warning("link to the router broke: %s", error.details())
 
     async def _hold(self, channel: grpc.aio.Channel) -> None:
@@ -151,7 +164,8 @@ class RouterLink:
         call = stub.Link(metadata=self._metadata)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                await call.write(wire.registration_to_proto(self._registration))
+                with contextlib.suppress(asyncio.InvalidStateError):  # refused: `read` says why
+                    await call.write(wire.registration_to_proto(self._registration))
                 first = await call.read()
         except TimeoutError:  # it takes connections and does not answer
             return
@@ -177,9 +191,21 @@ class RouterLink:
             for task in done:
                 task.result()
         finally:
+            self._admin.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send_part(self, reply: AdminReply) -> None:
+        """Put a part of an answer behind all events, so that no more than it is before a token.
+
+        On a link that is never idle, one now and then.
+        """
+        for _ in range(_MOST_PART_PAUSES):
+            if self._events.empty():
+                break
+            await asyncio.sleep(_PART_PAUSE_S)
+        self.emit(reply)
 
     async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while isinstance(message := await call.read(), node_pb2.RouterMessage):
@@ -215,6 +241,9 @@ class RouterLink:
         except InvalidRequestError as error:  # from the network: data, not a bug
             logger.warning("refused a command: %s", error)
             self._refuse(message, str(error))
+            return
+        if isinstance(command, AdminCall):
+            self._admin.take(command)
             return
         if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
             name = node_request_id(command.request_id, self.router_id)

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from baton.admin_answers import Answer
 from baton.drain import Drain
 from baton.errors import ConfigError, NodeUnavailableError
 from baton.exposure import split_address
@@ -49,6 +50,7 @@ class RouterLinks:
         on_stop: called when a router wants the process to end, once it is drained.
         join_timeout_s: how long to try to reach the first router.
         node_token: shows routers that this node may join.
+        answer: answers what operators ask; None: nothing.
         tls: shows them who this node is.
     """
 
@@ -63,6 +65,7 @@ class RouterLinks:
         on_stop: Callable[[], None],
         join_timeout_s: float,
         node_token: str = "",
+        answer: Answer | None = None,
         tls: TlsOptions = NO_TLS,
     ) -> None:
         self._routers = routers
@@ -73,6 +76,7 @@ class RouterLinks:
         self._on_stop = on_stop
         self._join_timeout_s = join_timeout_s
         self._node_token = node_token
+        self._answer = answer
         self._tls = tls
         self._links: dict[str, RouterLink] = {}  # by address
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -195,6 +199,7 @@ class RouterLinks:
             on_joined=on_joined,
             join_timeout_s=float("inf"),  # here is who gives up
             node_token=self._node_token,
+            answer=self._answer,
             tls=self._tls,
             server_name=host,
         )

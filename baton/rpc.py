@@ -5,12 +5,8 @@ Takes our exceptions, gives status codes; nobody else calls `context.abort`.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import hmac
-import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,8 +16,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.error_details import details_trailer, receipt_trailer
-from baton.errors import BatonError, ConfigError, RequestCancelledError, status_name
+from baton.call_gate import CallGate
+from baton.errors import ConfigError
 from baton.exposure import split_address
 from baton.tls import TlsFiles, TlsMaterial, channel_credentials, server_credentials
 
@@ -55,8 +51,6 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
@@ -85,159 +79,8 @@ class RpcLimits:
         ]
 
 
-def status_of(error: BatonError) -> grpc.StatusCode:
-    """The status code of one of our errors; the nearest class in the table counts."""
-    return grpc.StatusCode[status_name(error)]
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """Turns what a handler raises into a status: ours by the table, all else into INTERNAL.
-
-    Ends streams whose client takes nothing of them for ``stall_timeout_s``, too.
-    """
-
-    def __init__(self, stall_timeout_s: float) -> None:
-        self._stall_timeout_s = stall_timeout_s
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        if handler.unary_unary:
-            wrapped = _guard_unary(handler.unary_unary)
-            make = grpc.unary_unary_rpc_method_handler
-        elif handler.unary_stream:
-            wrapped = _guard_stream(handler.unary_stream, self._stall_timeout_s)
-            make = grpc.unary_stream_rpc_method_handler
-        elif handler.stream_stream:
-            wrapped = _guard_stream(handler.stream_stream, self._stall_timeout_s)
-            make = grpc.stream_stream_rpc_method_handler
-        else:
-            return handler
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
-
-
-def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> Any:
-        try:
-            return await behavior(request, context)
-        except Exception as error:
-            await _abort(context, error)
-
-    return guarded
-
-
-def _guard_stream(behavior: Callable[..., Any], stall_timeout_s: float) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-        watch = _StallWatch(context, stall_timeout_s)
-        try:
-            async with contextlib.aclosing(behavior(request, context)) as responses:
-                async for response in responses:
-                    if not watch.num_sent:  # with the first message, no status could be sent
-                        await context.send_initial_metadata(())  # while that is not taken
-                    watch.is_sending = True
-                    yield response  # back when the client's side of the connection has taken it
-                    watch.is_sending = False
-                    watch.num_sent += 1
-        except grpc.aio.BaseError:  # gRPC's own, such as a client that is gone
-            raise
-        except Exception as error:
-            await _abort(context, error)
-        finally:
-            watch.close()
-
-    # Services of other libraries (reflection, health) are plain coroutines or generators of theirs;
-    # what is not one of our async generators passes through untouched.
-    return guarded if inspect.isasyncgenfunction(behavior) else behavior
-
-
-class _StallWatch:
-    """Ends a call, within half as long again, when its client takes no message for so long.
-
-    Attributes:
-        is_sending: whether a message waits for the client.
-        num_sent: messages that it took.
-    """
-
-    def __init__(self, context: Context, timeout_s: float) -> None:
-        self.is_sending = False
-        self.num_sent = 0
-        self._context = context
-        self._timeout_s = timeout_s
-        self._task = asyncio.current_task()
-        self._num_looks = 0
-        self._num_seen = -1
-        self._last_words: asyncio.Task[None] | None = None
-        self._timer = self._look_later()
-
-    def close(self) -> None:
-        """The call is over."""
-        self._timer.cancel()
-
-    def _look_later(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._timeout_s / 2, self._look)
-
-    def _look(self) -> None:
-        if not self.is_sending or self.num_sent != self._num_seen:
-            self._num_looks, self._num_seen = 0, self.num_sent if self.is_sending else -1
-        else:
-            self._num_looks += 1
-        self._timer = self._look_later()
-        if self._num_looks == 2:
-            self._cut_off()
-
-    def _cut_off(self) -> None:
-        self.close()
-        problem = f"the client took nothing for {self._timeout_s:g} s"
-        logger.info("ended a call of %s: %s", self._context.peer(), problem)
-        assert self._task is not None
-        self._last_words = asyncio.create_task(self._say(problem))
-        self._task.cancel()  # it waits for the client, where no exception of ours would reach it
-
-    async def _say(self, problem: str) -> None:
-        """Tell the client, should it ever read on, behind what it was sent before."""
-        with contextlib.suppress(grpc.aio.BaseError):
-            await _abort(self._context, RequestCancelledError(problem))
-
-
-async def _abort(context: Context, error: Exception) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, BatonError):
-        status, message = status_of(error), str(error)
-        trailers = [details_trailer(status.value[0], message, error)]
-        if error.receipt is not None:
-            trailers.append(receipt_trailer(error.receipt))
-        await context.abort(status, message, tuple(trailers))
-    logger.error("unexpected error in a call", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
-
-
-def has_token(context: Context, token: str) -> bool:
-    """Whether a call brings ``authorization: Bearer <token>``; takes as long for any wrong one."""
-    return bears_token(context.invocation_metadata(), token)
-
-
-def bears_token(metadata: Iterable[tuple[str, str | bytes]] | None, token: str) -> bool:
-    """The same, of a call's metadata."""
-    return hmac.compare_digest(_authorization(metadata).encode(), f"Bearer {token}".encode())
-
-
-def authorization_of(context: Context) -> str:
-    """What a call shows of who makes it; empty when it shows nothing."""
-    return _authorization(context.invocation_metadata())
-
-
-def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    return str(dict(metadata or ()).get("authorization", ""))
-
-
 def bearer(token: str) -> Metadata:
-    """Metadata that `has_token` and `authorization_of` look at; none for an empty token."""
+    """Metadata that says who calls; none for an empty token."""
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
@@ -247,7 +90,7 @@ class RpcServer:
     Args:
         services: full names of the services that `register` adds, for reflection.
         register: adds the servicers to the server.
-        interceptors: see each call before its handler does.
+        gate: guards all calls; without one, anybody of this machine may make them.
         reuse_port: whether other processes may serve on the same port, each a part of the
             connections. Without it a second server on the port does not start.
         limits: of connections.
@@ -260,7 +103,7 @@ class RpcServer:
         self,
         services: Sequence[ServiceDescriptor],
         register: Callable[[grpc.aio.Server], None],
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
+        gate: CallGate | None = None,
         *,
         reuse_port: bool = False,
         limits: RpcLimits | None = None,
@@ -278,9 +121,8 @@ class RpcServer:
             *limits.channel_arguments(),
             ("grpc.so_reuseport", int(reuse_port)),
         ]
-        self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(limits.stall_timeout_s), *interceptors], options=options
-        )
+        gate = (gate or CallGate()).with_stall_timeout(limits.stall_timeout_s)
+        self._server = grpc.aio.server(interceptors=[gate], options=options)
         register(self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # lazy there
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

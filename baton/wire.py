@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from baton import link
+from baton import link, wire_admin_calls
 from baton.outputs import RequestOutput, TextDelta
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
 from baton.wire_types import (
@@ -225,6 +225,8 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
                 removed=event.removed,
             )
         )
+    if isinstance(event, link.AdminReply):
+        return wire_admin_calls.admin_reply_to_proto(event)
     return node_pb2.NodeMessage(
         peer_report=node_pb2.PeerReport(
             engine_id=event.engine_id,
@@ -263,6 +265,8 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
         return link.KVCacheEvents(
             events.sequence, events.snapshot, tuple(events.stored), tuple(events.removed)
         )
+    if kind == "admin_reply":
+        return wire_admin_calls.admin_reply_from_proto(message.admin_reply)
     return None
 
 
@@ -328,6 +332,8 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         return node_pb2.RouterMessage(drain_seen=node_pb2.DrainSeen())
     if isinstance(command, link.SendKVSnapshot):
         return node_pb2.RouterMessage(send_kv_snapshot=node_pb2.SendKVSnapshot())
+    if isinstance(command, link.AdminCall):
+        return wire_admin_calls.admin_call_to_proto(command)
     return node_pb2.RouterMessage(
         cancel=node_pb2.CancelCommand(request_id=command.request_id, epoch=command.epoch)
     )
@@ -376,6 +382,8 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         return link.DrainSeen()
     if kind == "send_kv_snapshot":
         return link.SendKVSnapshot()
+    if kind == "admin_call":
+        return wire_admin_calls.admin_call_from_proto(message.admin_call)
     if kind == "cancel":
         return link.CancelCommand(message.cancel.request_id, message.cancel.epoch)
     return None

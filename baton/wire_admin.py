@@ -13,11 +13,9 @@ from baton.v1 import admin_pb2
 logger = logging.getLogger(__name__)
 
 
-def set_log_level(
-    request: admin_pb2.SetLogLevelRequest, peer: str
-) -> admin_pb2.SetLogLevelResponse:
-    """Of this process; ``peer`` wants it. Raises InvalidRequestError."""
-    logger.info("admin %s: log-level %r", peer, request.level)  # while INFO is still logged
+def set_log_level(request: admin_pb2.SetLogLevelRequest) -> admin_pb2.SetLogLevelResponse:
+    """Of this process; raises InvalidRequestError."""
+    logger.info("log-level %r", request.level)  # while INFO is still logged
     try:
         previous = change_log_level(request.level)
     except ConfigError as error:

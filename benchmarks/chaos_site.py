@@ -103,11 +103,11 @@ def held_blocks(router: str, alive: set[str]) -> str:
     """What is not free on the nodes that live, or has not joined; empty when all is well."""
     nodes = list_nodes(router) or {}
     found = [f"{name} has not joined" for name in sorted(alive - nodes.keys())]
-    for name, address in nodes.items():
+    for name in nodes:
         try:
-            with grpc.insecure_channel(address) as channel:
-                stub = admin_pb2_grpc.NodeAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-                answer = stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=2)
+            with grpc.insecure_channel(router) as channel:
+                stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+                answer = stub.ListNodeRequests(admin_pb2.NodeRequest(node=name), timeout=2)
         except grpc.RpcError as error:
             found.append(f"{name} does not answer: {error.code().name}")
             continue

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from baton.audit_log import HELP as AUDIT_LOG_HELP
+from baton.audit_log import STANDARD_OUTPUT
 from baton.cli.tls_options import (
     InsecureOption,
     RequireClientCertsOption,
@@ -102,15 +104,17 @@ def router(
     node_token: Annotated[
         str,
         typer.Option(
-            help="Only nodes that bring this token may join; anybody if empty.",
+            help="What nodes may bring to join: a key with the role join and no file. With this, "
+            "--admin-token or --api-keys-file nothing is open to who brings none of them.",
             envvar="BATON_NODE_TOKEN",
         ),
     ] = "",
     admin_token: Annotated[
         str,
         typer.Option(
-            help="That admin calls must bring, and that the router brings to nodes. If empty "
-            "anybody may look, and change something if only this machine can reach the router.",
+            help="What operators may bring: a key with the roles infer, look and operate, and no "
+            "file. Without any key anybody may look, and change something if only this machine "
+            "can reach the router.",
             envvar="BATON_ADMIN_TOKEN",
         ),
     ] = "",
@@ -144,11 +148,12 @@ def router(
     api_keys_file: Annotated[
         str,
         typer.Option(
-            help="Lines of name:key; only who brings one of the keys may call, over gRPC and "
-            "HTTP. Read again on SIGHUP. Anybody may call if not given.",
+            help="TOML, a table per key (baton keys new): who may call, over gRPC and HTTP, and "
+            "what. Read again on SIGHUP.",
             envvar="BATON_API_KEYS_FILE",
         ),
     ] = "",
+    audit_log: Annotated[str, typer.Option(help=AUDIT_LOG_HELP)] = STANDARD_OUTPUT,
     tls_cert: TlsCertOption = "",
     tls_key: TlsKeyOption = "",
     tls_ca: TlsCaOption = "",
@@ -244,6 +249,7 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 api_keys_file=api_keys_file,
+                audit_log=audit_log,
                 tls=TlsOptions(
                     cert=tls_cert,
                     key=tls_key,

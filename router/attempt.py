@@ -61,7 +61,7 @@ class Attempt:
         self.epoch = epoch
         self.prefill_receipt: PrefillReceipt | None = None
         self.decoded = False
-        self._request_id = call.request_id
+        self._request_id = call.scoped_id
         self._buffer = buffer
         self._order = DeltaOrder(len(buffer.token_ids), call.sampling_params.max_tokens)
         self.began = False
@@ -85,7 +85,7 @@ class Attempt:
             arrives_s = load.prefill_base_s + load.prefill_s_per_token * num_uncomputed
         if self.decode is not None:
             self.decode.open_leg(
-                call.request_id,
+                self._request_id,
                 self.epoch,
                 len(call.prompt_token_ids) + params.max_tokens,
                 self,
@@ -97,7 +97,7 @@ class Attempt:
             )
             self.decode.send(
                 DecodeCommand(
-                    request_id=call.request_id,
+                    request_id=self._request_id,
                     epoch=self.epoch,
                     prompt_token_ids=call.prompt_token_ids,
                     sampling_params=params,
@@ -110,11 +110,11 @@ class Attempt:
         if self.prefill is None:
             return
         self.prefill.open_leg(
-            call.request_id, self.epoch, num_uncomputed, self, num_uncomputed=num_uncomputed
+            self._request_id, self.epoch, num_uncomputed, self, num_uncomputed=num_uncomputed
         )
         self.prefill.send(
             PrefillCommand(
-                request_id=call.request_id,
+                request_id=self._request_id,
                 epoch=self.epoch,
                 prompt_token_ids=call.prompt_token_ids,
                 sampling_params=params,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.policies.base import Candidate, Placement, RouteQuery
 
+MAX_DECISIONS = 32  # of one request: more than its attempts may be
 _Noted = tuple[float, int, int, Placement]  # placed at, prompt tokens, max_tokens
 
 
@@ -41,13 +42,22 @@ class DecisionLog:
 
     def __init__(self, max_requests: int = 1000) -> None:
         self._max_requests = max_requests
-        self._noted: OrderedDict[str, list[_Noted]] = OrderedDict()
+        self._noted: OrderedDict[str, deque[_Noted]] = OrderedDict()
 
-    def note(self, request_id: str, query: RouteQuery, placement: Placement) -> None:
-        """A request was placed; an earlier one of the same id is another attempt at it."""
+    def note(
+        self, request_id: str, query: RouteQuery, placement: Placement, *, is_first: bool = False
+    ) -> None:
+        """A request was placed; an earlier one of the same id is another attempt at it.
+
+        Args:
+            request_id: `Call.scoped_id`.
+            is_first: an earlier one was another request of that id, which is forgotten.
+        """
         # (Not the query: it has the prompt.)
         noted = (time.time(), query.num_prompt_tokens, query.max_tokens, placement)
-        self._noted.setdefault(request_id, []).append(noted)
+        if is_first:
+            self._noted.pop(request_id, None)
+        self._noted.setdefault(request_id, deque(maxlen=MAX_DECISIONS)).append(noted)
         self._noted.move_to_end(request_id)
         if len(self._noted) > self._max_requests:
             self._noted.popitem(last=False)

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from baton.errors import (
     BatonError,
-    InvalidRequestError,
     RequestCancelledError,
 )
 from baton.link import RequestError
@@ -27,6 +26,7 @@ from router.policies.base import RoutingPolicy
 from router.prompt_hashes import PromptHashes
 from router.request_log import Following, RequestLog
 from router.retry_budget import RetryBudget, RetryOptions
+from router.running_calls import RunningCalls
 from router.suspects import Suspects
 from router.ticket import Ticket
 from router.usage import num_tokens_used
@@ -68,8 +68,8 @@ class Dispatcher:
         self.wake_ups = WakeUps()
         self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
         self.suspects = Suspects(pool.lost_nodes, clock=pool.clock)
-        self._running: set[str] = set()  # those that wait, too
-        self._open: dict[str, OpenCall] = {}
+        self._running = RunningCalls()
+        self._open: dict[str, OpenCall] = {}  # by `Call.scoped_id`
         self._stopped: RequestError | None = None
         # Never the same twice, also after a restart: a client may use its request id again while
         # nodes still clear up after the first time, and only the epoch tells the two apart.
@@ -89,12 +89,10 @@ class Dispatcher:
             DeadlineExceededError: the time is up.
             PoisonRequestError: it, or one like it before, is why nodes died.
         """
-        if call.request_id in self._running:
-            raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
         if self._stopped is not None:
             raise error_of(self._stopped)
         self.suspects.check(call)
-        self._running.add(call.request_id)
+        self._running.add(call)
         try:
             with self.log.follow(call) as following:
                 async with self._admitted(call) as (admitted, ticket):
@@ -106,13 +104,13 @@ class Dispatcher:
                             following.note_output(output)
                             yield output
         finally:
-            self._running.remove(call.request_id)
+            self._running.remove(call)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, call: Call) -> AsyncIterator[tuple[Call, Ticket]]:
         """The call when it may begin; what it waited is no longer left until its deadline."""
         async with self.admission.enter(
-            request_id=call.request_id,
+            request_id=call.scoped_id,
             num_prompt_tokens=len(call.prompt_token_ids),
             max_tokens=call.sampling_params.max_tokens,
             timeout_s=call.timeout_s,
@@ -132,7 +130,7 @@ class Dispatcher:
         self, call: Call, ticket: Ticket, following: Following
     ) -> AsyncGenerator[CallOutput, None]:
         self.budget.note_call()
-        opened = self._open[call.request_id] = OpenCall(self, call, following)
+        opened = self._open[call.scoped_id] = OpenCall(self, call, following)
         try:
             async with contextlib.aclosing(opened.outputs()) as outputs:
                 async for output in outputs:
@@ -143,20 +141,24 @@ class Dispatcher:
         finally:
             ticket.num_tokens_used = num_tokens_used(opened.receipt(), ticket.num_uncached_tokens)
             opened.close()
-            del self._open[call.request_id]
+            del self._open[call.scoped_id]
 
-    def receipt(self, request_id: str) -> Receipt:
+    def receipt(self, call: Call) -> Receipt:
         """The receipt of an open call as of now, for who is about to end it; after token 1."""
-        opened = self._open[request_id]
+        opened = self._open[call.scoped_id]
         receipt = opened.receipt()
         opened.following.finish(FinishReason.STOP, receipt)
         return receipt
 
-    def abort(self, request_id: str, why: str) -> bool:
-        """End a call from outside; its client gets CANCELLED. Returns whether it was open."""
-        if self.admission.withdraw(request_id, RequestCancelledError(why)):
+    def abort(self, request_id: str, why: str, *, tenant: str | None = None) -> bool:
+        """End a call from outside; its client gets CANCELLED. Says whether it was open; finds it
+        as `RunningCalls.find` does."""
+        call = self._running.find(request_id, tenant)
+        if call is None:
+            return False
+        if self.admission.withdraw(call.scoped_id, RequestCancelledError(why)):
             return True
-        opened = self._open.get(request_id)
+        opened = self._open.get(call.scoped_id)
         if opened is not None:
             opened.end(RequestError("CANCELLED", why))
             self.pool.note_eligibility_change()  # it may wait for nodes
@@ -170,8 +172,8 @@ class Dispatcher:
         """End all calls with UNAVAILABLE, also those that come from now on."""
         self.refuse_new(why)
         assert self._stopped is not None
-        for request_id in list(self._running):
-            self.admission.withdraw(request_id, error_of(self._stopped))
+        for scoped_id in self._running.ids():
+            self.admission.withdraw(scoped_id, error_of(self._stopped))
         for opened in list(self._open.values()):
             opened.end(self._stopped)
         self.pool.note_eligibility_change()  # they may wait for nodes

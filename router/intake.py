@@ -159,7 +159,7 @@ class Intake:
             with self._metrics.running() as record:
                 async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
                     async for item in outputs:
-                        delta = self._text_delta(item, text)
+                        delta = self._text_delta(call, item, text)
                         if delta.output_index == 0:
                             self._own_prompts.note(call)
                         if delta.finish_reason is None:
@@ -202,7 +202,7 @@ class Intake:
             return await asyncio.to_thread(self.tokenizer.encode, prompt)
         return self.tokenizer.encode(prompt)
 
-    def _text_delta(self, item: CallOutput, text: OutputText | None) -> TextDelta:
+    def _text_delta(self, call: Call, item: CallOutput, text: OutputText | None) -> TextDelta:
         """New tokens with what they add to the text; ends the output where a stop string does."""
         output = item.output
         finish_reason, receipt = output.finish_reason, item.receipt
@@ -212,7 +212,7 @@ class Intake:
             finish_reason = FinishReason.STOP
             token_ids = token_ids[: text.num_tokens - output.output_index]
             receipt = dataclasses.replace(
-                receipt or self._dispatcher.receipt(output.request_id),
+                receipt or self._dispatcher.receipt(call),
                 num_output_tokens=text.num_tokens,
             )
         return TextDelta(

@@ -27,10 +27,12 @@ class JournalOptions:
     max_bytes: int = 64 * 2**20
 
 
+_Key = tuple[str, str]  # tenant, request id: each tenant's ids are its own
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
     digest: bytes  # of what the client asked for
-    tenant: str
     task: asyncio.Task[None] | None = None
     deltas: list[TextDelta] = field(default_factory=list)
     is_done: bool = False
@@ -46,7 +48,7 @@ class Journal:
 
     def __init__(self, options: JournalOptions | None = None) -> None:
         self._options = options or JournalOptions()
-        self._streams: dict[str, _Stream] = {}  # oldest first
+        self._streams: dict[_Key, _Stream] = {}  # oldest first
 
     @property
     def num_bytes(self) -> int:
@@ -58,18 +60,19 @@ class Journal:
         """That are kept, running or at their end."""
         return len(self._streams)
 
-    def holds(self, request_id: str, content: bytes) -> bool:
+    def holds(self, request_id: str, content: bytes, *, tenant: str = "") -> bool:
         """Whether this request is kept; raises InvalidRequestError if the id is another one's.
 
         One that failed is forgotten: who asks for it once more wants another try.
         """
-        stream = self._streams.get(request_id)
+        key = (tenant, request_id)
+        stream = self._streams.get(key)
         if stream is None:
             return False
         if stream.digest != _digest(content):
             raise InvalidRequestError("request_id", f"{request_id!r} is another request's")
         if stream.error is not None:
-            self._forget(request_id, stream)
+            self._forget(key, stream)
         return stream.error is None
 
     def keep(
@@ -85,9 +88,10 @@ class Journal:
         Raises OverloadedError when full.
         """
         self._make_room()
-        stream = self._streams[request_id] = _Stream(_digest(content), tenant)
+        key = (tenant, request_id)
+        stream = self._streams[key] = _Stream(_digest(content))
         stream.task = asyncio.create_task(self._run(stream, deltas))
-        self._expect_reader(request_id, stream)
+        self._expect_reader(key, stream)
 
     async def read(
         self, request_id: str, output_index: int, *, tenant: str = ""
@@ -97,8 +101,9 @@ class Journal:
         Raises InvalidRequestError for an id that is not kept, or an index where no piece ended; and
         what the stream itself ended with.
         """
-        stream = self._streams.get(request_id)
-        if stream is None or stream.tenant != tenant:
+        key = (tenant, request_id)
+        stream = self._streams.get(key)
+        if stream is None:
             raise InvalidRequestError("request_id", f"{request_id!r} is not (or no longer) kept")
         position = _position(stream.deltas, output_index)
         stream.num_readers += 1
@@ -119,7 +124,7 @@ class Journal:
                     await stream.changed.wait()
         finally:
             stream.num_readers -= 1
-            self._expect_reader(request_id, stream)
+            self._expect_reader(key, stream)
 
     # ------------------------------------------------------------------ inside
 
@@ -136,16 +141,16 @@ class Journal:
             stream.is_done = True
             _note_change(stream)
 
-    def _expect_reader(self, request_id: str, stream: _Stream) -> None:
+    def _expect_reader(self, key: _Key, stream: _Stream) -> None:
         """Forget a stream unless a reader comes in time."""
-        if stream.num_readers == 0 and self._streams.get(request_id) is stream:
+        if stream.num_readers == 0 and self._streams.get(key) is stream:
             loop = asyncio.get_running_loop()
             grace_s = self._options.grace_s
-            stream.expiry = loop.call_later(grace_s, self._forget, request_id, stream)
+            stream.expiry = loop.call_later(grace_s, self._forget, key, stream)
 
-    def _forget(self, request_id: str, stream: _Stream) -> None:
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
+    def _forget(self, key: _Key, stream: _Stream) -> None:
+        if self._streams.get(key) is stream:
+            del self._streams[key]
         if stream.expiry is not None:
             stream.expiry.cancel()
         if stream.task is not None:
@@ -154,12 +159,12 @@ class Journal:
     def _make_room(self) -> None:
         """Forget streams that have ended and that nobody reads, oldest first, if there must be."""
         options, num_bytes = self._options, self.num_bytes
-        for request_id, stream in list(self._streams.items()):
+        for key, stream in list(self._streams.items()):
             if self.num_streams < options.max_streams and num_bytes < options.max_bytes:
                 return
             if stream.is_done and stream.num_readers == 0:
                 num_bytes -= stream.num_bytes
-                self._forget(request_id, stream)
+                self._forget(key, stream)
         if self.num_streams >= options.max_streams or num_bytes >= options.max_bytes:
             raise OverloadedError(
                 f"resumable: no more fit: {self.num_streams} requests, {num_bytes} bytes"

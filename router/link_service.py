@@ -7,6 +7,9 @@ import logging
 from collections.abc import AsyncIterator
 
 from baton import wire
+from baton.access import Access
+from baton.audit_log import AuditKind
+from baton.call_gate import Context
 from baton.certificates import certificate_identity
 from baton.link import (
     DecodeCommand,
@@ -17,13 +20,13 @@ from baton.link import (
     RouterCommand,
 )
 from baton.outputs import RequestOutput
-from baton.rpc import Context, has_token
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.node import Node
 from router.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
+_LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
 # Far more than a node that listens ever has before it.
 MAX_QUEUED_COMMANDS = 50_000
@@ -32,10 +35,10 @@ MAX_QUEUED_COMMANDS = 50_000
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     """Serves `Link`: one call per joined node, as long as the node lives."""
 
-    def __init__(self, pool: NodePool, node_token: str = "") -> None:
-        """With a token, only nodes that know it may join."""
+    def __init__(self, pool: NodePool, access: Access | None = None) -> None:
+        """Args: access: hears who joined, left or was refused."""
         self._pool = pool
-        self._node_token = node_token
+        self._access = access or Access()
 
     async def Link(  # gRPC's naming
         self,
@@ -54,10 +57,12 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             return
         refusal = self._refusal(context, registration) or self._pool.refusal(registration)
         if refusal:
+            self._note(AuditKind.REFUSED, context, registration, refusal)
             yield _registered(refusal)
             return
-        obstacle = self._pool.gate.obstacle(registration, self._pool.nodes, _host(context.peer()))
+        obstacle = self._pool.gate.obstacle(registration, self._pool.nodes, context.address)
         if obstacle:
+            self._note(AuditKind.REFUSED, context, registration, obstacle)
             yield _registered(obstacle, may_retry=True)
             return
         outgoing: asyncio.Queue[RouterCommand | None] = asyncio.Queue()
@@ -75,6 +80,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
         node = Node(registration, send, hang_up=lambda: outgoing.put_nowait(None))
         self._pool.add(node)
+        self._note(AuditKind.JOINED, context, registration)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
         try:
             yield _registered("", self._pool.router_id)
@@ -84,19 +90,30 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     yield message
         finally:
             self._pool.remove(node)
+            self._note(AuditKind.LEFT, context, registration)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
     def _refusal(self, context: Context, registration: NodeRegistration) -> str:
+        """Why a node may not join as what it says, however it may; empty: it may."""
         identity = certificate_identity(context)
-        if identity is not None:
-            refusal = identity.node_refusal(registration.role.value, registration.node_name)
-            if refusal:
-                logger.warning("refused a node at %s: %s", context.peer(), refusal)
-                return refusal
-        if not self._node_token or has_token(context, self._node_token):
+        if identity is None:
             return ""
-        return "node_token: is missing or not the one that this router wants"
+        return identity.node_refusal(registration.role.value, registration.node_name)
+
+    def _note(
+        self, kind: AuditKind, context: Context, node: NodeRegistration, problem: str = ""
+    ) -> None:
+        arguments = {
+            "node": node.node_name,
+            "engine_id": node.engine_id,
+            "role": node.role.value,
+            "version": node.version,
+        }
+        who, address = context.principal, context.address
+        if problem:
+            logger.warning("refused a node at %s: %s", address, problem)
+        self._access.note(kind, who, address, _LINK, arguments, problem)
 
     async def _read(
         self,
@@ -136,11 +153,6 @@ async def _first(messages: AsyncIterator[node_pb2.NodeMessage]) -> node_pb2.Node
             return await anext(messages, None)
     except TimeoutError:
         return None
-
-
-def _host(peer: str) -> str:
-    """``ipv4:10.0.0.1:5000`` without its port."""
-    return peer.rpartition(":")[0]
 
 
 def _registered(

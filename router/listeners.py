@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 _CERTS = "--tls-require-client-certs"
 _KEYS = "--api-keys-file"
-_TOKENS = "--node-token and --admin-token"
 
 
 def requires_client_certs(config: RouterConfig, listen: str) -> bool:
@@ -28,9 +27,8 @@ def requires_client_certs(config: RouterConfig, listen: str) -> bool:
 def check_exposure(config: RouterConfig) -> None:
     """Refuse listeners that others can reach and that lack protection; raises ConfigError."""
     tls = config.tls
-    has_keys = bool(config.api_keys_file)
-    has_tokens = bool(config.node_token and config.admin_token)
-    is_shared = not config.node_listen
+    # One is enough: who brings none may do nothing then (`baton/access.py`).
+    has_keys = bool(config.api_keys_file or config.node_token or config.admin_token)
 
     def check(option: str, listen: str, authentication: str, is_authenticated: bool) -> None:
         Exposure(
@@ -40,17 +38,9 @@ def check_exposure(config: RouterConfig) -> None:
             insecure=config.insecure,
         ).check(option, listen)
 
+    check("listen", config.listen, f"{_KEYS} or {_CERTS}", tls.require_client_certs or has_keys)
     check(
-        "listen",
-        config.listen,
-        f"{_KEYS}, {_TOKENS}, or {_CERTS}" if is_shared else f"{_KEYS} or {_CERTS}",
-        tls.require_client_certs or (has_keys and (has_tokens or not is_shared)),
-    )
-    check(
-        "node_listen",
-        config.node_listen,
-        f"{_TOKENS}, or --tls-ca",
-        tls.verifies_clients or has_tokens,
+        "node_listen", config.node_listen, f"{_KEYS} or --tls-ca", tls.verifies_clients or has_keys
     )
     check(
         "http_listen",

@@ -24,6 +24,7 @@ from baton.link import (
     StepDeltas,
 )
 from baton.outputs import FinishReason
+from router.admin_replies import AdminReplies
 from router.health import NodeHealth
 from router.node_load import NodeLoad, SharedRates
 
@@ -78,6 +79,7 @@ class Node:
         health: whether it should get requests.
         legs: by epoch.
         clock: seconds that never go back.
+        replies: to what operators ask of the node.
     """
 
     registration: NodeRegistration
@@ -87,6 +89,7 @@ class Node:
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
     clock: Callable[[], float] = time.monotonic
+    replies: AdminReplies = field(default_factory=AdminReplies)
     load: NodeLoad = field(init=False)
     health: NodeHealth = field(init=False)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence, Set
 from baton.block_hash import HASH_ALGORITHMS
 from baton.errors import NotFoundError
 from baton.link import (
+    AdminReply,
     DrainCommand,
     DrainSeen,
     KVCacheEvents,
@@ -201,6 +202,7 @@ class NodePool:
         self.prefix_index.remove(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
         self._reach.forget(node.engine_id)
+        node.replies.close(f"it {why}")
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
             other.send(PeerUpdate(node.engine_id, removed=True))
@@ -280,6 +282,8 @@ class NodePool:
             if self.prefix_index.take(node.engine_id, event):
                 logger.warning("%s: KV cache events were lost; asking for all again", node.name)
                 node.send(SendKVSnapshot())
+        elif isinstance(event, AdminReply):
+            node.replies.take(event)
         elif isinstance(event, PeerReport) and self._is_peer(node, event.engine_id):
             node.reports[event.engine_id] = event
             self._note_reach(node, event.engine_id)

@@ -257,7 +257,8 @@ class OpenCall:
             fleet = self._suspicion.narrow(fleet)
         placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
         if placement is not None:
-            dispatcher.decisions.note(call.request_id, query, placement)
+            is_first = self._num_attempts == 0
+            dispatcher.decisions.note(call.scoped_id, query, placement, is_first=is_first)
             for node in filter(None, (placement.prefill, placement.decode)):
                 pool.prefix_index.note_placement(node.engine_id, hashes)
         return placement

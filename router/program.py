@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.admin_gate import AdminGate
+from baton.access import Access
+from baton.audit_log import AuditLog
+from baton.call_gate import CallGate
 from baton.client import DEFAULT_ADDRESS
 from baton.connection_limits import ConnectionLimits
 from baton.errors import ConfigError
 from baton.exposure import is_public
+from baton.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import config_digest, find_model_folder, read_limits
 from baton.process import num_descriptors_allowed, stop_event
@@ -31,10 +34,8 @@ from baton.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
-from router.admin.node_calls import NodeCalls
 from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
-from router.api_keys import ApiKeys
 from router.cache_salts import CacheSalts, read_secret
 from router.capacity import Capacity
 from router.connection_budget import (
@@ -67,7 +68,8 @@ class RouterConfig:
     Attributes:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
-        api_keys_file: who may call; empty: anybody.
+        api_keys_file: who may call; without it, tokens and CAs: anybody.
+        audit_log: "-": standard output; empty: none.
         connections: what clients' connections may cost.
         max_request_timeout_s: a deadline that a client sets itself is at most this far away.
         drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
@@ -96,6 +98,7 @@ class RouterConfig:
     http_cors_origin: str = ""
     served_model_name: str = ""
     api_keys_file: str = ""
+    audit_log: str = ""
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     max_request_timeout_s: float = 3600.0
     drain_delay_s: float | None = None
@@ -152,16 +155,16 @@ async def serve(config: RouterConfig) -> None:
         metrics=metrics,
         cache_salts=_make_salts(config),
     )
-    api_keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
+    access = _make_access(config)
     budget = share_descriptors(
         num_descriptors_allowed(),
         config.connections,
         own_address_for_nodes=bool(config.node_listen),
     )
-    servers = _make_servers(config, dispatcher, intake, api_keys, budget, files)
+    servers = _make_servers(config, dispatcher, intake, access, budget, files)
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
-    loop.add_signal_handler(signal.SIGHUP, api_keys.reload)
+    loop.add_signal_handler(signal.SIGHUP, _read_again, access)
     try:
         for listen, server in servers.items():
             address = await server.start(listen)
@@ -169,7 +172,7 @@ async def serve(config: RouterConfig) -> None:
             logger.info("router of %s listens on %s", config.model, address)
         async with (
             _watching(pool),
-            _serving_http(config, intake, pool, metrics, api_keys, budget.http, files) as http,
+            _serving_http(config, intake, pool, metrics, access, budget.http, files) as http,
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
@@ -182,6 +185,27 @@ async def serve(config: RouterConfig) -> None:
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
+        await asyncio.to_thread(access.audit.close)
+
+
+def _make_access(config: RouterConfig) -> Access:
+    """Raises ConfigError."""
+    access = Access(
+        keys_file=Path(config.api_keys_file) if config.api_keys_file else None,
+        admin_token=config.admin_token,
+        node_token=config.node_token,
+        model=config.served_model_name or config.model,
+        audit=AuditLog(config.audit_log, program="router"),
+        by_certificate=config.tls.verifies_clients,
+    )
+    access.warn_of_gaps((Role.INFER, Role.JOIN))
+    return access
+
+
+def _read_again(access: Access) -> None:
+    """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
+    access.reload()
+    access.audit.reopen()
 
 
 def _drain_delay_s(config: RouterConfig) -> float:
@@ -217,7 +241,7 @@ async def _serving_http(
     intake: Intake,
     pool: NodePool,
     metrics: RouterMetrics,
-    api_keys: ApiKeys,
+    access: Access,
     limits: ConnectionLimits,
     files: TlsFiles | None,
 ) -> AsyncIterator[StoppableServer | None]:
@@ -236,7 +260,7 @@ async def _serving_http(
         pool,
         metrics,
         model_name=config.served_model_name or config.model,
-        api_keys=api_keys,
+        access=access,
         cors_origin=config.http_cors_origin,
         grace_s=LAST_WORDS_S,
         limits=limits,
@@ -270,7 +294,7 @@ def _make_servers(
     config: RouterConfig,
     dispatcher: Dispatcher,
     intake: Intake,
-    api_keys: ApiKeys,
+    access: Access,
     budget: ConnectionBudget,
     files: TlsFiles | None,
 ) -> dict[str, RpcServer]:
@@ -285,7 +309,6 @@ def _make_servers(
         intake,
         model=model_name,
         journal=journal,
-        api_keys=api_keys,
         max_timeout_s=config.max_request_timeout_s,
     )
 
@@ -293,7 +316,7 @@ def _make_servers(
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_private(server: object) -> None:
-        links = NodeLinkService(dispatcher.pool, config.node_token)
+        links = NodeLinkService(dispatcher.pool, access)
         node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
         admin_service = _make_admin(config, dispatcher, intake)
         admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
@@ -305,19 +328,23 @@ def _make_servers(
     def make(
         listen: str, services: Sequence[Any], add: Any, limits: RpcLimits, **options: Any
     ) -> RpcServer:
-        needs_cert = requires_client_certs(config, listen)
         return RpcServer(
-            services, add, limits=limits, tls=files, require_client_certs=needs_cert, **options
+            services,
+            add,
+            CallGate(access, ANYBODY if is_public("listen", listen) else ANYBODY_HERE),
+            limits=limits,
+            tls=files,
+            require_client_certs=requires_client_certs(config, listen),
+            **options,
         )
 
     private = config.node_listen or config.listen
-    gate = AdminGate(admin.full_name, config.admin_token, is_public=is_public("listen", private))
     if not config.node_listen:
         all_services = [inference, link, admin]
-        return {private: make(private, all_services, add_all, budget.public, interceptors=[gate])}
+        return {private: make(private, all_services, add_all, budget.public)}
     own = config.reuse_port
     return {
-        private: make(private, [link, admin], add_private, budget.nodes, interceptors=[gate]),
+        private: make(private, [link, admin], add_private, budget.nodes),
         config.listen: make(config.listen, [inference], add_public, budget.public, reuse_port=own),
     }
 
@@ -328,7 +355,6 @@ def _make_admin(config: RouterConfig, dispatcher: Dispatcher, intake: Intake) ->
         intake,
         model=config.model,
         policy=config.policy,
-        calls=NodeCalls(config.admin_token),
         on_policy=lambda name: dispatcher.pool.allow_self_prefill(_may_self_prefill(config, name)),
     )
 

@@ -38,6 +38,7 @@ class RequestRecord:
     """One request's life; times are seconds since it reached the router.
 
     Attributes:
+        tenant: whose request it is.
         received_at: by `time.time`.
         started_at: the same by the log's clock.
         accepted_s: it was checked and tokenized.
@@ -46,6 +47,7 @@ class RequestRecord:
     """
 
     request_id: str
+    tenant: str = ""
     received_at: float
     started_at: float
     num_prompt_tokens: int
@@ -91,7 +93,8 @@ class RequestLog:
         self.clock = clock
         self.began_at = clock()
         self._max_requests = max_requests
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        # By tenant and request id.
+        self._records: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()
         self._open: dict[int, RequestRecord] = {}
         self._num_ended_output_tokens = 0
 
@@ -101,6 +104,7 @@ class RequestLog:
         accepted_s = now - call.received_at
         record = RequestRecord(
             request_id=call.request_id,
+            tenant=call.principal.tenant,
             received_at=time.time() - accepted_s,
             started_at=call.received_at,
             num_prompt_tokens=len(call.prompt_token_ids),
@@ -109,9 +113,11 @@ class RequestLog:
         )
         return Following(self, record)
 
-    def get(self, request_id: str) -> RequestRecord | None:
-        """The last request of that id, if it is still known."""
-        return self._records.get(request_id)
+    def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
+        """The last request of that id, if it is still known; None: whoever's it is."""
+        if tenant is not None:
+            return self._records.get((tenant, request_id))
+        return next((one for one in self.latest() if one.request_id == request_id), None)
 
     def latest(self) -> Iterator[RequestRecord]:
         """The last one first."""
@@ -133,8 +139,9 @@ class RequestLog:
 
     def begin(self, record: RequestRecord) -> None:
         self._open[id(record)] = record
-        self._records.pop(record.request_id, None)  # its id is used again: to the end of the order
-        self._records[record.request_id] = record
+        key = (record.tenant, record.request_id)
+        self._records.pop(key, None)  # its id is used again: to the end of the order
+        self._records[key] = record
         self.num_prompt_tokens += record.num_prompt_tokens
         if len(self._records) > self._max_requests:
             self._records.popitem(last=False)

@@ -10,14 +10,13 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from baton import wire, wire_types
+from baton.call_gate import Context
 from baton.error_details import receipt_trailer
 from baton.errors import InvalidRequestError
 from baton.identity import Principal
 from baton.outputs import TextDelta
-from baton.rpc import Context, authorization_of
 from baton.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from router.api_keys import ApiKeys
 from router.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake import ChatPrompt, GenerationRequest, Intake, Prompt
 from router.journal import Journal
@@ -41,7 +40,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     Args:
         model: its name, for `ListModels`.
         journal: keeps resumable requests.
-        api_keys: who may call.
         max_timeout_s: a client's own deadline is at most this far away.
     """
 
@@ -51,13 +49,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         *,
         model: str = "",
         journal: Journal | None = None,
-        api_keys: ApiKeys | None = None,
         max_timeout_s: float = math.inf,
     ) -> None:
         self._intake = intake
         self._model = model
         self._journal = journal or Journal()
-        self._api_keys = api_keys or ApiKeys()
         self._max_timeout_s = max_timeout_s
 
     async def Generate(  # gRPC's naming
@@ -74,7 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ResumeRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Go on with a resumable request's stream."""
-        tenant = self._principal_of(context).tenant
+        tenant = context.principal.tenant
         kept = self._journal.read(request.request_id, request.next_output_index, tenant=tenant)
         async with contextlib.aclosing(kept) as deltas:
             async for delta in deltas:
@@ -101,7 +97,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """The tokens of a prompt as `Generate` would see them."""
-        self._principal_of(context)
         token_ids = await self._intake.tokenize(_prompt_from_proto(request.prompt))
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
@@ -109,7 +104,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.CountTokensRequest, context: Context
     ) -> inference_pb2.CountTokensResponse:
         """How many tokens a prompt has."""
-        self._principal_of(context)
         token_ids = await self._intake.tokenize(_prompt_from_proto(request.prompt))
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
 
@@ -117,7 +111,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """The one model of this router."""
-        self._principal_of(context)
         model = inference_pb2.Model(name=self._model, max_model_len=self._intake.max_model_len)
         return inference_pb2.ListModelsResponse(models=[model])
 
@@ -128,24 +121,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request = _request_from_proto(message, self._arrival(context))
         if not message.resumable:
             return self._intake.stream(await self._intake.accept(request))
-        content = message.SerializeToString(deterministic=True) + request.principal.tenant.encode()
+        content = message.SerializeToString(deterministic=True)
+        tenant = request.principal.tenant
         request_id = message.request_id or uuid.uuid4().hex
-        if not self._journal.holds(request_id, content):
+        if not self._journal.holds(request_id, content, tenant=tenant):
             call = await self._intake.accept(dataclasses.replace(request, request_id=request_id))
-            if not self._journal.holds(request_id, content):  # still not: checking takes time
+            # Still not: checking takes time.
+            if not self._journal.holds(request_id, content, tenant=tenant):
                 deltas = self._intake.stream(call)
-                self._journal.keep(request_id, content, deltas, tenant=request.principal.tenant)
-        return self._journal.read(request_id, 0, tenant=request.principal.tenant)
+                self._journal.keep(request_id, content, deltas, tenant=tenant)
+        return self._journal.read(request_id, 0, tenant=tenant)
 
     def _arrival(self, context: Context) -> _Arrival:
         timeout_s = context.time_remaining()
         if timeout_s is not None:
             timeout_s = min(timeout_s, self._max_timeout_s)
-        return _Arrival(time.perf_counter(), timeout_s, self._principal_of(context))
-
-    def _principal_of(self, context: Context) -> Principal:
-        """Who calls; raises UnauthenticatedError. The first thing that every call asks."""
-        return self._api_keys.principal_of(authorization_of(context))
+        return _Arrival(time.perf_counter(), timeout_s, context.principal)
 
 
 def _request_from_proto(

@@ -9,7 +9,7 @@ import typer
 import typer.core
 import typer.main
 
-from baton.cli import certs, client_commands, up
+from baton.cli import certs, client_commands, keys, up
 from baton.cli.admin import app as admin
 from baton.registry import Registry
 from baton.version import __version__
@@ -37,6 +37,7 @@ class _ProgramGroup(typer.core.TyperGroup):
             "generate",
             "chat",
             "admin",
+            "keys",
             "certs",
             "version",
         ]
@@ -59,6 +60,7 @@ app.command()(up.up)
 app.command()(client_commands.generate)
 app.command()(client_commands.chat)
 app.add_typer(admin.app, name="admin")
+app.add_typer(keys.app, name="keys")
 app.add_typer(certs.app, name="certs")
 
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from baton.audit_log import HELP as AUDIT_LOG_HELP
+from baton.audit_log import STANDARD_OUTPUT
 from baton.block_hash import HASH_ALGORITHMS
 from baton.cli.run_node import NodeOptions, run_node
 from baton.cli.tls_options import InsecureOption, TlsCaOption, TlsCertOption, TlsKeyOption
@@ -77,17 +79,28 @@ def node_command(
         node_token: Annotated[
             str,
             typer.Option(
-                help="What routers with --node-token want to see.", envvar="BATON_NODE_TOKEN"
+                help="Shows routers that this node may join: their --node-token, or an API key "
+                "with the role join.",
+                envvar="BATON_NODE_TOKEN",
             ),
         ] = "",
         admin_token: Annotated[
             str,
             typer.Option(
-                help="That admin calls must bring; the same at the router, which asks for "
-                "operators. Anybody may look if empty.",
+                help="That who looks at the metrics page must bring. Without it and "
+                "--api-keys-file whoever reaches the page may look.",
                 envvar="BATON_ADMIN_TOKEN",
             ),
         ] = "",
+        api_keys_file: Annotated[
+            str,
+            typer.Option(
+                help="API keys, as of the router; those with the role look or operate may look at "
+                "the metrics page. Read again on SIGHUP.",
+                envvar="BATON_API_KEYS_FILE",
+            ),
+        ] = "",
+        audit_log: Annotated[str, typer.Option(help=AUDIT_LOG_HELP)] = STANDARD_OUTPUT,
         tls_cert: TlsCertOption = "",
         tls_key: TlsKeyOption = "",
         tls_ca: TlsCaOption = "",
@@ -190,9 +203,12 @@ def node_command(
             typer.Option(help="Of a prefill node: parts of a layer-wise sent chunk.", min=1),
         ] = 4,
         kv_digests: Annotated[
-            bool,
-            typer.Option(help="Check that KV blocks arrive unchanged; the same on all nodes."),
-        ] = False,
+            bool | None,
+            typer.Option(
+                help="Check with keyed digests that KV blocks arrive unchanged; the same on all "
+                "nodes. If not given: where UCX_NET_DEVICES lets KV leave loopback."
+            ),
+        ] = None,
         log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
         inject_faults: Annotated[
             str,
@@ -250,6 +266,8 @@ def node_command(
                 node_token=node_token,
                 metrics_listen=metrics_listen,
                 admin_token=admin_token,
+                api_keys_file=api_keys_file,
+                audit_log=audit_log,
                 tls=TlsOptions(cert=tls_cert, key=tls_key, ca=tls_ca),
                 insecure=insecure,
             )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from baton.access import Access
+from baton.audit_log import AuditLog
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
@@ -33,12 +36,14 @@ class NodeOptions:
     log_level: str
     push: PushMode
     layer_groups: int
-    kv_digests: bool
+    kv_digests: bool | None
     inject_faults: str = ""
     drain_timeout_s: float = 0.0
     node_token: str = field(default="", repr=False)
     metrics_listen: str = ""
     admin_token: str = field(default="", repr=False)
+    api_keys_file: str = ""
+    audit_log: str = ""
     tls: TlsOptions = NO_TLS
     insecure: bool = False
     decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
@@ -81,8 +86,8 @@ def run_node(options: NodeOptions, program: str) -> int:
             ) from error
         return make_program(options, emit, on_death)
 
-    return run_program(
-        lambda: run_node_program(
+    async def main() -> None:
+        await run_node_program(
             make_node,
             routers=options.routers,
             listen=options.listen,
@@ -90,9 +95,14 @@ def run_node(options: NodeOptions, program: str) -> int:
             drain_timeout_s=options.drain_timeout_s,
             node_token=options.node_token,
             metrics_listen=options.metrics_listen,
-            admin_token=options.admin_token,
+            access=Access(
+                keys_file=Path(options.api_keys_file) if options.api_keys_file else None,
+                admin_token=options.admin_token,
+                audit=AuditLog(options.audit_log, program=options.name),
+                by_certificate=options.tls.verifies_clients,
+            ),
             tls=options.tls,
             insecure=options.insecure,
-        ),
-        log_level=options.log_level,
-    )
+        )
+
+    return run_program(main, log_level=options.log_level)

@@ -8,6 +8,34 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class NodeAdminRequest(_message.Message):
+    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile")
+    LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LIST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
+    SET_LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    list_requests: ListRequestsRequest
+    list_blocks: ListBlocksRequest
+    flush_cache: FlushCacheRequest
+    set_log_level: SetLogLevelRequest
+    profile: ProfileRequest
+    def __init__(self, list_requests: _Optional[_Union[ListRequestsRequest, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksRequest, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheRequest, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelRequest, _Mapping]] = ..., profile: _Optional[_Union[ProfileRequest, _Mapping]] = ...) -> None: ...
+
+class NodeAdminResponse(_message.Message):
+    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile")
+    LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LIST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
+    SET_LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    list_requests: ListRequestsResponse
+    list_blocks: ListBlocksResponse
+    flush_cache: FlushCacheResponse
+    set_log_level: SetLogLevelResponse
+    profile: ProfileResponse
+    def __init__(self, list_requests: _Optional[_Union[ListRequestsResponse, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksResponse, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheResponse, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelResponse, _Mapping]] = ..., profile: _Optional[_Union[ProfileResponse, _Mapping]] = ...) -> None: ...
+
 class ListNodesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -327,13 +355,15 @@ class ListRouterRequestsResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class RequestTrace(_message.Message):
-    __slots__ = ("request_id", "received_at", "state", "num_prompt_tokens", "max_tokens", "num_output_tokens", "accepted_s", "first_token_s", "ended_s", "finish_reason", "error_code", "error", "attempts", "receipt")
+    __slots__ = ("request_id", "received_at", "state", "num_prompt_tokens", "max_tokens", "num_output_tokens", "accepted_s", "first_token_s", "ended_s", "finish_reason", "error_code", "error", "attempts", "receipt", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_AT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +378,7 @@ class RequestTrace(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     received_at: float
     state: str
@@ -362,7 +393,8 @@ class RequestTrace(_message.Message):
     error: str
     attempts: _containers.RepeatedCompositeFieldContainer[AttemptTrace]
     receipt: _types_pb2.Receipt
-    def __init__(self, request_id: _Optional[str] = ..., received_at: _Optional[float] = ..., state: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., accepted_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., finish_reason: _Optional[str] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[AttemptTrace, _Mapping]]] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., received_at: _Optional[float] = ..., state: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., accepted_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., finish_reason: _Optional[str] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[AttemptTrace, _Mapping]]] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class AttemptTrace(_message.Message):
     __slots__ = ("began_s", "prefill_node", "decode_node", "failed_s", "error_code", "error")
@@ -381,16 +413,18 @@ class AttemptTrace(_message.Message):
     def __init__(self, began_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., failed_s: _Optional[float] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "num_prompt_tokens", "max_tokens")
+    __slots__ = ("request_id", "prompt", "num_prompt_tokens", "max_tokens", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: str
     num_prompt_tokens: int
     max_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("decisions", "policy")
@@ -439,10 +473,12 @@ class CostTerm(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ()

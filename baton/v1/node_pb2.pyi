@@ -18,18 +18,20 @@ SERVING_STATE_DRAINING: ServingState
 SERVING_STATE_DRAINED: ServingState
 
 class NodeMessage(_message.Message):
-    __slots__ = ("register", "deltas", "beat", "peer_report", "kv_events")
+    __slots__ = ("register", "deltas", "beat", "peer_report", "kv_events", "admin_reply")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     PEER_REPORT_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_REPLY_FIELD_NUMBER: _ClassVar[int]
     register: Register
     deltas: StepDeltas
     beat: NodeBeat
     peer_report: PeerReport
     kv_events: KVCacheEvents
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., deltas: _Optional[_Union[StepDeltas, _Mapping]] = ..., beat: _Optional[_Union[NodeBeat, _Mapping]] = ..., peer_report: _Optional[_Union[PeerReport, _Mapping]] = ..., kv_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ...) -> None: ...
+    admin_reply: AdminReply
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., deltas: _Optional[_Union[StepDeltas, _Mapping]] = ..., beat: _Optional[_Union[NodeBeat, _Mapping]] = ..., peer_report: _Optional[_Union[PeerReport, _Mapping]] = ..., kv_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ..., admin_reply: _Optional[_Union[AdminReply, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key")
@@ -168,8 +170,20 @@ class KVCacheEvents(_message.Message):
     removed: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, sequence: _Optional[int] = ..., snapshot: bool = ..., stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class AdminReply(_message.Message):
+    __slots__ = ("call_id", "part", "last", "error")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    part: bytes
+    last: bool
+    error: RequestError
+    def __init__(self, call_id: _Optional[int] = ..., part: _Optional[bytes] = ..., last: bool = ..., error: _Optional[_Union[RequestError, _Mapping]] = ...) -> None: ...
+
 class RouterMessage(_message.Message):
-    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot")
+    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot", "admin_call")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     PEER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +193,7 @@ class RouterMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     DRAIN_SEEN_FIELD_NUMBER: _ClassVar[int]
     SEND_KV_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_CALL_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     peer_update: PeerUpdate
     prefill: PrefillCommand
@@ -188,7 +203,8 @@ class RouterMessage(_message.Message):
     drain: DrainCommand
     drain_seen: DrainSeen
     send_kv_snapshot: SendKVSnapshot
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ...) -> None: ...
+    admin_call: AdminCall
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ..., admin_call: _Optional[_Union[AdminCall, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("problem", "router_id", "may_retry")
@@ -277,3 +293,15 @@ class DrainCommand(_message.Message):
 class DrainSeen(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class AdminCall(_message.Message):
+    __slots__ = ("call_id", "request", "timeout_s", "operator")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    OPERATOR_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    request: bytes
+    timeout_s: float
+    operator: str
+    def __init__(self, call_id: _Optional[int] = ..., request: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., operator: _Optional[str] = ...) -> None: ...

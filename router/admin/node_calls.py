@@ -1,96 +1,79 @@
-"""NodeCalls: the router asks nodes what operators ask it, so that those need to reach only it."""
+"""NodeCalls: what the router asks nodes for operators, over the links that the nodes opened.
+
+The router dials no node: an address is what a node says of itself.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
 
-import grpc
-import grpc.aio
-
-from baton.client_messages import trailers_of
-from baton.error_details import error_from_trailers
 from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError
-from baton.link import NodeRegistration
-from baton.rpc import bearer, open_channel
-from baton.v1 import admin_pb2, admin_pb2_grpc
+from baton.link import AdminCall
+from baton.stack_sampler import MAX_SECONDS
+from baton.v1 import admin_pb2
+from router.node import Node
 
 TIMEOUT_S = 10.0  # a node answers between two steps
 
 
 class NodeCalls:
-    """Calls of `NodeAdmin`, a channel each: they are rare.
+    """Calls of one operator.
 
     Args:
-        token: that nodes want to see; empty: none.
+        operator: who asks, as nodes' audit logs name them.
+        timeout_s: for an answer; a profile has its own time on top.
     """
 
-    def __init__(self, token: str = "") -> None:
-        self._metadata = bearer(token)
+    def __init__(self, operator: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        self._operator = operator
+        self._timeout_s = timeout_s
 
-    async def list_requests(self, node: NodeRegistration) -> admin_pb2.ListRequestsResponse:
-        response: admin_pb2.ListRequestsResponse = await self._ask(
-            node, "ListRequests", admin_pb2.ListRequestsRequest()
-        )
-        return response
+    async def list_requests(self, node: Node) -> admin_pb2.ListRequestsResponse:
+        request = admin_pb2.NodeAdminRequest(list_requests=admin_pb2.ListRequestsRequest())
+        return (await self._ask(node, request)).list_requests
 
-    async def list_blocks(self, node: NodeRegistration) -> admin_pb2.ListBlocksResponse:
-        response: admin_pb2.ListBlocksResponse = await self._ask(
-            node, "ListBlocks", admin_pb2.ListBlocksRequest()
-        )
-        return response
+    async def list_blocks(self, node: Node) -> admin_pb2.ListBlocksResponse:
+        request = admin_pb2.NodeAdminRequest(list_blocks=admin_pb2.ListBlocksRequest())
+        return (await self._ask(node, request)).list_blocks
 
-    async def flush_cache(self, node: NodeRegistration) -> admin_pb2.FlushCacheResponse:
-        response: admin_pb2.FlushCacheResponse = await self._ask(
-            node, "FlushCache", admin_pb2.FlushCacheRequest()
-        )
-        return response
+    async def flush_cache(self, node: Node) -> admin_pb2.FlushCacheResponse:
+        request = admin_pb2.NodeAdminRequest(flush_cache=admin_pb2.FlushCacheRequest())
+        return (await self._ask(node, request)).flush_cache
 
-    async def set_log_level(
-        self, node: NodeRegistration, level: str
-    ) -> admin_pb2.SetLogLevelResponse:
-        response: admin_pb2.SetLogLevelResponse = await self._ask(
-            node, "SetLogLevel", admin_pb2.SetLogLevelRequest(level=level)
-        )
-        return response
+    async def set_log_level(self, node: Node, level: str) -> admin_pb2.SetLogLevelResponse:
+        change = admin_pb2.SetLogLevelRequest(level=level)
+        request = admin_pb2.NodeAdminRequest(set_log_level=change)
+        return (await self._ask(node, request)).set_log_level
 
-    async def profile(self, node: NodeRegistration, seconds: float) -> admin_pb2.ProfileResponse:
-        request = admin_pb2.ProfileRequest(seconds=seconds)
-        response: admin_pb2.ProfileResponse = await self._ask(
-            node, "Profile", request, TIMEOUT_S + seconds
-        )
-        return response
+    async def profile(self, node: Node, seconds: float) -> admin_pb2.ProfileResponse:
+        request = admin_pb2.NodeAdminRequest(profile=admin_pb2.ProfileRequest(seconds=seconds))
+        return (await self._ask(node, request, more_s=seconds)).profile
 
     async def _ask(
-        self, node: NodeRegistration, method: str, request: Any, timeout_s: float = TIMEOUT_S
-    ) -> Any:
+        self, node: Node, request: admin_pb2.NodeAdminRequest, *, more_s: float = 0.0
+    ) -> admin_pb2.NodeAdminResponse:
         """One call.
 
         Raises:
-            NodeUnavailableError: the node cannot be reached, or answers nothing.
+            NodeUnavailableError: the node does not answer, or not what was asked.
             InvalidRequestError: the node refuses a value.
-            BatonError: it refuses the call.
         """
-        async with open_channel(node.address) as channel:
-            stub = admin_pb2_grpc.NodeAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-            try:
-                return await getattr(stub, method)(
-                    request, timeout=timeout_s, metadata=self._metadata
-                )
-            except grpc.aio.AioRpcError as error:
-                raise _error(node, error) from None
-
-
-def _error(node: NodeRegistration, error: grpc.aio.AioRpcError) -> BatonError:
-    code, details = error.code(), error.details() or ""
-    ours = error_from_trailers(details, trailers_of(error))
-    if isinstance(ours, InvalidRequestError):
-        return ours
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return NodeUnavailableError(
-            f"{node.node_name}: the router cannot reach it at {node.address} ({code.name})"
-        )
-    if code is grpc.StatusCode.UNAUTHENTICATED:
-        return NodeUnavailableError(
-            f"{node.node_name}: its --admin-token is not the one of the router"
-        )
-    return NodeUnavailableError(f"{node.node_name}: {details or code.name}")
+        timeout_s = self._timeout_s + min(max(more_s, 0.0), MAX_SECONDS)
+        call_id, answer = node.replies.begin()
+        try:
+            node.send(AdminCall(call_id, request.SerializeToString(), timeout_s, self._operator))
+            async with asyncio.timeout(timeout_s):
+                response = await answer
+        except TimeoutError:
+            raise NodeUnavailableError(
+                f"{node.name}: did not answer within {timeout_s:g} s"
+            ) from None
+        except InvalidRequestError:
+            raise
+        except BatonError as error:
+            raise NodeUnavailableError(f"{node.name}: {error}") from None
+        finally:
+            node.replies.end(call_id)
+        if response.WhichOneof("response") != request.WhichOneof("request"):
+            raise NodeUnavailableError(f"{node.name}: answered something else")
+        return response

@@ -8,9 +8,16 @@ import logging
 from collections.abc import Callable
 
 from baton import wire_admin
-from baton.errors import BatonError, ConfigError, InvalidRequestError, NotFoundError
-from baton.link import DrainCommand, NodeRegistration
-from baton.rpc import Context
+from baton.call_gate import Context
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+from baton.identity import Role
+from baton.link import DrainCommand
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from baton.version import __version__
 from router.admin.explain import explain_now
@@ -23,6 +30,7 @@ from router.admin.views import (
     describe_request,
     describe_stats,
 )
+from router.call import scoped_id
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.node import Node
@@ -45,7 +53,6 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         intake: tokenizes prompts.
         model: name that the router was given.
         policy: name of the dispatcher's.
-        calls: to nodes.
         on_policy: called with the name of a policy that was chosen.
     """
 
@@ -56,7 +63,6 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         *,
         model: str,
         policy: str,
-        calls: NodeCalls,
         on_policy: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._dispatcher = dispatcher
@@ -64,7 +70,6 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._intake = intake
         self._model = model
         self._policy = policy
-        self._calls = calls
         self._on_policy = on_policy
 
     # ------------------------------------------------------------------ nodes
@@ -137,27 +142,35 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListRouterRequestsRequest, context: Context
     ) -> admin_pb2.ListRouterRequestsResponse:
         """The last requests of this router, the last one first."""
-        log = self._dispatcher.log
+        log, tenant = self._dispatcher.log, _whose(context, "", Role.LOOK)
         records = reversed(log.open) if request.open_only else log.latest()
-        chosen = itertools.islice(records, request.limit or _DEFAULT_LIMIT)
+        own = (one for one in records if tenant in (None, one.tenant))
+        chosen = itertools.islice(own, request.limit or _DEFAULT_LIMIT)
         return admin_pb2.ListRouterRequestsResponse(requests=map(describe_request, chosen))
 
     async def Trace(  # gRPC's naming
         self, request: admin_pb2.TraceRequest, context: Context
     ) -> admin_pb2.RequestTrace:
         """The life of one of the last requests."""
-        return describe_request(self._record(request.request_id))
+        tenant = _whose(context, request.tenant, Role.LOOK)
+        return describe_request(self._record(request.request_id, tenant))
 
     async def Explain(  # gRPC's naming
         self, request: admin_pb2.ExplainRequest, context: Context
     ) -> admin_pb2.ExplainResponse:
         """Why a request of the past went where it went, or where a prompt would go now."""
         max_tokens = request.max_tokens or _DEFAULT_MAX_TOKENS
-        dispatcher = self._dispatcher
-        match request.WhichOneof("what"):
+        dispatcher, tenant = self._dispatcher, _whose(context, request.tenant, Role.LOOK)
+        what = request.WhichOneof("what")
+        if what in ("prompt", "num_prompt_tokens") and not context.principal.is_operator:
+            raise PermissionDeniedError(
+                "what: must be a request_id: what nodes would do with a prompt tells what others "
+                "do, for which the role look is needed"
+            )
+        match what:
             case "request_id":
-                self._record(request.request_id)
-                decisions = dispatcher.decisions.get(request.request_id)
+                record = self._record(request.request_id, tenant)
+                decisions = dispatcher.decisions.get(scoped_id(record.request_id, record.tenant))
             case "prompt":
                 token_ids = await self._intake.tokenize(request.prompt)
                 decisions = [explain_now(dispatcher, len(token_ids), max_tokens, token_ids)]
@@ -175,7 +188,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.AbortRequest, context: Context
     ) -> admin_pb2.AbortResponse:
         """End an open request, on its nodes too; its client gets CANCELLED."""
-        if not self._dispatcher.abort(request.request_id, "an operator ended the request"):
+        tenant = _whose(context, request.tenant, Role.OPERATE)
+        why = "an operator ended the request" if tenant is None else "the request was ended"
+        if not self._dispatcher.abort(request.request_id, why, tenant=tenant):
             raise NotFoundError(f"request {request.request_id!r} is not open")
         _note(context, f"abort {request.request_id}")
         return admin_pb2.AbortResponse()
@@ -228,17 +243,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.ListRequestsResponse:
         """Open requests of one node, of all routers."""
-        return await self._calls.list_requests(self._find(request.node).registration)
+        return await _calls(context).list_requests(self._find(request.node))
 
     async def Audit(  # gRPC's naming
         self, request: admin_pb2.AuditRequest, context: Context
     ) -> admin_pb2.AuditResponse:
         """Who holds which blocks, on one node or on all."""
 
-        async def ask(node: NodeRegistration) -> admin_pb2.NodeAudit:
-            audit = admin_pb2.NodeAudit(node_name=node.node_name)
+        async def ask(node: Node) -> admin_pb2.NodeAudit:
+            audit = admin_pb2.NodeAudit(node_name=node.name)
             try:
-                audit.ledger.CopyFrom(await self._calls.list_blocks(node))
+                audit.ledger.CopyFrom(await _calls(context).list_blocks(node))
             except BatonError as error:
                 audit.problem = str(error)
             return audit
@@ -254,10 +269,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         nodes = self._chosen(request.node)
         _note(context, f"flush-cache {request.node or 'of all nodes'}")
 
-        async def ask(node: NodeRegistration) -> admin_pb2.NodeFlush:
-            flush = admin_pb2.NodeFlush(node_name=node.node_name)
+        async def ask(node: Node) -> admin_pb2.NodeFlush:
+            flush = admin_pb2.NodeFlush(node_name=node.name)
             try:
-                flush.num_prefixes = (await self._calls.flush_cache(node)).num_prefixes
+                flush.num_prefixes = (await _calls(context).flush_cache(node)).num_prefixes
             except BatonError as error:
                 flush.problem = str(error)
             return flush
@@ -269,12 +284,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.SetLogLevelResponse:
         """Of the router, or of one node."""
         if not request.node:
-            return wire_admin.set_log_level(
-                admin_pb2.SetLogLevelRequest(level=request.level), context.peer()
-            )
+            return wire_admin.set_log_level(admin_pb2.SetLogLevelRequest(level=request.level))
         node = self._find(request.node)
         _note(context, f"log-level {request.level!r} on {node.name}")
-        return await self._calls.set_log_level(node.registration, request.level)
+        return await _calls(context).set_log_level(node, request.level)
 
     async def Profile(  # gRPC's naming
         self, request: admin_pb2.AdminProfileRequest, context: Context
@@ -284,7 +297,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         _note(context, f"profile {node.name if node else 'the router'} for {request.seconds:g} s")
         if node is None:
             return await wire_admin.profile(ROUTER_THREAD, request.seconds)
-        return await self._calls.profile(node.registration, request.seconds)
+        return await _calls(context).profile(node, request.seconds)
 
     # ------------------------------------------------------------------ inside
 
@@ -297,18 +310,40 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 return node
         raise NotFoundError(f"there is no node {name!r}")
 
-    def _chosen(self, name: str) -> list[NodeRegistration]:
-        """Those of one node, or of all."""
-        nodes = [self._find(name)] if name else self._pool.nodes
-        return [node.registration for node in nodes]
+    def _chosen(self, name: str) -> list[Node]:
+        """One node, or all."""
+        return [self._find(name)] if name else self._pool.nodes
 
-    def _record(self, request_id: str) -> RequestRecord:
-        record = self._dispatcher.log.get(request_id)
+    def _record(self, request_id: str, tenant: str | None) -> RequestRecord:
+        record = self._dispatcher.log.get(request_id, tenant)
         if record is None:
             raise NotFoundError(f"request {request_id!r} is not among the last ones of this router")
         return record
 
 
+def _whose(context: Context, tenant: str, role: Role) -> str | None:
+    """The tenant whose requests a caller may mean; None: anybody's.
+
+    Args:
+        tenant: that it asked for; empty: none.
+        role: with which it may mean those of others.
+
+    Raises PermissionDeniedError.
+    """
+    principal = context.principal
+    if principal.is_operator if role is Role.LOOK else principal.may(role):
+        return tenant or None
+    if not principal.tenant:
+        raise PermissionDeniedError(f"authorization: the role {role} is needed for this")
+    if tenant not in ("", principal.tenant):
+        raise PermissionDeniedError(f"tenant: {principal.name} may mean requests of its own only")
+    return principal.tenant
+
+
+def _calls(context: Context) -> NodeCalls:
+    return NodeCalls(context.principal.name)
+
+
 def _note(context: Context, what: str) -> None:
-    """The audit log of operators: who changed what."""
-    logger.info("admin %s: %s", context.peer(), what)
+    """Every change is in the log, too: who reads there what a router did finds why."""
+    logger.info("admin %s %s: %s", context.address, context.principal.name, what)

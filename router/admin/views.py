@@ -64,6 +64,7 @@ def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
     """A request's life, as far as it went."""
     trace = admin_pb2.RequestTrace(
         request_id=record.request_id,
+        tenant=record.tenant,
         received_at=record.received_at,
         state=record.state,
         num_prompt_tokens=record.num_prompt_tokens,

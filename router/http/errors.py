@@ -19,6 +19,7 @@ from baton.errors import (
     HTTP_STATUS_OF,
     BatonError,
     InvalidRequestError,
+    PermissionDeniedError,
     UnauthenticatedError,
     status_name,
 )
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
+    403: "invalid_request_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -86,6 +88,8 @@ def error_body(error: BatonError | ApiError) -> bytes:
         param = error.field
     elif isinstance(error, UnauthenticatedError):
         code = "invalid_api_key"
+    elif isinstance(error, PermissionDeniedError):
+        code = "permission_denied"
     kind = _TYPES.get(status_of(error), "internal_error")
     return msgspec.json.encode(_ErrorBody(_Error(str(error), kind, param, code)))
 

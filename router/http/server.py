@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import hdrs, web
 
+from baton.access import Access
+from baton.audit_log import AuditKind
+from baton.call_roles import ANY, INFER, LOOK, OPEN, Roles
 from baton.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.connections import Listener
+from baton.credentials import http_credentials
 from baton.errors import ConfigError, InvalidRequestError
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
-from router.api_keys import ApiKeys
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import ApiError, error_middleware, error_response
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 REQUEST_ID_HEADER = "X-Request-Id"
 # What a client still sends behind its answer is read and dropped for so long, so that it gets it.
 _LINGERING_S = 2.0
+# What a client's request is refused as, if nobody knows who it is, before the path is looked at.
+_UNKNOWN_PATH = ANY
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -39,7 +44,7 @@ class HttpServer:
 
     Args:
         model_name: what clients call the model.
-        api_keys: who may call what is below ``/v1``.
+        access: knows who may call.
         cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
         grace_s: when it stops, requests in progress have so long to end.
         limits: of connections.
@@ -53,7 +58,7 @@ class HttpServer:
         metrics: RouterMetrics,
         *,
         model_name: str,
-        api_keys: ApiKeys | None = None,
+        access: Access | None = None,
         cors_origin: str = "",
         grace_s: float = 0.0,
         limits: ConnectionLimits | None = None,
@@ -63,7 +68,7 @@ class HttpServer:
         self._pool = pool
         self._metrics = metrics
         self._model_name = model_name
-        self._api_keys = api_keys or ApiKeys()
+        self._access = access or Access()
         self._cors_origin = cors_origin
         self._tls = tls
         self._created = int(time.time())
@@ -78,17 +83,20 @@ class HttpServer:
             ],
         )
         app.on_response_prepare.append(self._add_headers)
-        app.add_routes(
-            [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat_completions),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{model:.+}", self._model),
-                web.get("/health", self._health),
-                web.get("/ready", self._ready),
-                web.get("/metrics", self._show_metrics),
-            ]
-        )
+        # Every path with the role that it wants; what is not here is there for nobody.
+        routes: list[tuple[str, str, Handler, Roles | None]] = [
+            (hdrs.METH_POST, "/v1/completions", self._completions, INFER),
+            (hdrs.METH_POST, "/v1/chat/completions", self._chat_completions, INFER),
+            (hdrs.METH_GET, "/v1/models", self._models, INFER),
+            (hdrs.METH_GET, "/v1/models/{model:.+}", self._model, INFER),
+            # Load balancers and kubelets bring no key: these two say yes or no, and nothing else.
+            (hdrs.METH_GET, "/health", self._health, OPEN),
+            (hdrs.METH_GET, "/ready", self._ready, OPEN),
+            (hdrs.METH_GET, "/metrics", self._show_metrics, LOOK),
+        ]
+        self._roles = {handler: roles for _, _, handler, roles in routes}
+        for method, path, handler, _ in routes:
+            app.router.add_route(method, path, handler)
         limits = limits or ConnectionLimits()
         self._runner = web.AppRunner(
             app,
@@ -168,10 +176,19 @@ class HttpServer:
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> Any:
-        """Find out whose request it is; what operators' programs ask needs no key."""
-        if request.path.startswith("/v1/"):
-            authorization = request.headers.get(hdrs.AUTHORIZATION, "")
-            request[PRINCIPAL] = self._api_keys.principal_of(authorization)
+        """Find out whose request it is, and whether it may, by what would serve it.
+
+        Not by what the path looks like: a path that nobody serves has no handler of ours, and then
+        who is unknown is not told so much.
+        """
+        roles = self._roles.get(request.match_info.handler, _UNKNOWN_PATH)
+        if roles is not OPEN:
+            shown = http_credentials(request)
+            call = f"{request.method} {request.path}"
+            principal = self._access.admit(shown, roles, call)
+            request[PRINCIPAL] = principal
+            if roles is LOOK:
+                self._access.note(AuditKind.LOOKED, principal, shown.address, call)
         return await handler(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -214,7 +231,8 @@ class HttpServer:
         if self._is_stopping:
             raise ApiError(503, "the router is stopping")
         if not self._pool.fleet:
-            raise ApiError(503, self._pool.why_no_pair())
+            why = self._pool.why_no_pair() if self._access.is_open else "no nodes are ready"
+            raise ApiError(503, why)
         return web.Response(text="ready\n")
 
     async def _show_metrics(self, request: web.Request) -> web.Response:

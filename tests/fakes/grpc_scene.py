@@ -8,6 +8,8 @@ import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from baton.access import Access
+from baton.call_gate import CallGate
 from baton.client import AsyncClient
 from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, RouterCommand
 from baton.outputs import FinishReason
@@ -15,7 +17,6 @@ from baton.rpc import RpcLimits, RpcServer
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.api_keys import ApiKeys
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
 from router.policies.least_tokens import LeastTokens
@@ -76,7 +77,6 @@ class GrpcScene:
     def __init__(
         self,
         options: JournalOptions | None = None,
-        api_keys: ApiKeys | None = None,
         max_timeout_s: float = math.inf,
     ) -> None:
         self.address = ""
@@ -94,7 +94,6 @@ class GrpcScene:
             intake,
             model="demo",
             journal=self.journal,
-            api_keys=api_keys,
             max_timeout_s=max_timeout_s,
         )
 
@@ -109,16 +108,17 @@ class GrpcScene:
 async def served(
     options: JournalOptions | None = None,
     *,
-    api_keys: ApiKeys | None = None,
+    access: Access | None = None,
     api_key: str = "",
     limits: RpcLimits | None = None,
     max_timeout_s: float = math.inf,
 ) -> AsyncIterator[tuple[GrpcScene, AsyncClient]]:
     """A scene behind a real server, and a client of it."""
-    scene = GrpcScene(options, api_keys, max_timeout_s)
+    scene = GrpcScene(options, max_timeout_s)
     server = RpcServer(
         [inference_pb2.DESCRIPTOR.services_by_name["Inference"]],
         lambda one: inference_pb2_grpc.add_InferenceServicer_to_server(scene.service, one),  # type: ignore[no-untyped-call]  # generated
+        CallGate(access),
         limits=limits,
     )
     scene.address = address = await server.start("127.0.0.1:0")

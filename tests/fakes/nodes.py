@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from baton import wire
 from baton.link import (
+    AdminCall,
+    AdminReply,
     NodeRegistration,
     NodeRole,
     PeerReport,
@@ -88,8 +90,14 @@ class HandNode:
         self.pool = pool
         self.commands: list[RouterCommand] = []
         self.is_hung_up = False
-        self.node = Node(registration, self.commands.append, hang_up=self._hang_up)
+        self.node = Node(registration, self._obey, hang_up=self._hang_up)
         pool.add(self.node)
+
+    def _obey(self, command: RouterCommand) -> None:
+        self.commands.append(command)
+        if isinstance(command, AdminCall):  # which operators would wait for
+            problem = RequestError("UNIMPLEMENTED", "driven by hand")
+            self.pool.take(self.node, AdminReply(command.call_id, error=problem))
 
     @property
     def engine_id(self) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
+from baton.identity import Principal
 from baton.link import NodeRole, PrefillCommand
 from baton.sampling_params import SamplingParams
 from router.call import Call, CallOutput
@@ -83,13 +84,17 @@ class Scene:
                 prefill.reach(decode)
 
     async def call(
-        self, request_id: str = "a", params: SamplingParams = PARAMS, timeout_s: float = 60.0
+        self,
+        request_id: str = "a",
+        params: SamplingParams = PARAMS,
+        timeout_s: float = 60.0,
+        tenant: str = "",
     ) -> None:
         """Begin a call; its outputs come in while the test goes on."""
 
         async def collect() -> None:
             async with contextlib.aclosing(self.dispatcher.run(self.make(
-                request_id, params, timeout_s
+                request_id, params, timeout_s, tenant
             ))) as outputs:  # fmt: skip
                 async for output in outputs:
                     self.outputs.append(output)
@@ -99,13 +104,19 @@ class Scene:
         await self.pause()
 
     @staticmethod
-    def make(request_id: str = "a", params: SamplingParams = PARAMS, timeout_s: float = 60) -> Call:
+    def make(
+        request_id: str = "a",
+        params: SamplingParams = PARAMS,
+        timeout_s: float = 60,
+        tenant: str = "",
+    ) -> Call:
         return Call(
             request_id=request_id,
             prompt_token_ids=[1, 2, 3],
             sampling_params=params,
             received_at=time.perf_counter(),
             timeout_s=timeout_s,
+            principal=Principal(name=tenant, tenant=tenant),
         )
 
     @property

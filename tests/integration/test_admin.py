@@ -27,9 +27,8 @@ from baton.client import AsyncClient
 from baton.errors import RequestCancelledError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.outputs import Completion
-from baton.rpc import open_sync_channel
+from baton.rpc import bearer, open_sync_channel
 from baton.sampling_params import SamplingParams
-from baton.v1 import admin_pb2, admin_pb2_grpc
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
@@ -93,7 +92,7 @@ def complete(router: str, count: int, max_tokens: int = 8) -> list[Completion]:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=3)
 
     async def run() -> list[Completion]:
-        async with AsyncClient(router) as client:
+        async with AsyncClient(router, api_key=TOKEN) as client:
             calls = (client.generate(PROMPT, params, timeout_s=90) for _ in range(count))
             return await asyncio.gather(*calls)
 
@@ -159,7 +158,9 @@ def test_programs_read_json_with_raw_units(deployment: LocalDeployment, operator
 
 def test_exit_codes_and_one_line_errors(operator: Operator) -> None:
     wrong = operator.run("nodes", code=1, BATON_ADMIN_TOKEN="wrong")
-    assert wrong == "error: admin_token: is missing or wrong\n"
+    assert wrong == "error: authorization: is no API key that is known here\n"
+    none = operator.run("nodes", code=1, BATON_ADMIN_TOKEN="")
+    assert none == "error: authorization: must be 'Bearer' and an API key\n"
     nobody = operator.run("nodes", "--router", "127.0.0.1:1", code=1)
     assert nobody == "error: router: 127.0.0.1:1 cannot be reached (UNAVAILABLE)\n"
     assert "Missing argument" in operator.run("policy", "set", code=2)
@@ -170,16 +171,19 @@ def test_exit_codes_and_one_line_errors(operator: Operator) -> None:
     assert "log_level: must be one of" in operator.run("log-level", "d0", "loud", code=2)
 
 
-def test_the_nodes_want_the_token_too(deployment: LocalDeployment, operator: Operator) -> None:
-    """A cache is flushed through the router; without the token no node does it."""
-
+def test_nodes_are_asked_through_the_router_and_by_nobody_else(
+    deployment: LocalDeployment, operator: Operator
+) -> None:
     complete(deployment.config.listen, 2)
     [node] = [one for one in operator.json("nodes")["nodes"] if one["node_name"] == "p0"]
     with open_sync_channel(node["address"]) as channel:
-        stub = admin_pb2_grpc.NodeAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        call = channel.unary_unary("/baton.v1.NodeAdmin/FlushCache", bytes, bytes)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.FlushCache(admin_pb2.FlushCacheRequest(), timeout=5)
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            call(b"", timeout=5, metadata=bearer(TOKEN))
+        assert caught.value.code() in (
+            grpc.StatusCode.UNIMPLEMENTED,
+            grpc.StatusCode.UNAUTHENTICATED,
+        )
     complete(deployment.config.listen, 1, max_tokens=40)
     long = PROMPT * 20
     asyncio.run(_complete_one(deployment.config.listen, long))
@@ -194,7 +198,7 @@ def test_the_nodes_want_the_token_too(deployment: LocalDeployment, operator: Ope
 
 
 async def _complete_one(router: str, prompt: str) -> None:
-    async with AsyncClient(router) as client:
+    async with AsyncClient(router, api_key=TOKEN) as client:
         await client.generate(prompt, SamplingParams(max_tokens=2))
 
 
@@ -281,7 +285,7 @@ def test_drain_under_load_loses_nothing_then_resume_serves_and_remove_ends_the_p
 
     async def under_load(*arguments: str) -> list[str]:
         """Requests one after the other, a command in the midst of them; who decoded each."""
-        async with AsyncClient(router) as client:
+        async with AsyncClient(router, api_key=TOKEN) as client:
             calls: list[asyncio.Task[Completion]] = []
 
             async def begin(count: int) -> None:

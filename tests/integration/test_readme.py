@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton import Client, SamplingParams
+from baton.api_keys import entry_text
 from baton.errors import UnauthenticatedError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
@@ -24,8 +25,9 @@ KEY = "open-sesame"
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeployment]:
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"# Who may call.\nali:{KEY}\n", encoding="utf-8")
+    keys = tmp_path_factory.mktemp("keys") / "keys.toml"
+    urgent = "limits = { most_urgent_priority = -1 }\n"
+    keys.write_text(f"# Who may call.\n{entry_text(KEY, 'ali')}{urgent}", encoding="utf-8")
     config = LocalDeploymentConfig(
         model=str(DEMO_MODEL),
         listen=free_address(),

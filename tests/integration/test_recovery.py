@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -25,7 +27,10 @@ PARAMS = SamplingParams(max_tokens=150, temperature=0.8, seed=3, ignore_eos=True
 LONG_PROMPT = [7 + (i * 31) % 4000 for i in range(1800)]
 SHORT_PROMPT = LONG_PROMPT[:40]
 # Small chunks, so that there is a middle of a prompt.
-NODE_ARGS = ["--dtype", "float32", "--num-blocks", "400", "--long-prefill-token-threshold", "64"]
+NODE_ARGS = [
+    "--dtype", "float32", "--num-blocks", "400", "--long-prefill-token-threshold", "64",
+    "--metrics-listen", "127.0.0.1:0",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -186,16 +191,17 @@ def all_blocks_free(deployment: LocalDeployment) -> bool:
 def test_nodes_leave_a_router_that_is_stopped_and_join_it_again(
     two_prefill_nodes: LocalDeployment, expected: dict[int, tuple[int, ...]]
 ) -> None:
-    address = nodes(two_prefill_nodes)["d0"].address
+    log = two_prefill_nodes.child("d0").log.read_text(encoding="utf-8")
+    [page] = re.findall(r"metrics at (http://\S+)", log)
     with Client(two_prefill_nodes.config.listen) as client:
         for name in ("p0", "p1"):  # so that the request stays on the decode node
             send(two_prefill_nodes, name, signal.SIGSTOP)
         stream = Stream(client, SHORT_PROMPT)
         try:
-            wait_until(lambda: num_requests(address) == 1, "the request on d0")
+            wait_until(lambda: num_requests(page) == 1, "the request on d0")
             send(two_prefill_nodes, "router", signal.SIGSTOP)
             stopped_at = time.monotonic()
-            wait_until(lambda: num_requests(address) == 0, "the end of the request on d0")
+            wait_until(lambda: num_requests(page) == 0, "the end of the request on d0")
             assert time.monotonic() - stopped_at < 4.0  # nobody could be told of its tokens
         finally:
             for name in ("p0", "p1", "router"):
@@ -204,8 +210,10 @@ def test_nodes_leave_a_router_that_is_stopped_and_join_it_again(
         assert stream.end() == expected[len(SHORT_PROMPT)]
 
 
-def num_requests(address: str) -> int:
-    """Open requests of a node, as it says itself."""
-    with grpc.insecure_channel(address) as channel:
-        stub = admin_pb2_grpc.NodeAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-        return len(stub.ListRequests(admin_pb2.ListRequestsRequest()).requests)
+def num_requests(page: str) -> int:
+    """Open requests of a node, as its metrics page says: its router cannot be asked."""
+    with urllib.request.urlopen(page, timeout=20) as response:
+        text = response.read().decode()
+    counts = re.findall(r"^baton_requests\{.*\} (\S+)$", text, re.MULTILINE)
+    assert len(counts) == 3
+    return int(sum(map(float, counts)))

@@ -68,16 +68,15 @@ def assert_nothing_is_held(address: str, num_nodes: int) -> None:
     """Every block of every node is free, within a few seconds."""
     give_up_at = time.monotonic() + 10
     while True:
+        held = {}
         with grpc.insecure_channel(address) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             nodes = stub.ListNodes(admin_pb2.ListNodesRequest()).nodes
-        held = {}
-        for node in nodes:
-            with grpc.insecure_channel(node.address) as channel:
-                node_stub = admin_pb2_grpc.NodeAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-                answer = node_stub.ListRequests(admin_pb2.ListRequestsRequest())
-            if answer.requests or answer.num_free_blocks != answer.num_blocks:
-                held[node.node_name] = answer
+            for node in nodes:
+                asked = admin_pb2.NodeRequest(node=node.node_name)
+                answer = stub.ListNodeRequests(asked, timeout=20)
+                if answer.requests or answer.num_free_blocks != answer.num_blocks:
+                    held[node.node_name] = answer
         if len(nodes) == num_nodes and not held:
             return
         assert time.monotonic() < give_up_at, f"{len(nodes)} nodes, held: {held}"

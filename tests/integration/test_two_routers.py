@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from baton.sampling_params import SamplingParams
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
 PARAMS = SamplingParams(max_tokens=150, temperature=1.0, seed=3, ignore_eos=True)
+KEY = "what operators bring, who may send prompts, too"
 PROMPT = "def add(a, b):\n"
 SPREAD = ("--policy", "round_robin")  # other policies may find one node the best for all
 
@@ -37,6 +39,7 @@ def deployment(tmp_path: Path) -> Iterator[tuple[LocalDeployment, str]]:
             "--drain-timeout-s", "60",
         ],
         log_folder=tmp_path,
+        admin_token=KEY,
     )  # fmt: skip
     command = [
         "router", "--model", str(DEMO_MODEL), "--listen", second, "--http-listen", "",
@@ -45,7 +48,10 @@ def deployment(tmp_path: Path) -> Iterator[tuple[LocalDeployment, str]]:
     with (
         (tmp_path / "second.log").open("wb") as log,
         subprocess.Popen(
-            [sys.executable, "-m", "baton", *command], stdout=log, stderr=log
+            [sys.executable, "-m", "baton", *command],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"BATON_ADMIN_TOKEN": KEY},
         ) as router,
     ):
         try:
@@ -57,7 +63,7 @@ def deployment(tmp_path: Path) -> Iterator[tuple[LocalDeployment, str]]:
 
 
 async def _complete(address: str, count: int) -> list[Completion | BaseException]:
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, api_key=KEY) as client:
         calls = (client.generate(PROMPT, PARAMS, timeout_s=60) for _ in range(count))
         return await asyncio.gather(*calls, return_exceptions=True)
 

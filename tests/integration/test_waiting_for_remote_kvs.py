@@ -40,21 +40,17 @@ def two_prefill_nodes() -> Iterator[LocalDeployment]:
 
 
 class DecodeNodeView:
-    """What the decode node's own admin service says."""
+    """What the decode node says of its requests, asked through the router."""
 
     def __init__(self, router: str) -> None:
-        with grpc.insecure_channel(router) as channel:
-            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-            nodes = stub.ListNodes(admin_pb2.ListNodesRequest()).nodes
-        (address,) = [node.address for node in nodes if node.node_name == "d0"]
-        self._channel = grpc.insecure_channel(address)
-        self._stub = admin_pb2_grpc.NodeAdminStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._channel = grpc.insecure_channel(router)
+        self._stub = admin_pb2_grpc.AdminStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
     def close(self) -> None:
         self._channel.close()
 
     def list(self) -> admin_pb2.ListRequestsResponse:
-        response = self._stub.ListRequests(admin_pb2.ListRequestsRequest())
+        response = self._stub.ListNodeRequests(admin_pb2.NodeRequest(node="d0"), timeout=20)
         assert isinstance(response, admin_pb2.ListRequestsResponse)
         return response
 

@@ -46,9 +46,16 @@ class OutputFormat(enum.Enum):
 takes_admin_access = takes_access(
     router=Annotated[str, typer.Option(help="host:port of the router.", envvar="BATON_ROUTER")],
     token=Annotated[
-        str, typer.Option(help="What the router's --admin-token is.", envvar="BATON_ADMIN_TOKEN")
+        str,
+        typer.Option(
+            help="An API key with the role look or operate, or the router's --admin-token.",
+            envvar="BATON_ADMIN_TOKEN",
+        ),
     ],
 )
+TenantOption = Annotated[
+    str, typer.Option(help="Whose request it is, when several tenants have one of that id.")
+]
 OutputOption = Annotated[OutputFormat, typer.Option(help="For people, or for programs.")]
 
 

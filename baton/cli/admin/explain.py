@@ -10,6 +10,7 @@ from rich.markup import escape
 from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
+    TenantOption,
     connection,
     takes_admin_access,
 )
@@ -28,6 +29,7 @@ def explain(
     max_tokens: Annotated[
         int, typer.Option(help="Of --prompt and --prompt-tokens: output tokens.", min=1)
     ] = 128,
+    tenant: TenantOption = "",
     *,
     access: Access,
     output: OutputOption = OutputFormat.TABLE,
@@ -38,7 +40,7 @@ def explain(
     """
     if sum(map(bool, (request_id, prompt, prompt_tokens))) != 1:
         raise typer.BadParameter("give one of REQUEST_ID, --prompt and --prompt-tokens")
-    request = admin_pb2.ExplainRequest(max_tokens=max_tokens)
+    request = admin_pb2.ExplainRequest(max_tokens=max_tokens, tenant=tenant)
     if request_id:
         request.request_id = request_id
     elif prompt:

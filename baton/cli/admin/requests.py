@@ -12,6 +12,7 @@ from baton.cli.admin.connection import (
     OptionalNodeArgument,
     OutputFormat,
     OutputOption,
+    TenantOption,
     connection,
     takes_admin_access,
 )
@@ -61,13 +62,14 @@ def requests(
 @takes_admin_access
 def trace(
     request_id: RequestArgument,
+    tenant: TenantOption = "",
     *,
     access: Access,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Tell the life of one of the router's last requests."""
     with connection(access) as admin:
-        found = admin.call("Trace", admin_pb2.TraceRequest(request_id=request_id))
+        found = admin.call("Trace", admin_pb2.TraceRequest(request_id=request_id, tenant=tenant))
     if is_json(output):
         print_json(found)
         return
@@ -87,12 +89,13 @@ def trace(
 @takes_admin_access
 def abort(
     request_id: RequestArgument,
+    tenant: TenantOption = "",
     *,
     access: Access,
 ) -> None:
     """End an open request, on its nodes too; its client is told CANCELLED."""
     with connection(access) as admin:
-        admin.call("Abort", admin_pb2.AbortRequest(request_id=request_id))
+        admin.call("Abort", admin_pb2.AbortRequest(request_id=request_id, tenant=tenant))
     typer.echo(f"{request_id} is ended")
 
 

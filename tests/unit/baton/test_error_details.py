@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from baton.call_gate import status_of
 from baton.error_details import (
     DETAILS_KEY,
     details_trailer,
@@ -15,7 +16,6 @@ from baton.error_details import (
 )
 from baton.errors import STATUS_OF_ERROR, BatonError, InvalidRequestError, OverloadedError
 from baton.outputs import Receipt
-from baton.rpc import status_of
 
 RECEIPT = Receipt(
     num_prompt_tokens=3,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from baton.call_gate import status_of
 from baton.errors import (
     HTTP_STATUS_OF,
     STATUS_OF_ERROR,
@@ -17,7 +18,6 @@ from baton.errors import (
     ModelLoadError,
     NodeUnavailableError,
 )
-from baton.rpc import status_of
 
 
 def tree(kind: type[BatonError]) -> Iterator[type[BatonError]]:

@@ -13,6 +13,8 @@ import grpc.aio
 import pytest
 
 from baton import router_links
+from baton.access import Access
+from baton.call_gate import CallGate
 from baton.drain import Drain
 from baton.errors import ConfigError, NodeUnavailableError
 from baton.link import (
@@ -68,8 +70,9 @@ class Router:
 
     def __init__(self, token: str = "", listen: str = "127.0.0.1:0") -> None:
         self.pool: NodePool = make_pool()
-        self.server = grpc.aio.server()
-        service = NodeLinkService(self.pool, token)
+        access = Access(node_token=token)
+        self.server = grpc.aio.server(interceptors=[CallGate(access)])
+        service = NodeLinkService(self.pool, access)
         node_pb2_grpc.add_NodeLinkServicer_to_server(service, self.server)  # type: ignore[no-untyped-call]  # generated
         host = listen.rpartition(":")[0]
         self.address = f"{host}:{self.server.add_insecure_port(listen)}"
@@ -243,7 +246,7 @@ async def test_a_node_without_the_token_is_refused() -> None:
     router = Router(token="secret")
     async with served(router):
         for token in ("", "Secret", "secret2"):
-            with pytest.raises(ConfigError, match="node_token: is missing or not the one"):
+            with pytest.raises(ConfigError, match="the router refused this node: authorization:"):
                 await Scene(router.address, token=token).links.run()
         assert router.pool.nodes == []
         async with Scene(router.address, token="secret").running():

@@ -1,124 +1,47 @@
-"""Unit tests of API keys: whom a file lets in, over gRPC; and that no call forgets to ask."""
+"""Over gRPC with API keys: whose a call is, what one tenant sees of another: nothing."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from baton.access import Access
+from baton.api_keys import entry_text
 from baton.client import AsyncClient, Client
-from baton.errors import ConfigError, InvalidRequestError, OverloadedError, UnauthenticatedError
-from baton.identity import ANYBODY
+from baton.errors import (
+    ConfigError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+)
+from baton.link import DecodeCommand
 from baton.rpc import bearer, open_channel
+from baton.sampling_params import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.admission import Admission, AdmissionOptions
-from router.api_keys import ApiKeys
 from router.capacity import Capacity
 from tests.fakes.grpc_scene import expected, params, served
 from tests.fakes.router_scene import asynchronous
 
-FILE = """
-# Who may call.
-alice:secret-1
-alice: secret-2
-bob:  with:colon
-"""
 CALLS = inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods_by_name
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    found = tmp_path / "keys"
-    found.write_text(FILE, encoding="utf-8")
-    return found
+def access(tmp_path: Path) -> Access:
+    path = tmp_path / "keys.toml"
+    keys = (("secret-1", "alice"), ("secret-2", "alice"), ("with:colon", "bob"))
+    path.write_text("\n".join(entry_text(key, name) for key, name in keys), encoding="utf-8")
+    return Access(keys_file=path)
 
 
-def test_a_key_is_the_client_whose_line_it_is_in(path: Path) -> None:
-    keys = ApiKeys(path)
-    assert keys.principal_of("Bearer secret-1").name == "alice"
-    assert keys.principal_of("bearer secret-2").name == "alice"
-    assert keys.principal_of("Bearer with:colon").name == "bob"
-
-
-@pytest.mark.parametrize(
-    "authorization",
-    [
-        "",
-        "secret-1",
-        "Basic secret-1",
-        "Bearer",
-        "Bearer ",
-        "Bearer secret-",
-        "Bearer secret-11",
-        "Bearer alice",
-        "Bearer s\udce9cret",
-    ],
-)
-def test_whoever_brings_none_is_nobody_and_the_error_tells_no_key(
-    path: Path, authorization: str
-) -> None:
-    with pytest.raises(UnauthenticatedError, match=r"^authorization: ") as caught:
-        ApiKeys(path).principal_of(authorization)
-    assert "ecret" not in str(caught.value)
-
-
-def test_without_a_file_anybody_may_call_and_has_no_name() -> None:
-    assert ApiKeys().principal_of("") == ApiKeys().principal_of("Bearer x") == ANYBODY
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "has no key"),
-        ("# alice:secret", "has no key"),
-        ("\nsecret-1", "line 2: must be name:key"),
-        (":secret-1", "line 1: must be name:key"),
-        ("alice:", "line 1: must be name:key"),
-        ("alice:secret 1", "line 1: must be name:key"),
-        ("alice:s\u00e9cret", "line 1: must be name:key"),
-        ("alice:secret-1\nbob:secret-1", "line 2: the key is there twice"),
-    ],
-)
-def test_a_wrong_file_is_one_line_that_tells_no_key(path: Path, text: str, problem: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"^api_keys_file: .*{problem}") as caught:
-        ApiKeys(path)
-    assert "secret" not in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^api_keys_file: cannot read"):
-        ApiKeys(tmp_path / "nothing")
-
-
-def test_read_again_it_knows_the_new_keys_and_keeps_the_old_ones_if_it_is_wrong(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    keys = ApiKeys(path)
-    path.write_text("carol:secret-3", encoding="utf-8")
-    with caplog.at_level(logging.INFO):
-        keys.reload()
-        assert keys.principal_of("Bearer secret-3").name == "carol"
-        with pytest.raises(UnauthenticatedError):
-            keys.principal_of("Bearer secret-1")
-        path.write_text("nonsense", encoding="utf-8")
-        keys.reload()
-    assert keys.principal_of("Bearer secret-3").name == "carol"
-    assert "line 1: must be name:key" in caplog.text
-    assert "secret" not in caplog.text
-
-
-# ---------------------------------------------------------------- over gRPC
-
-
-def test_a_calls_client_is_the_name_of_its_key(path: Path) -> None:
+def test_a_calls_client_is_the_name_of_its_key(access: Access) -> None:
     @asynchronous
     async def run() -> None:
-        async with served(api_keys=ApiKeys(path), api_key="with:colon") as (scene, client):
+        async with served(access=access, api_key="with:colon") as (scene, client):
             completion = await client.generate([1], params())
             assert completion.token_ids == expected(100, 8)
             await client.generate_batch([[1], [2]], params(1))
@@ -131,10 +54,10 @@ def test_a_calls_client_is_the_name_of_its_key(path: Path) -> None:
 
 @pytest.mark.parametrize("call", sorted(CALLS))
 @pytest.mark.parametrize("metadata", [(), bearer("secret")], ids=["no key", "wrong key"])
-def test_no_call_of_the_api_goes_without_a_key(path: Path, call: str, metadata: Any) -> None:
+def test_no_call_of_the_api_goes_without_a_key(access: Access, call: str, metadata: Any) -> None:
     @asynchronous
     async def run() -> None:
-        async with served(api_keys=ApiKeys(path)) as (scene, client):
+        async with served(access=access) as (scene, client):
             async with open_channel(client._address) as channel:
                 stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]  # generated
                 method = CALLS[call]
@@ -146,11 +69,11 @@ def test_no_call_of_the_api_goes_without_a_key(path: Path, call: str, metadata: 
     run()
 
 
-def test_a_limit_per_client_is_one_for_all_of_its_keys(path: Path) -> None:
+def test_a_limit_per_client_is_one_for_all_of_its_keys(access: Access) -> None:
     @asynchronous
     async def run() -> None:
         async with (
-            served(api_keys=ApiKeys(path), api_key="secret-1") as (scene, alice),
+            served(access=access, api_key="secret-1") as (scene, alice),
             AsyncClient(alice._address, api_key="secret-2") as also_alice,
             AsyncClient(alice._address, api_key="with:colon") as bob,
         ):
@@ -169,11 +92,11 @@ def test_a_limit_per_client_is_one_for_all_of_its_keys(path: Path) -> None:
     run()
 
 
-def test_a_kept_stream_is_its_own_clients_only(path: Path) -> None:
+def test_a_kept_stream_is_its_own_clients_only(access: Access) -> None:
     @asynchronous
     async def run() -> None:
         async with (
-            served(api_keys=ApiKeys(path), api_key="secret-1") as (_, alice),
+            served(access=access, api_key="secret-1") as (_, alice),
             AsyncClient(alice._address, api_key="with:colon") as bob,
             AsyncClient(alice._address, api_key="secret-2") as also_alice,
         ):
@@ -182,9 +105,65 @@ def test_a_kept_stream_is_its_own_clients_only(path: Path) -> None:
             with pytest.raises(InvalidRequestError, match="'mine' is not"):
                 await anext(bob.resume("mine"))
             with pytest.raises(InvalidRequestError, match="'mine' is another request's"):
-                await anext(bob.stream([1], params(), request_id="mine", resumable=True))
+                await anext(also_alice.stream([2], params(), request_id="mine", resumable=True))
+            his = [d async for d in bob.stream([1], params(3), request_id="mine", resumable=True)]
+            assert sum(len(delta.token_ids) for delta in his) == 3  # his own, of the same name
             again = [delta async for delta in also_alice.resume("mine", 0)]
             assert sum(len(delta.token_ids) for delta in again) == 8
+
+    run()
+
+
+async def all_of(
+    client: AsyncClient, prompt: list[int], wanted: SamplingParams, request_id: str
+) -> tuple[set[str], tuple[int, ...]]:
+    """Request ids and tokens of a stream."""
+    deltas = [one async for one in client.stream(prompt, wanted, request_id=request_id)]
+    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+    return {delta.request_id for delta in deltas}, token_ids
+
+
+def test_a_guessed_request_id_neither_blocks_nor_shows_nor_ends_anothers(access: Access) -> None:
+    """Two tenants use one id at once; each gets its own tokens, and nodes tell the two apart."""
+
+    @asynchronous
+    async def run() -> None:
+        async with (
+            served(access=access, api_key="secret-1") as (scene, alice),
+            AsyncClient(alice._address, api_key="with:colon") as bob,
+        ):
+            scene.talks.clear()
+            hers = asyncio.create_task(all_of(alice, [1], params(), "job-1"))
+            while scene.dispatcher.num_open < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            his = asyncio.create_task(all_of(bob, [1, 2], params(seed=500), "job-1"))
+            while scene.dispatcher.num_open < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            with pytest.raises(InvalidRequestError, match="'job-1' is in use"):
+                await all_of(alice, [1], params(), "job-1")
+            commands = scene.decode.of(DecodeCommand)
+            assert len({command.request_id for command in commands}) == 2
+            log = scene.dispatcher.log
+            assert [log.get("job-1", who).num_prompt_tokens for who in ("alice", "bob")] == [1, 2]  # type: ignore[union-attr]
+            with pytest.raises(InvalidRequestError, match="alice, bob have a request 'job-1' open"):
+                scene.dispatcher.abort("job-1", "a test")
+            assert not scene.dispatcher.abort("job-1", "a test", tenant="carol")
+            assert scene.dispatcher.abort("job-1", "a test", tenant="bob")
+            with pytest.raises(RequestCancelledError):
+                await his
+            scene.talks.set()
+            assert await hers == ({"job-1"}, expected(100, 8))
+
+    run()
+
+
+def test_an_id_that_is_used_again_and_again_is_one_request_in_the_log_of_decisions() -> None:
+    @asynchronous
+    async def run() -> None:
+        async with served() as (scene, client):
+            for _ in range(50):
+                await all_of(client, [1], params(1), "same")
+            assert len(scene.dispatcher.decisions.get("same")) == 1
 
     run()
 

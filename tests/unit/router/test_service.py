@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 
 from baton import wire, wire_types
+from baton.call_gate import Context
 from baton.errors import InvalidRequestError
+from baton.identity import ANYBODY
 from baton.link import CancelCommand, PrefillCommand, RequestDelta
 from baton.outputs import FinishReason, RequestOutput, TextDelta, TokenLogprobs
-from baton.rpc import Context
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
@@ -31,14 +32,13 @@ TOKEN_IDS = TOKENIZER.encode(TEXT)
 
 
 class _NoDeadline:
+    principal = ANYBODY
+
     def time_remaining(self) -> None:
         return None
 
     def set_trailing_metadata(self, trailers: object) -> None:
         pass  # tests/unit/router/test_grpc_api.py reads them
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
 
 
 class Scene:

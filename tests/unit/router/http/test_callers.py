@@ -8,8 +8,9 @@ from typing import Any
 
 import aiohttp
 
+from baton.access import Access
+from baton.api_keys import entry_text
 from baton.outputs import FinishReason
-from router.api_keys import ApiKeys
 from tests.fakes.http_scene import MODEL, HttpScene, on_http
 
 
@@ -28,14 +29,18 @@ async def test_session_and_priority_reach_the_call_from_body_or_header(scene: Ht
     ]
 
 
-def test_only_who_brings_a_key_is_served_and_operators_need_none(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("alice:secret-1\n", encoding="utf-8")
+def keys_of(tmp_path: Path) -> Access:
+    path = tmp_path / "keys.toml"
+    entries = (entry_text("secret-1", "alice"), entry_text("secret-2", "ops", roles=["look"]))
+    path.write_text("\n".join(entries), encoding="utf-8")
+    return Access(keys_file=path)
 
-    @on_http(api_keys=ApiKeys(path), cors_origin="*")
+
+def test_only_who_brings_a_key_is_served_and_probes_need_none(tmp_path: Path) -> None:
+    @on_http(access=keys_of(tmp_path), cors_origin="*")
     async def run(scene: HttpScene) -> None:
         session, url = scene.session, scene.url
-        paths = ["/v1/models", f"/v1/models/{MODEL}", "/v1/nothing"]
+        paths = ["/v1/models", f"/v1/models/{MODEL}", "/v1/nothing", "/metrics", "/", "/nothing"]
         for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "secret-1"}):
             for get in paths:
                 async with session.get(url + get, headers=headers) as response:
@@ -43,7 +48,7 @@ def test_only_who_brings_a_key_is_served_and_operators_need_none(tmp_path: Path)
             scene.headers = headers
             for post in ("/v1/completions", "/v1/chat/completions"):
                 await check_refused(await scene.post(post))
-        for free in ("/health", "/ready", "/metrics"):
+        for free in ("/health", "/ready"):
             async with session.get(url + free) as response:
                 assert response.status == 200
         preflight = {"Access-Control-Request-Method": "POST"}

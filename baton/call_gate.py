@@ -1,0 +1,205 @@
+"""CallGate: what every gRPC call goes through: who calls, whether it may, and errors as statuses.
+
+Takes our exceptions, gives status codes; nobody else calls `context.abort`. Who calls is asked
+before the call's message is read, and before it is said whether there is such a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import DecodeError, Message
+
+from baton.access import Access
+from baton.audit_log import AuditKind
+from baton.call_roles import ANY, OPEN, ROLES_OF_CALL, Roles
+from baton.credentials import grpc_credentials
+from baton.error_details import details_trailer, receipt_trailer
+from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
+from baton.identity import ANYBODY_HERE, Principal, Role
+from baton.stall_watch import StallWatch
+
+logger = logging.getLogger(__name__)
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_NOBODY: Roles = frozenset()
+_NOT_TOLD = ("prompt",)  # what clients wrote is nobody's business
+
+
+class Context:
+    """What a service may know of a call, and who makes it.
+
+    Attributes:
+        principal: who calls.
+        address: of the machine that calls, without a port. (Asked at the beginning: gRPC crashes
+            who asks it for the peer of a call that has ended.)
+    """
+
+    __slots__ = ("_context", "address", "principal")
+
+    def __init__(self, context: _Raw, principal: Principal, address: str) -> None:
+        self._context = context
+        self.principal = principal
+        self.address = address
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline; None when it has none."""
+        return self._context.time_remaining()
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """What TLS knows of the caller, as gRPC has it; empty without TLS."""
+        return self._context.auth_context()
+
+    def set_trailing_metadata(self, trailers: tuple[tuple[str, str | bytes], ...]) -> None:
+        """What comes behind the last response."""
+        self._context.set_trailing_metadata(trailers)
+
+
+class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+    """Guards all calls of one server, those that do not exist, too.
+
+    Args:
+        access: knows who may call.
+        anybody: who calls where there are no credentials; see `Access.principal_of`.
+        stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
+    """
+
+    def __init__(
+        self,
+        access: Access | None = None,
+        anybody: Principal = ANYBODY_HERE,
+        *,
+        stall_timeout_s: float = 30.0,
+    ) -> None:
+        self._access = access or Access()
+        self._anybody = anybody
+        self._stall_timeout_s = stall_timeout_s
+
+    def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
+        """The same with another limit."""
+        return CallGate(self._access, self._anybody, stall_timeout_s=stall_timeout_s)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        roles = ROLES_OF_CALL.get(method, _NOBODY)
+        if handler is not None and roles is OPEN:
+            return handler
+        # As a stream of messages, however many there are to be: so it is ours when the first one is
+        # read. On the wire there is no difference.
+        return grpc.stream_stream_rpc_method_handler(
+            self._guard(method, handler, ANY if handler is None or roles is OPEN else roles),
+            handler.request_deserializer if handler else None,
+            handler.response_serializer if handler else None,
+        )
+
+    def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
+        async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
+            watch: StallWatch | None = None
+            try:
+                shown = grpc_credentials(raw)
+                principal = self._access.admit(shown, roles, method, self._anybody)
+                if handler is None:
+                    await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
+                    return
+                context = Context(raw, principal, shown.address)
+                request = requests if handler.request_streaming else await _only(requests)
+                behavior = _behavior(handler)
+                if inspect.isasyncgenfunction(behavior):
+                    watch = StallWatch(
+                        shown.address, self._stall_timeout_s, functools.partial(_say_last, raw)
+                    )
+                    async with contextlib.aclosing(behavior(request, context)) as responses:
+                        async for response in responses:
+                            if not watch.num_sent:  # with the first message, no status could be
+                                await raw.send_initial_metadata(())  # sent while it is not taken
+                            watch.is_sending = True
+                            yield response  # back when the client's side has taken it
+                            watch.is_sending = False
+                            watch.num_sent += 1
+                    return
+                try:
+                    response = await behavior(request, context)
+                except BatonError as error:
+                    self._note(method, context, request, str(error))
+                    raise
+                self._note(method, context, request)
+                yield response
+            except grpc.aio.BaseError:  # gRPC's own, such as a client that is gone
+                raise
+            except Exception as error:
+                await _abort(raw, error)
+            finally:
+                if watch is not None:
+                    watch.close()
+
+        return guarded
+
+    def _note(self, method: str, context: Context, request: Any, problem: str = "") -> None:
+        """Tell the audit log what an operator did, once it is known how it ended."""
+        roles = ROLES_OF_CALL.get(method) or _NOBODY
+        if roles.isdisjoint((Role.LOOK, Role.OPERATE)) or not isinstance(request, Message):
+            return
+        kind = AuditKind.LOOKED if Role.LOOK in roles else AuditKind.CHANGED
+        given = MessageToDict(request, preserving_proto_field_name=True)
+        arguments = {
+            name: f"{len(str(value))} characters" if name in _NOT_TOLD else value
+            for name, value in given.items()
+        }
+        self._access.note(kind, context.principal, context.address, method, arguments, problem)
+
+
+async def _only(requests: AsyncIterator[Any]) -> Any:
+    """The one message of a call that takes one; raises InvalidRequestError."""
+    try:
+        return await anext(requests)
+    except StopAsyncIteration:
+        raise InvalidRequestError("request", "no message came") from None
+    except DecodeError:
+        raise InvalidRequestError("request", "is no message of this call") from None
+
+
+async def _say_last(context: _Raw, problem: str) -> None:
+    """Tell a client that it was cut off, should it ever read on."""
+    with contextlib.suppress(grpc.aio.BaseError):
+        await _abort(context, RequestCancelledError(problem))
+
+
+def _behavior(handler: Handler) -> Callable[..., Any]:
+    found = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    assert found is not None
+    return found
+
+
+async def _abort(context: _Raw, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, BatonError):
+        status, message = status_of(error), str(error)
+        trailers = [details_trailer(status.value[0], message, error)]
+        if error.receipt is not None:
+            trailers.append(receipt_trailer(error.receipt))
+        await context.abort(status, message, tuple(trailers))
+    logger.error("unexpected error in a call", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+
+
+def status_of(error: BatonError) -> grpc.StatusCode:
+    """The status code of one of our errors; the nearest class in the table counts."""
+    return grpc.StatusCode[status_name(error)]

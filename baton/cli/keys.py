@@ -1,0 +1,159 @@
+"""`baton keys`: makes API keys, checks the file that has them, converts files of the old form."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from baton.api_keys import (
+    SHORT_KEY_CHARS,
+    ApiKey,
+    convert_lines,
+    draw_key,
+    entry_text,
+    is_expired,
+    parse_keys,
+    read_keys,
+)
+from baton.cli.admin.output import make_table
+from baton.errors import BatonError, ConfigError
+from baton.process import print_error
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Make and check the API keys of a router; what is in the file: docs/security.md.",
+)
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Who gets the key.")],
+    role: Annotated[
+        list[str] | None, typer.Option(help="infer, look, operate or join; may be repeated.")
+    ] = None,
+    tenant: Annotated[
+        str, typer.Option(help="Keys of one tenant share its requests; the name if empty.")
+    ] = "",
+    expires: Annotated[
+        str, typer.Option(help="A day (2027-01-31), or a number of days from now (90d).")
+    ] = "",
+    model: Annotated[
+        list[str] | None, typer.Option(help="A served model that it may use; all if not given.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Append the entry to this file; else it is printed.")
+    ] = None,
+) -> None:
+    """Print a new key, once, and the entry for the router's --api-keys-file, which is no secret."""
+    try:
+        key = draw_key()
+        entry = entry_text(
+            key,
+            name,
+            tenant=tenant,
+            roles=role or ["infer"],
+            expires=_expiry(expires),
+            models=model or [],
+        )
+        if file is not None:
+            _append(file, entry)
+    except BatonError as error:
+        print_error(error)
+        raise typer.Exit(1) from None
+    typer.echo(key)
+    if file is None:
+        typer.echo(f"\n{entry}", nl=False)
+
+
+@app.command()
+def check(file: Annotated[Path, typer.Argument(help="An --api-keys-file.")]) -> None:
+    """Show who may do what; exit code 1 if the file is wrong."""
+    try:
+        keys = read_keys(file)
+    except BatonError as error:
+        print_error(error)
+        raise typer.Exit(1) from None
+    table = make_table("name", "tenant", "roles", "expires", "models", "limits")
+    for key in keys:
+        table.add_row(*map(escape, _cells(key)))
+    Console().print(table)
+
+
+@app.command()
+def convert(file: Annotated[Path, typer.Argument(help="A file of name:key lines.")]) -> None:
+    """Print the entries of a file of the old form, in which the keys stood in the clear."""
+    try:
+        text, short = convert_lines(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        print_error(f"cannot read {file} ({error})")
+        raise typer.Exit(1) from None
+    except BatonError as error:
+        print_error(f"{file}: {error}")
+        raise typer.Exit(1) from None
+    typer.echo(text, nl=False)
+    for name in short:
+        typer.echo(
+            f"warning: the key of {name} has less than {SHORT_KEY_CHARS} characters: who reads its "
+            "hash could find it by trying; make it a new one",
+            err=True,
+        )
+
+
+def _expiry(text: str) -> str:
+    """As the file has it; raises ConfigError."""
+    if days := re.fullmatch(r"(\d{1,5})d", text):
+        now = datetime.datetime.now(datetime.UTC)
+        return (now + datetime.timedelta(days=int(days[1]))).strftime("%Y-%m-%dT%H:%M:%SZ")
+    try:
+        return datetime.date.fromisoformat(text).isoformat() if text else ""
+    except ValueError:
+        raise ConfigError(f"expires: must be like 2027-01-31 or 90d, got {text!r}") from None
+
+
+def _append(path: Path, entry: str) -> None:
+    """Replace the file by one that has the entry, too: a router may read it at any moment.
+
+    Raises ConfigError.
+    """
+    try:
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = f"{before.rstrip()}\n\n{entry}".lstrip()
+        parse_keys(text)
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"file: cannot write to {path} ({error})") from error
+    except ConfigError as error:
+        raise ConfigError(f"file: {path}: {error}") from None
+
+
+def _cells(key: ApiKey) -> tuple[str, ...]:
+    who, limits = key.principal, key.principal.limits
+    expires = "never"
+    if key.expires_at != math.inf:
+        at = datetime.datetime.fromtimestamp(key.expires_at, datetime.UTC)
+        expires = at.strftime("%Y-%m-%d %H:%M") + (" EXPIRED" if is_expired(key) else "")
+    default = type(limits)()
+    given = [
+        f"{name} {getattr(limits, name):g}"
+        for name in type(limits).__dataclass_fields__
+        if getattr(limits, name) != getattr(default, name)
+    ]
+    return (
+        who.name,
+        who.tenant,
+        ", ".join(sorted(who.roles)),
+        expires,
+        ", ".join(sorted(who.models)) or "all",
+        ", ".join(given) or "none",
+    )

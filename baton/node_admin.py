@@ -1,0 +1,107 @@
+"""NodeAdmin: what operators may ask of a node, and change. Asked by routers, over its links."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import DecodeError
+
+from baton import wire, wire_admin, wire_ledger
+from baton.access import Access
+from baton.admin_answers import PART_BYTES
+from baton.audit_log import AuditKind
+from baton.errors import InvalidRequestError
+from baton.identity import Principal
+from baton.ledger import Ledger
+from baton.link import AdminCall, NodeBeat, RequestView
+from baton.v1 import admin_pb2
+
+logger = logging.getLogger(__name__)
+
+ENGINE_THREAD = "engine"
+_CHANGES = ("flush_cache", "set_log_level", "profile")
+
+
+class AskedNode(Protocol):
+    """What this file needs of a node; see `NodeProgram`."""
+
+    def beat(self) -> NodeBeat: ...
+    def requests(self) -> Iterable[RequestView]: ...
+    def ledger(self) -> Future[Ledger]: ...
+    def flush_prefix_cache(self) -> Future[int]: ...
+
+
+class NodeAdmin:
+    """Answers `NodeAdminRequest`s.
+
+    Args:
+        num_blocks: of the node.
+        access: hears who asked for what.
+    """
+
+    def __init__(self, node: AskedNode, num_blocks: int, access: Access | None = None) -> None:
+        self._node = node
+        self._num_blocks = num_blocks
+        self._access = access or Access()
+
+    async def answer(self, call: AdminCall) -> Sequence[bytes]:
+        """`NodeAdminResponse`s, which merged are the answer; raises BatonError."""
+        try:
+            request = admin_pb2.NodeAdminRequest.FromString(call.request)
+        except DecodeError:
+            raise InvalidRequestError("request", "is no admin request") from None
+        kind = request.WhichOneof("request") or ""
+        if kind:
+            self._note(call, kind, request)
+        match kind:
+            case "list_requests":
+                response = admin_pb2.NodeAdminResponse(list_requests=self._list_requests())
+            case "list_blocks":
+                ledger = await asyncio.wrap_future(self._node.ledger())
+                # It may be large: on a thread, so that beats and tokens go on meanwhile.
+                return await asyncio.to_thread(_ledger_parts, ledger)
+            case "flush_cache":
+                response = admin_pb2.NodeAdminResponse(flush_cache=await self._flush_cache())
+            case "set_log_level":
+                levels = wire_admin.set_log_level(request.set_log_level)
+                response = admin_pb2.NodeAdminResponse(set_log_level=levels)
+            case "profile":
+                found = await wire_admin.profile(ENGINE_THREAD, request.profile.seconds)
+                response = admin_pb2.NodeAdminResponse(profile=found)
+            case _:
+                raise InvalidRequestError("request", "is none that this version knows")
+        return [response.SerializeToString()]
+
+    def _list_requests(self) -> admin_pb2.ListRequestsResponse:
+        """Open requests with their status and transfer state, and the state of the cache."""
+        beat = self._node.beat()
+        return admin_pb2.ListRequestsResponse(
+            requests=[wire.request_view_to_proto(view) for view in self._node.requests()],
+            num_free_blocks=beat.num_free_blocks,
+            num_blocks=self._num_blocks,
+            num_quarantined_blocks=beat.num_quarantined_blocks,
+        )
+
+    async def _flush_cache(self) -> admin_pb2.FlushCacheResponse:
+        """Forget all cached prefixes; requests in progress keep their blocks."""
+        num_prefixes = await asyncio.wrap_future(self._node.flush_prefix_cache())
+        logger.info("flush-cache: %d prefixes", num_prefixes)
+        return admin_pb2.FlushCacheResponse(num_prefixes=num_prefixes)
+
+    def _note(self, call: AdminCall, kind: str, request: admin_pb2.NodeAdminRequest) -> None:
+        arguments = MessageToDict(getattr(request, kind), preserving_proto_field_name=True)
+        event = AuditKind.CHANGED if kind in _CHANGES else AuditKind.LOOKED
+        self._access.note(event, Principal(name=call.operator), "", kind, arguments)
+
+
+def _ledger_parts(ledger: Ledger) -> Sequence[bytes]:
+    """Many small messages: one of megabytes would hold up all threads while it is written."""
+    return [
+        admin_pb2.NodeAdminResponse(list_blocks=blocks).SerializeToString()
+        for blocks in wire_ledger.ledger_to_protos(ledger, PART_BYTES)
+    ]
