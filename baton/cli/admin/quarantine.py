@@ -30,7 +30,7 @@ _SHOWN_CHARS = 12
 
 
 @takes_admin_access
-def quarantine(*, access: Access, output: OutputOption = OutputFormat.TABLE) -> None:
+def quarantine(*, access: RouterAccess, output: OutputOption = OutputFormat.TABLE) -> None:
     """List the requests that are refused because nodes died while they computed one like it."""
     with connection(access) as admin:
         found = admin.call("ListQuarantine", admin_pb2.ListQuarantineRequest())
@@ -61,7 +61,7 @@ def quarantine(*, access: Access, output: OutputOption = OutputFormat.TABLE) -> 
 def release(
     fingerprint: FingerprintArgument,
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Refuse a quarantined request no longer."""
