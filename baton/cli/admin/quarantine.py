@@ -21,6 +21,7 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
+from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
 
 FingerprintArgument = Annotated[
