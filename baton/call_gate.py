@@ -72,6 +72,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         access: knows who may call.
         anybody: who calls where there are no credentials; see `Access.principal_of`.
         stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
+        check_load: raises when no prompts are taken on; asked before a message is read.
     """
 
     def __init__(
@@ -80,14 +81,21 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         anybody: Principal = ANYBODY_HERE,
         *,
         stall_timeout_s: float = 30.0,
+        check_load: Callable[[], None] = lambda: None,
     ) -> None:
         self._access = access or Access()
         self._anybody = anybody
         self._stall_timeout_s = stall_timeout_s
+        self._check_load = check_load
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
         """The same with another limit."""
-        return CallGate(self._access, self._anybody, stall_timeout_s=stall_timeout_s)
+        return CallGate(
+            self._access,
+            self._anybody,
+            stall_timeout_s=stall_timeout_s,
+            check_load=self._check_load,
+        )
 
     async def intercept_service(
         self,
@@ -113,6 +121,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             try:
                 shown = grpc_credentials(raw)
                 principal = self._access.admit(shown, roles, method, self._anybody)
+                if Role.INFER in roles:
+                    self._check_load()
                 if handler is None:
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return

@@ -26,6 +26,7 @@ from router.admin.views import (
     describe_decision,
     describe_lost,
     describe_node,
+    describe_overload,
     describe_quarantine,
     describe_request,
     describe_stats,
@@ -34,6 +35,7 @@ from router.call import scoped_id
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.node import Node
+from router.overload import Overload
 from router.policies import POLICIES
 from router.request_log import RequestRecord
 from router.request_stats import DEFAULT_WINDOW_S, window_stats
@@ -53,6 +55,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         intake: tokenizes prompts.
         model: name that the router was given.
         policy: name of the dispatcher's.
+        overload: of the router.
         on_policy: called with the name of a policy that was chosen.
     """
 
@@ -63,6 +66,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         *,
         model: str,
         policy: str,
+        overload: Overload | None = None,
         on_policy: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._dispatcher = dispatcher
@@ -70,6 +74,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._intake = intake
         self._model = model
         self._policy = policy
+        self._overload = overload or Overload()
         self._on_policy = on_policy
 
     # ------------------------------------------------------------------ nodes
@@ -136,6 +141,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         window = window_stats(log, request.window_s or DEFAULT_WINDOW_S)
         response = describe_stats(log, window, self._dispatcher.admission.state())
         response.policy = self._policy
+        response.overload.CopyFrom(describe_overload(self._overload.state()))
         return response
 
     async def ListRequests(  # gRPC's naming

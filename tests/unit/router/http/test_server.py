@@ -28,7 +28,9 @@ from tests.fakes.nodes import make_pool
 
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT = "/v1/chat/completions"
-STREAM_BODY = b'{"model": "demo", "prompt": "x", "stream": true, "logprobs": 20}'
+STREAM_BODY = (
+    b'{"model": "demo", "prompt": "x", "stream": true, "logprobs": 20, "max_tokens": 10000}'
+)
 STREAM_REQUEST = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n" % len(STREAM_BODY)
