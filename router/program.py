@@ -163,6 +163,7 @@ async def serve(config: RouterConfig) -> None:
         metrics=metrics,
         cache_salts=_make_salts(config),
     )
+    intake.start()  # its processes end with this one
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
     access = _make_access(config)

@@ -16,7 +16,7 @@ from baton.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from baton.identity import Role
+from baton.identity import Principal, Role
 from baton.link import DrainCommand
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from baton.version import __version__
@@ -179,7 +179,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 decisions = dispatcher.decisions.get(scoped_id(record.request_id, record.tenant))
             case "prompt":
                 token_ids = await self._intake.tokenize(request.prompt)
-                decisions = [explain_now(dispatcher, len(token_ids), max_tokens, token_ids)]
+                whose = Principal(tenant=tenant) if tenant else context.principal
+                salt = self._intake.cache_salts.of(whose)
+                num_tokens = len(token_ids)
+                decisions = [explain_now(dispatcher, num_tokens, max_tokens, token_ids, salt)]
             case "num_prompt_tokens" if request.num_prompt_tokens:
                 decisions = [explain_now(dispatcher, request.num_prompt_tokens, max_tokens)]
             case _:
