@@ -92,6 +92,8 @@ def _counts(found: admin_pb2.GetStatsResponse) -> Table:
             f"{format_seconds(admission.expected_wait_s)} expected",
         )
         table.add_row("refused", _by_reason(admission.num_refused) or "0")
+    if found.overload.reason:
+        table.add_row("overload", f"{found.overload.level}: {found.overload.reason}")
     return table
 
 
