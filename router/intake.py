@@ -26,6 +26,7 @@ from router.cache_salts import CacheSalts
 from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
+from router.rate_limits import Rate
 from router.usage import OwnPrompts, told
 
 MAX_REQUEST_ID_CHARS = 128
@@ -113,6 +114,10 @@ class Intake:
     def max_model_len(self) -> int:
         """Most tokens, prompt and output, of a request."""
         return self._dispatcher.pool.max_model_len
+
+    def rates_of(self, principal: Principal) -> dict[str, Rate]:
+        """What is left of the limits of a caller; empty if it has none."""
+        return self._dispatcher.admission.rates_of(principal)
 
     async def accept(self, request: GenerationRequest) -> Call:
         """Check everything a client can get wrong; raises InvalidRequestError."""
