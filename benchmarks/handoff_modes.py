@@ -15,6 +15,7 @@ import socket
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ import transformers
 from baton import AsyncClient, Client, Receipt, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from environment import summary
-from kvconnector.digests import BlockDigests
+from kvconnector.digests import BlockDigests, Written
+from kvconnector.pair_keys import BlockKey
 
 LENGTHS = (256, 1024, 4096, 16384)  # tokens
 MODES = {
@@ -93,12 +95,14 @@ def measure_modes(num_requests: int) -> dict[str, object]:
 
 
 def collect_receipts(
-    deployments: dict[str, LocalDeployment], num_requests: int
+    deployments: dict[str, LocalDeployment],
+    num_requests: int,
+    lengths: Sequence[int] = LENGTHS,
 ) -> dict[tuple[str, int], list[Receipt]]:
     """By mode and prompt length, what the same requests' receipts say."""
     receipts: dict[tuple[str, int], list[Receipt]] = {}
     draw = random.Random(0)
-    for length in LENGTHS:
+    for length in lengths:
         fewer = 1.0 if length <= 1024 else 0.4 if length <= 4096 else 0.2
         rounds = max(1, round(fewer * num_requests))
         for index in range(rounds + (length <= 1024)):  # the first round warms up
@@ -161,13 +165,14 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
     """Bytes per second of a plain copy, and of the digests of as many blocks of 128 KiB."""
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
     target = torch.zeros_like(source)  # its pages are there
-    digests = BlockDigests(source)
+    digests, key = BlockDigests(source), BlockKey(bytes(32))
+    written = Written("r", 1, range(len(source)), (0, 8), 0, 0)
     copy_s, digest_s = [], []
     for _ in range(7):
         started = time.perf_counter()
         np.copyto(target.numpy(), source.numpy())
         copied = time.perf_counter()
-        digests.of(range(len(source)), None)
+        digests.of(range(len(source)), written, key)
         copy_s.append(copied - started)
         digest_s.append(time.perf_counter() - copied)
     return {

@@ -9,10 +9,10 @@ Knows processes and peers; no request and no block.
 from __future__ import annotations
 
 from collections.abc import Container
-from pathlib import Path
 
 from kvconnector.base import KVReceiver
-from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_process import PeerProcess
 
 
 class GonePeers:
@@ -24,21 +24,27 @@ class GonePeers:
 
     def __init__(self, receiver: KVReceiver) -> None:
         self._receiver = receiver
+        self._processes: dict[str, PeerProcess] = {}  # of all that were met and not forgotten
         self._peers: dict[str, PeerInfo] = {}
         self._draining: set[str] = set()
+
+    def meet(self, peer: PeerInfo) -> None:
+        """A peer came, or came back: watch its process while it is certain which one that is."""
+        if peer.engine_id not in self._processes:
+            self._processes[peer.engine_id] = PeerProcess(peer)
+        self._forget_loss(peer.engine_id)
 
     def add(self, peer: PeerInfo) -> None:
         self._peers[peer.engine_id] = peer
 
     def add_if_dead(self, peer: PeerInfo) -> bool:
         """Of a peer that no router says is gone."""
-        if not is_dead(peer):
+        if not self._is_dead(peer.engine_id):
             return False
         self.add(peer)
         return True
 
-    def remove(self, engine_id: str) -> None:
-        """It is back; harmless when it was not gone."""
+    def _forget_loss(self, engine_id: str) -> None:
         self._peers.pop(engine_id, None)
         self._draining.discard(engine_id)
 
@@ -48,11 +54,12 @@ class GonePeers:
         Args:
             may_write: engine ids of those that blocks are held for.
         """
-        for engine_id, peer in list(self._peers.items()):
+        for engine_id in list(self._peers):
             if engine_id not in may_write:
-                self.remove(engine_id)
+                self._forget_loss(engine_id)
+                self._processes.pop(engine_id).close()
                 self._receiver.disconnect(engine_id)
-            elif engine_id not in self._draining and is_dead(peer):
+            elif engine_id not in self._draining and self._is_dead(engine_id):
                 self._draining.add(engine_id)
                 self._receiver.drain(engine_id)
 
@@ -60,27 +67,6 @@ class GonePeers:
         """Whether the end of a drain is of a peer that is still gone."""
         return engine_id in self._draining
 
-
-def is_dead(peer: PeerInfo) -> bool:
-    """Whether all of a peer's process has certainly ended. Of another machine we cannot say."""
-    if not peer.host or peer.host != host_identity() or peer.pid == 0:
-        return False
-    try:
-        # The first thread may be a zombie while another one still copies.
-        threads = list(Path(f"/proc/{peer.pid}/task").iterdir())
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return all(_is_over(thread / "stat") for thread in threads)
-
-
-def _is_over(stat: Path) -> bool:
-    try:
-        text = stat.read_text(encoding="ascii", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
-        return False
-    # "pid (name) state ...": a zombie writes nothing any more, it only waits to be noticed.
-    return text.rpartition(")")[2].split()[0] in ("Z", "X")
+    def _is_dead(self, engine_id: str) -> bool:
+        """Whether a peer's process certainly has ended. Of another machine we cannot say."""
+        return self._processes[engine_id].has_ended()

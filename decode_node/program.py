@@ -13,7 +13,7 @@ from engine.node_engine import load_engine
 from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import NO_OPTIONS, TransportOptions
-from kvconnector.digests import BlockDigests
+from kvconnector.digests import BlockDigests, digests_are_wanted
 from kvconnector.fault_file import faults_of
 from kvconnector.faults import FaultyTransport
 from kvconnector.receiver import Receiver
@@ -36,6 +36,7 @@ def make_program(
     """
     faults = faults_of(options.inject_faults, options.name)
     make_transport = KV_CONNECTORS.load(options.kv_connector)
+    kv_digests = digests_are_wanted(options.kv_digests, options.kv_connector)
     transport_options = TransportOptions(
         listen=options.kv_listen or NO_OPTIONS.listen,
         tls=TlsFiles(options.tls) if options.tls.verifies_clients else None,
@@ -45,14 +46,14 @@ def make_program(
         options.engine,
         node_name=options.name,
         kv_connector=options.kv_connector,
-        kv_digests=options.kv_digests,
+        kv_digests=kv_digests,
     )
 
     def make_node(wake: Callable[[], None]) -> tuple[DecodeNode, Receiver]:
         transport = make_transport(loaded.engine_id, loaded.engine.kv_cache, transport_options)
         if faults is not None:
             transport = FaultyTransport(transport, loaded.engine.kv_cache, faults)
-        digests = BlockDigests(loaded.engine.kv_cache) if options.kv_digests else None
+        digests = BlockDigests(loaded.engine.kv_cache) if kv_digests else None
         receiver = Receiver(transport, on_event=wake, on_death=on_death, digests=digests)
         return DecodeNode(loaded.engine, receiver, emit, options.decode), receiver
 

@@ -113,7 +113,7 @@ class Reservations:
 
     def add_peer(self, peer: PeerInfo) -> None:
         self._peers[peer.engine_id] = peer
-        self._gone_peers.remove(peer.engine_id)
+        self._gone_peers.meet(peer)
         self._receiver.connect(peer)
 
     def park(self, request: Request, epoch: int, engine_id: str, received_at: float) -> Reservation:

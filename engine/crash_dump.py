@@ -1,23 +1,29 @@
 """Crash dump: what an engineer needs when an engine cannot continue, in one JSON file.
 
-Holds lengths and ids, never the users' tokens or text.
+Holds numbers and ids, never the users' tokens or text: no prompts, no stop strings, no schemas, and
+no messages of exceptions, which may quote them. For nobody's eyes but the owner's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
 import platform
+import secrets
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from baton.sampling_params import SamplingParams
 from baton.version import __version__
 from engine.engine import Engine
 from engine.request import Request
@@ -25,18 +31,32 @@ from engine.request import Request
 logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "BATON_DUMP_FOLDER"
+PREFIX = "baton-crash-"
+MAX_DUMPS = 20  # kept in a folder, of the latest
+MAX_REQUESTS, MAX_BLOCKS = 1000, 64  # listed; blocks of each request
+MAX_BYTES = 4 * 2**20
+_MAX_ID_CHARS = 128
+_MAX_FRAMES = 100
+# Of the sampling parameters: what is a number. Everything else may be a client's own text.
+_NUMBERS = (bool, int, float, type(None))
 
 
 def dump_crash(engine: Engine, error: BaseException) -> Path | None:
     """Write the dump and say where it is; None (and a log line) when it cannot be written.
 
-    The folder is that of the environment variable BATON_DUMP_FOLDER, or the system's for temporary
-    files. Never raises: it runs when something else has gone wrong.
+    The folder is that of the environment variable BATON_DUMP_FOLDER, or one of this user's own in
+    the system's for temporary files. Never raises: it runs when something else has gone wrong.
     """
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir())
-    path = folder / f"baton-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+    path = Path(os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir())
     try:
-        path.write_text(json.dumps(describe(engine, error), indent=1), encoding="utf-8")
+        text = json.dumps(describe(engine, error), indent=1)
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"it would be {len(text)} bytes long, more than {MAX_BYTES}")
+        folder = _folder()
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = folder / f"{PREFIX}{stamp}-{os.getpid()}-{secrets.token_hex(8)}.json"
+        _write(path, text)
+        _remove_old(folder)
     except (OSError, ValueError, TypeError) as problem:
         logger.error("cannot write a crash dump to %s: %s", path, problem)
         return None
@@ -44,9 +64,40 @@ def dump_crash(engine: Engine, error: BaseException) -> Path | None:
     return path
 
 
+def _folder() -> Path:
+    """The operator's, or one that is ours alone."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        Path(named).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Path(named)
+    folder = Path(tempfile.gettempdir()) / f"{PREFIX}dumps-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
+        folder.chmod(0o700)
+        return folder
+    return Path(tempfile.mkdtemp(prefix=PREFIX))  # somebody was there first
+
+
+def _write(path: Path, text: str) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, mode=0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _remove_old(folder: Path) -> None:
+    """Keep the latest dumps; names begin with the time."""
+    for path in sorted(folder.glob(f"{PREFIX}*.json"))[:-MAX_DUMPS]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def describe(engine: Engine, error: BaseException) -> dict[str, Any]:
     """The dump's content."""
     last = engine.last_scheduled
+    scheduled = itertools.islice(last.scheduled if last is not None else (), MAX_REQUESTS)
+    requests = list(engine.requests.values())
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": {
@@ -54,32 +105,62 @@ def describe(engine: Engine, error: BaseException) -> dict[str, Any]:
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "error": traceback.format_exception(error),
+        "error": _describe_error(error),
         "num_steps": engine.num_steps,
         "model": str(engine.model_config),
         "scheduled": [
-            {"request_id": item.request.request_id, "num_tokens": item.num_scheduled_tokens}
-            for item in (last.scheduled if last is not None else ())
+            {
+                "request_id": item.request.request_id[:_MAX_ID_CHARS],
+                "num_tokens": item.num_scheduled_tokens,
+            }
+            for item in scheduled
         ],
-        "requests": [_describe_request(request) for request in engine.requests.values()],
+        "num_requests": len(requests),
+        "requests": [_describe_request(request) for request in requests[:MAX_REQUESTS]],
         "blocks": {
             "num_blocks": engine.num_blocks,
             "num_free": engine.num_free_blocks,
-            "ref_counts": engine.block_ref_counts(),
+            "by_ref_count": _count(engine.block_ref_counts()),
         },
         "metrics": dataclasses.asdict(engine.metrics()),
     }
 
 
+def _describe_error(error: BaseException) -> list[str]:
+    """Where it came from, outermost first, and what led to it; without what it says."""
+    lines: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(lines) < _MAX_FRAMES:
+        lines.append(f"{type(cause).__module__}.{type(cause).__qualname__}")
+        frames = traceback.extract_tb(cause.__traceback__, limit=-_MAX_FRAMES)
+        lines += [f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
+        cause = cause.__cause__ or cause.__context__
+    return lines
+
+
+def _count(ref_counts: Mapping[int, int]) -> dict[str, int]:
+    """{references: blocks that have so many}."""
+    counts: dict[str, int] = {}
+    for number in ref_counts.values():
+        counts[str(number)] = counts.get(str(number), 0) + 1
+    return counts
+
+
 def _describe_request(request: Request) -> dict[str, Any]:
     return {
-        "request_id": request.request_id,
+        "request_id": request.request_id[:_MAX_ID_CHARS],
         "status": request.status.value,
         "num_prompt_tokens": request.num_prompt_tokens,
         "num_tokens": request.num_tokens,
         "num_computed_tokens": request.num_computed_tokens,
         "num_cached_tokens": request.num_cached_tokens,
         "num_preemptions": request.num_preemptions,
-        "block_ids": request.block_ids,
-        "sampling_params": str(request.sampling_params),
+        "num_blocks": len(request.block_ids),
+        "block_ids": request.block_ids[:MAX_BLOCKS],
+        "sampling_params": _describe_params(request.sampling_params),
     }
+
+
+def _describe_params(params: SamplingParams) -> dict[str, bool | float | None]:
+    values = ((field.name, getattr(params, field.name)) for field in dataclasses.fields(params))
+    return {name: value for name, value in values if isinstance(value, _NUMBERS)}

@@ -1,34 +1,62 @@
-"""Digests of blocks: whether what arrived is what was sent.
+"""Digests of blocks: whether what arrived is what was sent, by whom it was granted to.
 
     P  digest of its memory when a piece is posted -> Digests, when it is complete
     D  digest of its own memory                    -> equal: verified; else Resend, with the next
                                                       number of attempt
 
+Digests are keyed (`pair_keys.py`): bytes that another wrote, or that belong elsewhere, fit none.
 Refuses to know: requests' tokens, and what is done with bytes that are wrong for good.
 """
 
 from __future__ import annotations
 
+import hmac
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
-import xxhash
 
 from kvconnector.layout import LayerRange
 from kvconnector.messages import Commit, Digests, Resend, Watermark
+from kvconnector.pair_keys import DIGEST_BYTES, BlockKey
+from kvconnector.transfer import Piece
 
-DIGEST_BYTES = 8
-MAX_DIGESTS_PER_MESSAGE = 448  # with their indices less than 8 KiB: one fragment of the transport
+MAX_DIGESTS_PER_MESSAGE = 320  # with their indices less than 8 KiB: one fragment of the transport
 
 Key = tuple[str, int]  # (request_id, epoch)
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What blocks are digested as; bytes that were written as anything else have other digests.
+
+    Attributes:
+        places: among the blocks of the request that travel.
+        layers: of each block.
+        attempt: at writing them.
+        first_number: of the first digest.
+    """
+
+    request_id: str
+    epoch: int
+    places: Sequence[int]
+    layers: LayerRange
+    attempt: int
+    first_number: int
+
+    def context(self, index: int) -> bytes:
+        """Of one of them."""
+        numbers = (self.epoch, self.places[index], *self.layers, self.attempt)
+        fixed = b"".join(number.to_bytes(8, "big") for number in numbers)
+        return fixed + self.request_id.encode()
+
+
 class BlockDigests:
-    """xxh3-64 of blocks, or of some of their layers, read from a cache.
+    """Keyed digests of blocks, or of some of their layers, read from a cache.
 
     Args:
         kv_cache: `[num_blocks, num_layers, ...]`, contiguous.
@@ -38,14 +66,52 @@ class BlockDigests:
         num_blocks, self.num_layers = kv_cache.shape[:2]
         self._layers = kv_cache.view(num_blocks, self.num_layers, -1).view(torch.uint8)
 
-    def of(self, block_ids: Sequence[int], layers: LayerRange | None) -> bytes:
+    def of(self, block_ids: Sequence[int], written: Written, key: BlockKey) -> bytes:
         """``DIGEST_BYTES`` for each block."""
-        part = slice(None) if layers is None else slice(*layers)
-        if not self._layers.is_cuda:
-            blocks = self._layers.numpy()
-            return b"".join(xxhash.xxh3_64_digest(blocks[i, part].data) for i in block_ids)
-        copied = self._layers[list(block_ids), part].cpu().numpy()
-        return b"".join(xxhash.xxh3_64_digest(block.data) for block in copied)
+        part = slice(*written.layers)
+        if self._layers.is_cuda:
+            blocks = iter(self._layers[list(block_ids), part].cpu().numpy())
+        else:
+            blocks = (self._layers[block_id, part].numpy() for block_id in block_ids)
+        return b"".join(
+            key.digest(written.first_number + index, written.context(index), block.data)
+            for index, block in enumerate(blocks)
+        )
+
+
+class SentDigests:
+    """The sender's end: of what it writes, each digest with a number of its own.
+
+    Args:
+        digests: of its memory.
+        own_engine_id: of the sender.
+    """
+
+    def __init__(self, digests: BlockDigests, own_engine_id: str) -> None:
+        self._digests = digests
+        self._own_engine_id = own_engine_id
+        self._num_digests = 0
+
+    def of(self, request_id: str, epoch: int, piece: Piece, key: BlockKey) -> Digests:
+        """What the decode node must find once this is written to it.
+
+        Args:
+            key: of blocks to that node.
+        """
+        first = self._num_digests
+        self._num_digests += len(piece.block_ids)
+        layers = piece.layers or (0, self._digests.num_layers)
+        written = Written(request_id, epoch, piece.indices, layers, piece.attempt, first)
+        return Digests(
+            engine_id=self._own_engine_id,
+            request_id=request_id,
+            epoch=epoch,
+            indices=list(piece.indices),
+            digests=self._digests.of(piece.block_ids, written, key),
+            layers=piece.layers,
+            attempt=piece.attempt,
+            first_number=first,
+        )
 
 
 def cut_digests(whole: Digests) -> Iterator[Digests]:
@@ -56,6 +122,7 @@ def cut_digests(whole: Digests) -> Iterator[Digests]:
             whole,
             indices=whole.indices[start:end],
             digests=whole.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
+            first_number=whole.first_number + start,
         )
 
 
@@ -123,10 +190,13 @@ class Verifier:
         for key in [k for k, arrival in self._arrivals.items() if arrival.engine_id == engine_id]:
             del self._arrivals[key]
 
-    def check(self, message: Digests, own_engine_id: str) -> Resend | None:
+    def check(self, message: Digests, own_engine_id: str, key: BlockKey) -> Resend | None:
         """Compare digests with our memory; what to ask for again, if anything is wrong.
 
         A message that is late, doubled or does not fit changes nothing.
+
+        Args:
+            key: of blocks from its sender.
         """
         arrival = self.find((message.request_id, message.epoch), message.engine_id)
         layers = message.layers or (0, self._digests.num_layers)
@@ -148,7 +218,16 @@ class Verifier:
             if arrival.attempts.get(part, 0) != message.attempt:
                 continue
             sent = message.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-            if self._digests.of(arrival.block_ids[index : index + 1], layers) == sent:
+            written = Written(
+                message.request_id,
+                message.epoch,
+                (index,),
+                layers,
+                message.attempt,
+                message.first_number + place,
+            )
+            found = self._digests.of(arrival.block_ids[index : index + 1], written, key)
+            if hmac.compare_digest(found, sent):
                 arrival.layers[index] |= bits
                 arrival.missing.discard(part)
             else:
@@ -212,3 +291,14 @@ def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:
                 runs.append((first, place))
             first = place + 1
     return runs
+
+
+def digests_are_wanted(option: bool | None, kv_connector: str) -> bool:
+    """Whether blocks are checked: as the option says, else where KV leaves loopback unprotected.
+
+    NIXL's UCX stays there unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
+    """
+    if option is not None:
+        return option
+    devices = os.environ.get("UCX_NET_DEVICES", "lo").split(",")
+    return kv_connector == "nixl" and any(device.strip() != "lo" for device in devices)

@@ -20,6 +20,7 @@ from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
 from kvconnector.inbox import Inbox
 from kvconnector.messages import Message
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_process import start_time
 from kvconnector.peers import Peers
 
 logger = logging.getLogger(__name__)
@@ -107,9 +108,12 @@ class Endpoint:
 
     @property
     def peer_info(self) -> PeerInfo:
-        """How the transport presents us, with our public key."""
+        """How the transport presents us, with our public key, and since when we live."""
+        info = self.transport.peer_info
         return msgspec.structs.replace(
-            self.transport.peer_info, public_key=self.peers.channels.public_key
+            info,
+            public_key=self.peers.channels.public_key,
+            started_at=start_time(info.pid) if info.pid else 0,
         )
 
     def metrics(self) -> ConnectorMetrics:

@@ -140,15 +140,17 @@ class Beat(_Message, frozen=True, kw_only=True):
 
 
 class Digests(_RequestMessage, frozen=True, kw_only=True):
-    """xxh3-64 of what P wrote into these of the granted blocks; the writes are complete.
+    """Keyed digests of what P wrote into these of the granted blocks; the writes are complete.
 
-    ``attempt`` counts how often D has asked for them again.
+    ``attempt`` counts how often D has asked for them again. ``first_number`` is that of the first
+    digest; each has the next one, and no number ever comes again.
     """
 
     indices: Places
     digests: Annotated[bytes, msgspec.Meta(max_length=2**16)]
     layers: tuple[Count, Count] | None = None  # None: all of them
     attempt: Count = 0
+    first_number: ByteCount = 0
 
 
 class Resend(_RequestMessage, frozen=True, kw_only=True):

@@ -11,14 +11,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from baton.errors import TransferError
 
 PUBLIC_KEY_BYTES = 32
+DIGEST_BYTES = 16
 KEY_BYTES = 32
+DIGEST_BYTES = 16
 _LABEL = b"baton kv 1"
+
+
+class BlockKey:
+    """Digests of KV blocks that only who has this key can make: GMAC (NIST SP 800-38D), AES-256.
+
+    The fastest MAC here by measurement (docs/adr/0025-keyed-digests.md). Its key must see no number
+    twice.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._aead = AESGCM(key)
+
+    def digest(self, number: int, context: bytes, data: memoryview) -> bytes:
+        """``DIGEST_BYTES`` of data and of what it is."""
+        # The data is only authenticated, and so not copied; the context, some bytes, is encrypted.
+        return self._aead.encrypt(number.to_bytes(12, "big"), context, data)[-DIGEST_BYTES:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +51,8 @@ class PairKeys:
 
     send: bytes = field(repr=False)
     receive: bytes = field(repr=False)
-    send_blocks: bytes = field(repr=False)
-    receive_blocks: bytes = field(repr=False)
+    send_blocks: BlockKey = field(repr=False)
+    receive_blocks: BlockKey = field(repr=False)
 
 
 class KeyPair:
@@ -56,8 +75,8 @@ class KeyPair:
         return PairKeys(
             send=_derive(shared, b"message", *there),
             receive=_derive(shared, b"message", *back),
-            send_blocks=_derive(shared, b"block", *there),
-            receive_blocks=_derive(shared, b"block", *back),
+            send_blocks=BlockKey(_derive(shared, b"block", *there)),
+            receive_blocks=BlockKey(_derive(shared, b"block", *back)),
         )
 
 

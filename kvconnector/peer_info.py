@@ -31,7 +31,8 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         engine_id: unique to the process start.
         connector: name in the registry.
         host: equal for processes that can reach each other's memory through the kernel.
-        pid: of the process.
+        pid: of the process; 0: nobody is to ask for it.
+        started_at: when the process began (`peer_process.start_time`); 0 where nobody can say.
         agent_metadata: the transport's own; empty if it needs none.
         base_address: of block 0 in the peer's memory.
         block_bytes: of one block, all layers.
@@ -60,6 +61,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     scratch_address: Address = 0
     scratch_bytes: Size = 1
     public_key: bytes = b""
+    started_at: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
     def encode(self) -> bytes:
         """Framed bytes."""

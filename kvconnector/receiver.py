@@ -222,7 +222,8 @@ class Receiver:
                 self._endpoint.peers.send(message.engine_id, resend)
 
     def _check(self, verifier: Verifier, message: Digests) -> None:
-        resend = verifier.check(message, self._info.engine_id)
+        key = self._endpoint.peers.channels[message.engine_id].keys.receive_blocks
+        resend = verifier.check(message, self._info.engine_id, key)
         if resend is not None:
             self._num_wrong_blocks += len(resend.indices)
             logger.warning(

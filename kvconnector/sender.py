@@ -16,14 +16,13 @@ from collections.abc import Callable
 from baton.errors import TransferError
 from baton.node_metrics import ConnectorMetrics
 from kvconnector.base import BlockPush, KVTransport, TransferEvent, TransferEventKind
-from kvconnector.digests import BlockDigests, cut_digests
+from kvconnector.digests import BlockDigests, SentDigests, cut_digests
 from kvconnector.endpoint import Endpoint
 from kvconnector.layout import LayerRange, check_block_ids
 from kvconnector.messages import (
     MAX_TEXT_CHARS,
     Beat,
     Cancel,
-    Digests,
     Grant,
     HelloAck,
     Message,
@@ -66,7 +65,6 @@ class Sender:
         clock: Callable[[], float] = time.monotonic,
         digests: BlockDigests | None = None,
     ) -> None:
-        self._digests = digests
         self._clock = clock
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
         self._repeats = Repeats()  # Start until it is granted, Commit until all is verified
@@ -83,6 +81,7 @@ class Sender:
             clock=clock,
         )
         self._info = self._endpoint.peer_info
+        self._digests = None if digests is None else SentDigests(digests, self._info.engine_id)
         self._tests = SelfTests(transport, self._endpoint.peers, clock)
         self._endpoint.start()
 
@@ -272,9 +271,10 @@ class Sender:
             if not piece.indices:  # the decode node has these
                 continue
             remote = [grant.block_ids[index - grant.first_block] for index in piece.indices]
-            digests = b""
+            digests = None
             if self._digests is not None:
-                digests = self._digests.of(piece.block_ids, piece.layers)
+                key = self._endpoint.peers.channels[transfer.engine_id].keys.send_blocks
+                digests = self._digests.of(transfer.request_id, transfer.epoch, piece, key)
             started = self._clock()
             try:
                 pending = self._endpoint.transport.write(
@@ -358,19 +358,9 @@ class Sender:
 
     def _send_digests(self, transfer: Transfer, write: Write) -> None:
         """Say what a complete write must have brought; in messages that stay short."""
-        if not write.digests or transfer.failure is not None:
-            return
-        whole = Digests(
-            engine_id=self._info.engine_id,
-            request_id=transfer.request_id,
-            epoch=transfer.epoch,
-            indices=list(write.piece.indices),
-            digests=write.digests,
-            layers=write.piece.layers,
-            attempt=write.piece.attempt,
-        )
-        for message in cut_digests(whole):
-            self._send(transfer.engine_id, message)
+        if write.digests is not None and transfer.failure is None:
+            for message in cut_digests(write.digests):
+                self._send(transfer.engine_id, message)
 
     def _fail(self, transfer: Transfer | None, reason: str) -> None:
         """Post nothing more; `_finish_if_quiet` ends it when nothing is in flight."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from baton.node_metrics import ConnectorMetrics
 from kvconnector.base import BlockPush, PendingWrite
 from kvconnector.layout import LayerRange, count_runs
-from kvconnector.messages import Commit, Grant
+from kvconnector.messages import Commit, Digests, Grant
 
 MAX_ATTEMPTS = 3  # at writing again what arrived wrong
 
@@ -48,12 +48,12 @@ class Piece:
 
 @dataclass(slots=True)
 class Write:
-    """A posted piece; ``digests`` is of its blocks, empty if they are not used."""
+    """A posted piece; ``digests`` is of its blocks, None if they are not used."""
 
     pending: PendingWrite
     piece: Piece
     num_bytes: int
-    digests: bytes
+    digests: Digests | None
 
 
 @dataclass(slots=True)

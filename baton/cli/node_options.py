@@ -203,9 +203,12 @@ def node_command(
             typer.Option(help="Of a prefill node: parts of a layer-wise sent chunk.", min=1),
         ] = 4,
         kv_digests: Annotated[
-            bool,
-            typer.Option(help="Check that KV blocks arrive unchanged; the same on all nodes."),
-        ] = False,
+            bool | None,
+            typer.Option(
+                help="Check with keyed digests that KV blocks arrive unchanged; the same on all "
+                "nodes. If not given: where UCX_NET_DEVICES lets KV leave loopback."
+            ),
+        ] = None,
         log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
         inject_faults: Annotated[
             str,

@@ -36,7 +36,7 @@ class NodeOptions:
     log_level: str
     push: PushMode
     layer_groups: int
-    kv_digests: bool
+    kv_digests: bool | None
     inject_faults: str = ""
     drain_timeout_s: float = 0.0
     node_token: str = field(default="", repr=False)

@@ -9,6 +9,7 @@ from router.admission import AdmissionState
 from router.decisions import Decision
 from router.node import Node
 from router.node_pool import NodePool
+from router.overload import OverloadState
 from router.request_log import RequestLog, RequestRecord
 from router.request_stats import NodeFigures, Percentiles, WindowStats
 
@@ -124,6 +125,16 @@ def describe_stats(
         )
     )
     return response
+
+
+def describe_overload(state: OverloadState) -> admin_pb2.OverloadDescription:
+    """How near the router is to its own limits."""
+    return admin_pb2.OverloadDescription(
+        level=state.level.name.lower(),
+        reason=state.reason,
+        signals=state.signals,
+        num_refused=state.num_refused,
+    )
 
 
 def _describe_figures(name: str, figures: NodeFigures) -> admin_pb2.NodeStats:

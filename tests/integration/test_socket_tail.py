@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
-from decode_node.gone_peers import is_dead
 from kvconnector.base import TransferEventKind
 from kvconnector.nixl.transport import NixlTransport
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_process import PeerProcess, start_time
 from kvconnector.receiver import Receiver
 from tests.fakes.unsealed import with_key
 from tests.fakes.waiting import wait_until
@@ -99,6 +100,7 @@ def test_after_a_drain_nothing_of_a_dead_sender_arrives(
     assert sender.stdout is not None
     peer = PeerInfo.decode(base64.b64decode(sender.stdout.readline()))
     receiver.connect(with_key(peer))
+    process = PeerProcess(msgspec.structs.replace(peer, started_at=start_time(peer.pid)))
     sender.stdin.write(base64.b64encode(receiver.describe()).decode() + "\n")
     sender.stdin.flush()
     wait_until(transport.stands.is_set, "the write begins")
@@ -106,7 +108,7 @@ def test_after_a_drain_nothing_of_a_dead_sender_arrives(
     sender.stdin.flush()
     assert sender.stdout.readline() == "full\n"
     sender.kill()
-    wait_until(lambda: is_dead(peer), "the sender is dead")
+    wait_until(process.has_ended, "the sender is dead")
     before = transport.num_written
     receiver.drain(peer.engine_id)
     transport.go_on.set()

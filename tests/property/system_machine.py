@@ -22,7 +22,7 @@ from baton.errors import DeadlineExceededError, OverloadedError
 from baton.outputs import FinishReason
 from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
-from decode_node import gone_peers
+from kvconnector.peer_process import PeerProcess
 from models import load_model
 from router.policies import POLICIES
 from tests.fakes.cache_contents import contents_of
@@ -116,7 +116,7 @@ class SystemMachine(RuleBasedStateMachine):
             )
         )
         dead = self.system.dead
-        self.patch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in dead)
+        self.patch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in dead)
 
     def _call(
         self,

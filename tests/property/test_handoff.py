@@ -23,10 +23,10 @@ from baton.decode_options import DecodeOptions
 from baton.engine_config import PREEMPTION
 from baton.push_mode import PushMode
 from baton.sampling_params import SamplingParams
-from decode_node import gone_peers
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
+from kvconnector.peer_process import PeerProcess
 from kvconnector.peers import BEAT_INTERVAL_S
 from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of
 from tests.numerics.tiny_models import make_hugging_face_model, save
@@ -174,7 +174,7 @@ class HandoffMachine(RuleBasedStateMachine):
             preemption=preemption,
         )
         dead = self.cluster.dead
-        self.patch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in dead)
+        self.patch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in dead)
 
     # ------------------------------------------------------------ users
 

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.sampling_params import SamplingParams
-from decode_node import gone_peers, reservations
+from decode_node import reservations
 from engine.request import Request
 from kvconnector.base import TransferEventKind
+from kvconnector.peer_process import PeerProcess
 from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
@@ -59,7 +60,7 @@ def test_a_retry_moves_what_the_watermark_did_not_cover_and_no_more(
         patch.setattr(reservations, "RECANCEL_S", 0.0)
         cluster = make_cluster(20)
         dead = cluster.dead
-        patch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in dead)
+        patch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in dead)
         prompt = prompt_of(1, num_tokens)
         cluster.place(*KEY, prompt, PARAMS)
         go_on_until(cluster, num_moves, num_landed)

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from baton.sampling_params import SamplingParams
-from decode_node import gone_peers
-from decode_node.gone_peers import is_dead
 from kvconnector import drains
 from kvconnector.drains import Drains
 from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.peer_process import PeerProcess, start_time
 from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 
@@ -30,7 +29,7 @@ ctypes.CDLL(None).syscall(%d, 0)
 def test_blocks_of_a_dead_prefill_node_are_free_when_its_sockets_are_empty_and_not_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gone_peers, "is_dead", lambda peer: True)
+    monkeypatch.setattr(PeerProcess, "has_ended", lambda peer: True)
     cluster = make_cluster(20)
     cluster.place("a", 1, prompt_of(1, 10), SamplingParams(max_tokens=3))
     while len(cluster.network.writes) < 2:
@@ -70,7 +69,7 @@ def test_a_drain_takes_both_reads_and_time() -> None:
     assert drained.take_done(1e9, 10**9) == []
 
 
-def info_of(pid: int, host: str | None = None) -> PeerInfo:
+def info_of(pid: int, host: str | None = None, started_at: int | None = None) -> PeerInfo:
     return PeerInfo(
         engine_id="p",
         connector="nixl",
@@ -83,6 +82,7 @@ def info_of(pid: int, host: str | None = None) -> PeerInfo:
         num_blocks=1,
         device_id=0,
         layout="",
+        started_at=start_time(pid) if started_at is None else started_at,
     )
 
 
@@ -92,21 +92,73 @@ def state_of(pid: int) -> str:
 
 def test_a_process_is_dead_when_it_has_ended_and_not_when_it_is_elsewhere() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert not is_dead(info_of(process.pid))
+        info = info_of(process.pid)
+        watched, elsewhere, unknown = (
+            PeerProcess(one)
+            for one in (info, info_of(process.pid, "another machine"), info_of(process.pid, ""))
+        )
+        assert not watched.has_ended()
         process.kill()
-        wait_until(lambda: is_dead(info_of(process.pid)), "the process is dead")
+        wait_until(watched.has_ended, "the process is dead")
         assert state_of(process.pid) == "Z"  # nobody has asked for its exit code yet
-    assert is_dead(info_of(process.pid))
-    assert not is_dead(info_of(process.pid, host="another machine"))
-    assert not is_dead(info_of(process.pid, host=""))
-    assert not is_dead(info_of(os.getpid()))
+    assert watched.has_ended()
+    assert not elsewhere.has_ended()
+    assert not unknown.has_ended()
+    assert not PeerProcess(info).has_ended()  # met when it was dead: it might be anybody
+    assert not PeerProcess(info_of(os.getpid())).has_ended()
+    watched.close()
+    assert not watched.has_ended()
 
 
 @pytest.mark.skipif(platform.machine() not in EXIT_THREAD, reason="number of the system call")
 def test_a_process_whose_first_thread_alone_has_ended_is_not_dead() -> None:
     script = ZOMBIE_LEADER % EXIT_THREAD[platform.machine()]
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
+        watched = PeerProcess(info_of(process.pid))
         wait_until(lambda: state_of(process.pid) == "Z", "the first thread ends")
-        assert not is_dead(info_of(process.pid))  # it may still copy
+        assert not watched.has_ended()  # it may still copy
         process.kill()
-        wait_until(lambda: is_dead(info_of(process.pid)), "the process is dead")
+        wait_until(watched.has_ended, "the process is dead")
+    watched.close()
+
+
+def test_what_proc_does_not_show_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with hidepid, or the /proc of other containers: it lives, and is not to be seen."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        info = info_of(process.pid)
+
+        def hide(path: Path, *arguments: object, **options: object) -> str:
+            raise FileNotFoundError(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", hide)
+            patch.setattr(Path, "iterdir", hide)
+            hidden = PeerProcess(info)
+            assert not hidden.has_ended()
+        seen = PeerProcess(info)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", hide)
+            assert not seen.has_ended()
+            process.kill()
+            wait_until(seen.has_ended, "the process is dead")  # what was met once needs no /proc
+        assert not hidden.has_ended()  # unknown stays unknown
+    for one in (hidden, seen):
+        one.close()
+
+
+def test_another_process_under_the_same_number_proves_nothing() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        peer = info_of(process.pid, started_at=start_time(process.pid) - 1)
+        other = PeerProcess(peer)
+        process.kill()
+        process.wait()
+        assert not other.has_ended()
+
+
+def test_a_peer_that_is_forgotten_is_watched_no_more() -> None:
+    cluster = make_cluster(20)
+    gone = cluster.d.reservations._gone_peers
+    assert list(gone._processes) == ["p"]
+    cluster.kill("p")
+    cluster.settle()
+    assert gone._processes == {}

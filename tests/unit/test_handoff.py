@@ -8,11 +8,11 @@ import pytest
 from baton.link import AbortAll, PeerUpdate
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
-from decode_node import gone_peers
 from kvconnector.base import TransferEventKind
 from kvconnector.messages import Grant, Watermark
 from kvconnector.pair_keys import KeyPair
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_process import PeerProcess
 from kvconnector.seals import peek
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport
@@ -185,7 +185,7 @@ def test_a_lost_word_about_the_end_of_a_transfer_does_not_keep_its_blocks_for_ev
 def test_blocks_of_a_prefill_node_that_is_only_thought_gone_come_back_when_it_is_quiet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gone_peers, "is_dead", lambda peer: False)
+    monkeypatch.setattr(PeerProcess, "has_ended", lambda peer: False)
     cluster = make_cluster(20)
     place(cluster, "a", 10)
     run_until_writing(cluster)
@@ -227,7 +227,7 @@ def test_when_a_node_dies_in_the_middle_of_a_write_the_other_frees_everything(
 ) -> None:
     cluster = make_cluster(20)
     dead = cluster.dead
-    monkeypatch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in dead)
+    monkeypatch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in dead)
     place(cluster, "a", 10)
     run_until_writing(cluster)
     cluster.kill(killed)

@@ -6,7 +6,6 @@ import pytest
 
 from baton.ledger import BlockOwner
 from baton.link import AbortAll
-from decode_node import gone_peers
 from kvconnector.messages import (
     Commit,
     Digests,
@@ -16,6 +15,7 @@ from kvconnector.messages import (
     Start,
     Verified,
 )
+from kvconnector.peer_process import PeerProcess
 from kvconnector.peers import BEAT_INTERVAL_S, LEASE_S
 from kvconnector.seals import peek
 from kvconnector.transfer import Transfer
@@ -87,7 +87,7 @@ def test_blocks_of_a_prefill_node_that_died_come_back_though_no_router_said_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = make_cluster(20)
-    monkeypatch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in cluster.dead)
+    monkeypatch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in cluster.dead)
     place(cluster, "a", 17)
     run_until_writing(cluster)
     cluster.d.submit(AbortAll("the link to the router broke"))

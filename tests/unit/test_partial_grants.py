@@ -8,8 +8,9 @@ from baton.block_hash import BlockHash
 from baton.decode_options import DecodeOptions
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
-from decode_node import gone_peers, reservations
+from decode_node import reservations
 from engine.request import Request
+from kvconnector.peer_process import PeerProcess
 from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
@@ -116,7 +117,7 @@ def test_who_waits_for_another_ones_blocks_goes_on_when_that_one_fails(
     monkeypatch.setattr(reservations, "TICK_S", 0.0)
     cluster = make_cluster(40)
     dead = cluster.dead
-    monkeypatch.setattr(gone_peers, "is_dead", lambda peer: peer.engine_id in dead)
+    monkeypatch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in dead)
     for name in ("a", "b", "c"):
         place(cluster, name, 18)
     start_all(cluster)

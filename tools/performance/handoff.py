@@ -125,7 +125,7 @@ HANDOFF = Source(
             ),
         ),
         Row(
-            what="speed of digests (xxh3, on each side) / a plain copy",
+            what="speed of digests (on each side) / a plain copy",
             measure=ratio(
                 ("push", "bandwidth", "digests_gb_per_s"),
                 ("push", "bandwidth", "memory_copy_gb_per_s"),

@@ -1,16 +1,20 @@
 """From C sources to a shared library in the user's cache, by the system's compiler.
 
 One library per source, compiler, flags and CPU. Several processes may build at once: each builds
-in a folder of its own, and the finished file is renamed into place.
+in a folder of its own, and the finished file is renamed into place. Whoever could put a file there
+could run code here: so folder and file must be ours alone, and are looked at by descriptor.
 Refuses to know: what the functions in it do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
+import secrets
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -30,14 +34,18 @@ _CPU_FLAGS = {
 }  # fmt: skip
 _CHOOSES_CPU = ("-march", "-mcpu")  # in CC: the user knows better
 _TIME_LIMIT_S = 120.0
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class BuildError(Exception):
     """There is no library; the message is one line that says why."""
 
 
-def cached_library(openmp_runtime: str | None) -> Path:
-    """The library for this machine, built if it is not there yet.
+def open_library(openmp_runtime: str | None) -> tuple[int, Path]:
+    """The library for this machine, open for reading, and where it lies; built if need be.
+
+    What is opened is a file of ours (or of root) that nobody else can write, in such a folder. A
+    file that is not is built anew; a folder that is not is an error.
 
     ``CC`` in the environment names the compiler, and may choose another instruction set than that
     of this CPU: ``CC="gcc -march=x86-64-v3"``.
@@ -46,21 +54,28 @@ def cached_library(openmp_runtime: str | None) -> Path:
         openmp_runtime: file of the OpenMP runtime that the library can use; None: there is none.
 
     Raises:
-        BuildError: no sources, no compiler, no place for the library, or the compiler failed.
+        BuildError: no sources, no compiler, no safe place for the library, or the compiler failed.
     """
     sources, compiler = _sources(), _compiler(openmp_runtime)
     flags = [*_FLAGS, "-fopenmp-simd" if openmp_runtime is None else "-fopenmp"]
     if not any(word.startswith(_CHOOSES_CPU) for word in compiler):
         flags += _CPU_FLAGS.get(platform.machine(), ())
     folder = _folder()
-    library = folder / f"{_key(sources, compiler, flags)}.so"
-    if not library.exists():
+    name = f"{_key(sources, compiler, flags)}.so"
+    try:
+        folder_fd = _open_folder(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _build(sources, compiler, flags, library)
-        except OSError as error:
-            raise BuildError(f"{folder}: {error.strerror or error}") from error
-    return library
+            library = _open_own(name, folder_fd)
+            if library is None:
+                _store(_build(sources, compiler, flags), name, folder_fd)
+                library = _open_own(name, folder_fd)
+        finally:
+            os.close(folder_fd)
+    except OSError as error:
+        raise BuildError(f"{folder}: {error.strerror or error}") from error
+    if library is None:
+        raise BuildError(f"{folder / name}: somebody else changes it")
+    return library, folder / name
 
 
 def _folder() -> Path:
@@ -69,6 +84,59 @@ def _folder() -> Path:
         return (Path(cache) if cache else Path.home() / ".cache" / "baton") / "native"
     except RuntimeError as error:  # a user without an entry, as containers have
         raise BuildError("BATON_CACHE: a folder where there is no home, got none") from error
+
+
+def _open_folder(folder: Path) -> int:
+    """The folder's descriptor; made if it is not there, and nobody else's to write."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
+    if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE:
+        os.fchmod(descriptor, 0o700)  # what others have put there is found out by its owner
+        found = os.fstat(descriptor)
+    if not _is_own(found):
+        os.close(descriptor)
+        raise BuildError(f"{folder}: must be of user {os.geteuid()} alone, got {_owner(found)}")
+    return descriptor
+
+
+def _open_own(name: str, folder_fd: int) -> int | None:
+    """A file's descriptor; None if there is none that is ours alone."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, dir_fd=folder_fd)
+    except OSError:  # not there, or a link
+        return None
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and _is_own(found) and found.st_nlink == 1:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _store(content: bytes, name: str, folder_fd: int) -> None:
+    """Write a file and rename it into place."""
+    new = f".{name}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(new, flags, mode=0o600, dir_fd=folder_fd)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(new, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(new, dir_fd=folder_fd)
+        raise
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & _OTHERS_WRITE
+
+
+def _owner(found: os.stat_result) -> str:
+    return f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
 
 
 def _sources() -> list[Path]:
@@ -123,20 +191,19 @@ def _cpu_flags() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(names)}))
 
 
-def _build(
-    sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str], library: Path
-) -> None:
+def _build(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]) -> bytes:
+    """The library's content."""
     deadline = time.monotonic() + _TIME_LIMIT_S
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
+    with tempfile.TemporaryDirectory(prefix="baton-build-") as folder:
         objects = []
         for source in sources:
             if source.suffix == ".c":
                 objects.append(f"{folder}/{source.stem}.o")
                 _run([*compiler, *flags, "-c", str(source), "-o", objects[-1]], deadline)
         # Without -fopenmp: the runtime is torch's own, which the process has loaded already.
-        finished = f"{folder}/{library.name}"
+        finished = f"{folder}/library.so"
         _run([*compiler, "-shared", "-o", finished, *objects, "-lm"], deadline)
-        Path(finished).replace(library)
+        return Path(finished).read_bytes()
 
 
 def _run(command: Sequence[str], deadline: float) -> str:

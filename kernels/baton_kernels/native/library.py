@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 import re
 from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
-from baton_kernels.native.build import BuildError, cached_library
+from baton_kernels.native.build import BuildError, open_library
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def load_library() -> ctypes.CDLL | None:
         if runtime is not None:
             # Two OpenMP runtimes in a process would fight for its cores: ours is torch's.
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        library = ctypes.CDLL(str(cached_library(runtime)))
+        library = _load(*open_library(runtime))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -116,6 +117,15 @@ def load_library() -> ctypes.CDLL | None:
         return None
     logger.info("native kernels: %s threads", "OpenMP" if runtime else "no")
     return library
+
+
+def _load(descriptor: int, path: Path) -> ctypes.CDLL:
+    """Load what the descriptor is of: by its path another file could come by now."""
+    try:
+        opened = Path(f"/proc/self/fd/{descriptor}")
+        return ctypes.CDLL(str(opened if opened.exists() else path))
+    finally:
+        os.close(descriptor)
 
 
 def _openmp_runtime() -> str | None:

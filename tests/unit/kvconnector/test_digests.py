@@ -17,19 +17,21 @@ from kvconnector.base import (
     TransferEventKind,
     TransferKey,
 )
-from kvconnector.digests import BlockDigests
+from kvconnector.digests import BlockDigests, SentDigests, Written, digests_are_wanted
 from kvconnector.in_memory import InMemoryTransport, _Done
 from kvconnector.layout import LayerRange
 from kvconnector.messages import Digests, Verified, Watermark, decode, encode
+from kvconnector.pair_keys import BlockKey
 from kvconnector.receiver import Receiver
 from kvconnector.seals import peek
 from kvconnector.sender import Sender
-from kvconnector.transfer import MAX_ATTEMPTS
+from kvconnector.transfer import MAX_ATTEMPTS, Piece
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
 NUM_BLOCKS = 8
+DIGEST = b"1234567812345678"
 BLOCK_SHAPE = (4, 2, 2, 4, 8)  # layers, k and v, heads, tokens, head_dim
 NUM_DAMAGED = 1000
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -213,15 +215,25 @@ def test_the_prefill_node_holds_its_blocks_until_all_is_verified() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Digests(engine_id="p", request_id="a", epoch=1, indices=[98, 99], digests=b"x" * 16),
+        Digests(engine_id="p", request_id="a", epoch=1, indices=[98, 99], digests=b"x" * 32),
         Digests(engine_id="p", request_id="a", epoch=1, indices=[0], digests=b"short"),
         Digests(
-            engine_id="p", request_id="a", epoch=1, indices=[0], digests=b"12345678", attempt=7
+            engine_id="p",
+            request_id="a",
+            epoch=1,
+            indices=[0],
+            digests=DIGEST,
+            attempt=7,
         ),
         Digests(
-            engine_id="p", request_id="a", epoch=1, indices=[0], digests=b"12345678", layers=(0, 99)
+            engine_id="p",
+            request_id="a",
+            epoch=1,
+            indices=[0],
+            digests=DIGEST,
+            layers=(0, 99),
         ),
-        Digests(engine_id="p", request_id="nobody", epoch=1, indices=[0], digests=b"12345678"),
+        Digests(engine_id="p", request_id="nobody", epoch=1, indices=[0], digests=DIGEST),
     ],
 )
 def test_digests_that_fit_nothing_are_data(message: Digests) -> None:
@@ -236,3 +248,74 @@ def test_digests_that_fit_nothing_are_data(message: Digests) -> None:
     cluster.settle()
     assert cluster.attempts["a", 1].is_complete
     assert_clean(cluster)
+
+
+WRITTEN = Written("a", 1, (0, 1), (0, 4), 0, 10)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Written("b", 1, (0, 1), (0, 4), 0, 10),
+        Written("a", 2, (0, 1), (0, 4), 0, 10),
+        Written("a", 1, (2, 3), (0, 4), 0, 10),
+        Written("a", 1, (0, 1), (0, 4), 1, 10),
+        Written("a", 1, (0, 1), (0, 4), 0, 12),
+    ],
+)
+def test_the_same_bytes_written_as_anything_else_have_other_digests(other: Written) -> None:
+    cache = torch.rand(NUM_BLOCKS, *BLOCK_SHAPE)
+    digests, key = BlockDigests(cache), BlockKey(bytes(32))
+    right = digests.of([3, 5], WRITTEN, key)
+    assert right == digests.of([3, 5], WRITTEN, key)
+    wrong = digests.of([3, 5], other, key)
+    assert wrong[:16] != right[:16]
+    assert wrong[16:] != right[16:]
+
+
+def test_digests_depend_on_key_bytes_and_layers() -> None:
+    cache = torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE)
+    digests, key = BlockDigests(cache), BlockKey(bytes(32))
+    right = digests.of([3], WRITTEN, key)
+    assert digests.of([4], WRITTEN, key) == right  # the same bytes elsewhere in memory
+    assert digests.of([3], WRITTEN, BlockKey(b"x" * 32)) != right
+    part = Written("a", 1, (0, 1), (0, 3), 0, 10)
+    of_part = digests.of([3], part, key)
+    cache[3, 3] = 1.0
+    assert digests.of([3], part, key) == of_part
+    assert digests.of([3], WRITTEN, key) != right
+
+
+def test_no_number_is_used_twice() -> None:
+    sent = SentDigests(BlockDigests(torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE)), "p")
+    key, piece = BlockKey(bytes(32)), Piece((0, 1, 2), (5, 6, 7))
+    messages = [sent.of("a", 1, piece, key) for _ in range(3)]
+    messages.append(sent.of("a", 1, Piece((0,), (5,), (0, 2), attempt=1), key))
+    assert [m.first_number for m in messages] == [0, 3, 6, 9]
+    pieces = [m.digests[at : at + 16] for m in messages for at in range(0, len(m.digests), 16)]
+    assert len(set(pieces)) == 10  # of equal bytes, too
+
+
+@pytest.mark.parametrize(
+    ("option", "connector", "devices", "wanted"),
+    [
+        (None, "nixl", None, False),
+        (None, "nixl", "lo", False),
+        (None, "nixl", "eth0", True),
+        (None, "nixl", "lo,mlx5_0:1", True),
+        (None, "in_memory", "eth0", False),
+        (True, "in_memory", None, True),
+        (False, "nixl", "eth0", False),
+    ],
+)
+def test_blocks_are_checked_where_they_leave_loopback_unless_the_operator_says(
+    option: bool | None,
+    connector: str,
+    devices: str | None,
+    wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if devices is not None:
+        monkeypatch.setenv("UCX_NET_DEVICES", devices)
+    assert digests_are_wanted(option, connector) is wanted

@@ -1,0 +1,69 @@
+"""PeerProcess: whether a peer's process has ended, by a proof that holds where /proc hides others.
+
+A pidfd is opened when the peer is met, while it lives and says which process it is; the process is
+that one if its start time is the one that the peer tells. From then on the descriptor says when all
+its threads have ended, whoever gets its number next. What cannot be proved so is not known: a
+missing /proc/PID may be hidden (hidepid, containers), and a number of another machine whose kernel
+was copied with its boot id means nothing here.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+from kvconnector.peer_info import PeerInfo, host_identity
+
+
+class PeerProcess:
+    """One peer's process, met while it lived.
+
+    Args:
+        peer: that says which process it is.
+    """
+
+    def __init__(self, peer: PeerInfo) -> None:
+        self.engine_id = peer.engine_id
+        self._pidfd = _open(peer)
+
+    def has_ended(self) -> bool:
+        """Whether all of it certainly has; a zombie writes nothing any more."""
+        return self._pidfd is not None and _has_ended(self._pidfd)
+
+    def close(self) -> None:
+        """Watch it no more."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def start_time(pid: int) -> int:
+    """When a process began, in the kernel's ticks since it was booted; 0 where nobody can say."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        return int(text.rpartition(")")[2].split()[19])  # "pid (name) state ...": field 22
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _open(peer: PeerInfo) -> int | None:
+    """A descriptor of a peer's process; None where it is not certain that it is that one."""
+    is_near = peer.host != "" and peer.host == host_identity()
+    if not is_near or peer.pid == 0 or peer.started_at == 0 or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        pidfd = os.pidfd_open(peer.pid)
+    except OSError:
+        return None
+    # Read while the process lives, so the number cannot have passed on to another in between.
+    if start_time(peer.pid) == peer.started_at and not _has_ended(pidfd):
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
