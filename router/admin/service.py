@@ -16,7 +16,7 @@ from baton.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from baton.identity import Role
+from baton.identity import Principal, Role
 from baton.link import DrainCommand
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from baton.version import __version__
@@ -27,6 +27,7 @@ from router.admin.views import (
     describe_lost,
     describe_node,
     describe_overload,
+    describe_quarantine,
     describe_request,
     describe_stats,
 )
@@ -178,7 +179,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 decisions = dispatcher.decisions.get(scoped_id(record.request_id, record.tenant))
             case "prompt":
                 token_ids = await self._intake.tokenize(request.prompt)
-                decisions = [explain_now(dispatcher, len(token_ids), max_tokens, token_ids)]
+                whose = Principal(tenant=tenant) if tenant else context.principal
+                salt = self._intake.cache_salts.of(whose)
+                num_tokens = len(token_ids)
+                decisions = [explain_now(dispatcher, num_tokens, max_tokens, token_ids, salt)]
             case "num_prompt_tokens" if request.num_prompt_tokens:
                 decisions = [explain_now(dispatcher, request.num_prompt_tokens, max_tokens)]
             case _:
@@ -199,6 +203,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise NotFoundError(f"request {request.request_id!r} is not open")
         _note(context, f"abort {request.request_id}")
         return admin_pb2.AbortResponse()
+
+    async def ListQuarantine(  # gRPC's naming
+        self, request: admin_pb2.ListQuarantineRequest, context: Context
+    ) -> admin_pb2.ListQuarantineResponse:
+        """What is refused because nodes died of one like it."""
+        return describe_quarantine(self._dispatcher.suspects)
+
+    async def ReleaseQuarantine(  # gRPC's naming
+        self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
+    ) -> admin_pb2.ReleaseQuarantineResponse:
+        """Refuse it no longer."""
+        num_released = self._dispatcher.suspects.release(request.fingerprint)
+        _note(context, f"release {request.fingerprint or 'all'}: {num_released}")
+        return admin_pb2.ReleaseQuarantineResponse(num_released=num_released)
 
     # ------------------------------------------------------------------ the router
 

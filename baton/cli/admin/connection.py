@@ -54,7 +54,11 @@ takes_admin_access = takes_access(
     ],
 )
 TenantOption = Annotated[
-    str, typer.Option(help="Whose request it is, when several tenants have one of that id.")
+    str,
+    typer.Option(
+        help="Whose request it is, when several tenants have one of that id; of a prompt, "
+        "whose it would be."
+    ),
 ]
 OutputOption = Annotated[OutputFormat, typer.Option(help="For people, or for programs.")]
 
