@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class Admission:
         self._of_key: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._pump: asyncio.Task[None] | None = None
+        self._least_urgent = math.inf
 
     @contextlib.asynccontextmanager
     async def enter(
@@ -128,6 +130,8 @@ class Admission:
             OverloadedError: it is refused; says when to come again.
             DeadlineExceededError: its deadline passed while it waited.
         """
+        if priority > self._least_urgent:
+            raise self._refusal("overload", "the router is overloaded and takes urgent ones only")
         now = asyncio.get_running_loop().time()
         self.check_key(principal)
         self._check_open()
@@ -181,6 +185,10 @@ class Admission:
                 self._turn_away(ticket, error)
                 return True
         return False
+
+    def shed(self, least_urgent: float) -> None:
+        """From now on refuse what comes with a larger priority than this; infinity: nothing."""
+        self._least_urgent = least_urgent
 
     def note_first_token(self, ticket: Ticket) -> None:
         """It came; to be called once, so that the next ones are expected better."""
