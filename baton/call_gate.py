@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from baton.access import Access
 from baton.audit_log import AuditKind
@@ -25,6 +25,7 @@ from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
 from baton.identity import ANYBODY_HERE, Principal, Role
 from baton.stall_watch import StallWatch
+from baton.wire_reading import forgiving
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +109,12 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             return handler
         # As a stream of messages, however many there are to be: so it is ours when the first one is
         # read. On the wire there is no difference.
+        deserialize = handler.request_deserializer if handler else None
+        if deserialize is not None and not handler.request_streaming:
+            deserialize = forgiving(deserialize)
         return grpc.stream_stream_rpc_method_handler(
             self._guard(method, handler, ANY if handler is None or roles is OPEN else roles),
-            handler.request_deserializer if handler else None,
+            deserialize,
             handler.response_serializer if handler else None,
         )
 
@@ -177,11 +181,12 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 async def _only(requests: AsyncIterator[Any]) -> Any:
     """The one message of a call that takes one; raises InvalidRequestError."""
     try:
-        return await anext(requests)
+        request = await anext(requests)
     except StopAsyncIteration:
         raise InvalidRequestError("request", "no message came") from None
-    except DecodeError:
-        raise InvalidRequestError("request", "is no message of this call") from None
+    if isinstance(request, InvalidRequestError):  # it could not be read
+        raise request
+    return request
 
 
 async def _say_last(context: _Raw, problem: str) -> None:

@@ -154,7 +154,7 @@ async def serve(config: RouterConfig) -> None:
     admission = Admission(_make_capacity(config.admission, pool), config.admission)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
-    metrics = RouterMetrics(pool, admission, overload)
+    metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
     intake = Intake(
         dispatcher,
         Tokenizer(folder) if Tokenizer.exists_in(folder) else None,
@@ -163,6 +163,7 @@ async def serve(config: RouterConfig) -> None:
         metrics=metrics,
         cache_salts=_make_salts(config),
     )
+    intake.start()  # its processes end with this one
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
     access = _make_access(config)

@@ -427,3 +427,29 @@ def test_a_client_that_goes_away_is_no_error(
 
     run()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", b'{"model": "demo", "prompt": "a\xff"}', "prompt"),
+        (
+            CHAT,
+            b'{"model": "demo", "messages": [{"role": "user", "content": "x"}, {"role": '
+            b'"assistant", "tool_calls": [{"function": {"name": "f", "arguments": '
+            b'"{\\"x\\": \\"\\\\ud800\\"}"}}]}]}',
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_text_that_is_no_unicode_is_the_clients_error(path: str, body: bytes, param: str) -> None:
+    """They were internal errors, with tracebacks in the log."""
+
+    @on_http()
+    async def run(scene: HttpScene) -> None:
+        headers = {"Content-Type": "application/json"}
+        response = await scene.session.post(scene.url + path, data=body, headers=headers)
+        assert response.status == 400
+        assert (await error_of(response))["param"] == param
+
+    run()
