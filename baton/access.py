@@ -113,7 +113,8 @@ class Access:
     def principal_of(self, credentials: Credentials, anybody: Principal = ANYBODY) -> Principal:
         """Find out who calls.
 
-        Who shows a key is who the key says, else who its certificate says. The time that it takes
+        Who shows a key is who the key says, else who its certificate says; where there are no
+        keys, the certificate says it whatever comes as a key. The time that it takes
         tells nothing of any key.
 
         Args:
@@ -127,8 +128,9 @@ class Access:
             raise UnauthenticatedError(credentials.certificate_problem)
         if self.is_open:
             return anybody
-        if not credentials.authorization and credentials.certificate is not None:
-            return credentials.certificate
+        has_keys = bool(self._tokens or self._keys_file)
+        if credentials.certificate is not None and not (credentials.authorization and has_keys):
+            return credentials.certificate  # (Some clients cannot but send a key, such as "none".)
         scheme, _, given = credentials.authorization.partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             raise UnauthenticatedError("authorization: must be 'Bearer' and an API key")

@@ -1,26 +1,27 @@
 """AdminAnswers: a node's end of what operators ask it over its link to a router. Knows no answer.
 
-An answer goes in parts, each only when no event waits: a large ledger holds up no token, and no
-message is larger than what a router takes.
+An answer goes in parts, each only when no event waits: a large ledger holds up no token. Each part
+is a message by itself, and all of them merged are the answer: nobody reads megabytes in one go.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from baton.errors import BatonError, status_name
 from baton.link import AdminCall, AdminReply, RequestError
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 64 * 2**10
+PART_BYTES = 64 * 2**10  # about
+MAX_PART_BYTES = 4 * 2**20  # a router takes no more in one message
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_OPEN_CALLS = 8  # of one router
 MAX_TIMEOUT_S = 120.0
 
-Answer = Callable[[AdminCall], Awaitable[bytes]]
+Answer = Callable[[AdminCall], Awaitable[Sequence[bytes]]]
 
 
 class AdminAnswers:
@@ -54,12 +55,10 @@ class AdminAnswers:
         if isinstance(answer, RequestError):
             await self._send(AdminReply(call.call_id, error=answer))
             return
-        for start in range(0, max(len(answer), 1), PART_BYTES):
-            part = answer[start : start + PART_BYTES]
-            last = start + PART_BYTES >= len(answer)
-            await self._send(AdminReply(call.call_id, part, last=last))
+        for number, part in enumerate(answer, 1):
+            await self._send(AdminReply(call.call_id, part, last=number == len(answer)))
 
-    async def _answer_or_error(self, call: AdminCall) -> bytes | RequestError:
+    async def _answer_or_error(self, call: AdminCall) -> Sequence[bytes] | RequestError:
         if self._answer is None:
             return RequestError("UNIMPLEMENTED", "this node answers no admin calls")
         if len(self._tasks) > MAX_OPEN_CALLS:
@@ -76,9 +75,10 @@ class AdminAnswers:
         except Exception as error:  # the interceptor of these calls
             logger.exception("unexpected error in an admin call")
             return RequestError("INTERNAL", f"internal error: {type(error).__name__}")
-        if len(answer) > MAX_REPLY_BYTES:
+        num_bytes, largest = sum(map(len, answer)), max(map(len, answer), default=0)
+        if num_bytes > MAX_REPLY_BYTES or largest > MAX_PART_BYTES:
             return RequestError(
                 "RESOURCE_EXHAUSTED",
-                f"the answer has {len(answer)} bytes, the limit is {MAX_REPLY_BYTES}",
+                f"the answer has {num_bytes} bytes, the limit is {MAX_REPLY_BYTES}",
             )
         return answer

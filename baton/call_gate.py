@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from baton.access import Access
 from baton.audit_log import AuditKind
@@ -26,6 +25,7 @@ from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
 from baton.identity import ANYBODY_HERE, Principal, Role
 from baton.stall_watch import StallWatch
+from baton.wire_reading import forgiving
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         access: knows who may call.
         anybody: who calls where there are no credentials; see `Access.principal_of`.
         stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
+        check_load: raises when no prompts are taken on; asked before a message is read.
     """
 
     def __init__(
@@ -80,14 +81,21 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         anybody: Principal = ANYBODY_HERE,
         *,
         stall_timeout_s: float = 30.0,
+        check_load: Callable[[], None] = lambda: None,
     ) -> None:
         self._access = access or Access()
         self._anybody = anybody
         self._stall_timeout_s = stall_timeout_s
+        self._check_load = check_load
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
         """The same with another limit."""
-        return CallGate(self._access, self._anybody, stall_timeout_s=stall_timeout_s)
+        return CallGate(
+            self._access,
+            self._anybody,
+            stall_timeout_s=stall_timeout_s,
+            check_load=self._check_load,
+        )
 
     async def intercept_service(
         self,
@@ -101,9 +109,12 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             return handler
         # As a stream of messages, however many there are to be: so it is ours when the first one is
         # read. On the wire there is no difference.
+        deserialize = handler.request_deserializer if handler else None
+        if deserialize is not None and not handler.request_streaming:
+            deserialize = forgiving(deserialize)
         return grpc.stream_stream_rpc_method_handler(
             self._guard(method, handler, ANY if handler is None or roles is OPEN else roles),
-            handler.request_deserializer if handler else None,
+            deserialize,
             handler.response_serializer if handler else None,
         )
 
@@ -113,6 +124,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             try:
                 shown = grpc_credentials(raw)
                 principal = self._access.admit(shown, roles, method, self._anybody)
+                if Role.INFER in roles:
+                    self._check_load()
                 if handler is None:
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return
@@ -131,6 +144,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                             yield response  # back when the client's side has taken it
                             watch.is_sending = False
                             watch.num_sent += 1
+                    return
+                if handler.response_streaming:  # of a library, which writes by itself
+                    await behavior(request, raw)
                     return
                 try:
                     response = await behavior(request, context)
@@ -155,10 +171,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         if roles.isdisjoint((Role.LOOK, Role.OPERATE)) or not isinstance(request, Message):
             return
         kind = AuditKind.LOOKED if Role.LOOK in roles else AuditKind.CHANGED
-        given = MessageToDict(request, preserving_proto_field_name=True)
         arguments = {
-            name: f"{len(str(value))} characters" if name in _NOT_TOLD else value
-            for name, value in given.items()
+            field.name: f"{len(value)} characters" if field.name in _NOT_TOLD else value
+            for field, value in request.ListFields()
         }
         self._access.note(kind, context.principal, context.address, method, arguments, problem)
 
@@ -166,11 +181,12 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 async def _only(requests: AsyncIterator[Any]) -> Any:
     """The one message of a call that takes one; raises InvalidRequestError."""
     try:
-        return await anext(requests)
+        request = await anext(requests)
     except StopAsyncIteration:
         raise InvalidRequestError("request", "no message came") from None
-    except DecodeError:
-        raise InvalidRequestError("request", "is no message of this call") from None
+    if isinstance(request, InvalidRequestError):  # it could not be read
+        raise request
+    return request
 
 
 async def _say_last(context: _Raw, problem: str) -> None:

@@ -48,6 +48,8 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
         "SetPolicy": OPERATE,
         "GetVersion": LOOK,
         "ListNodeRequests": LOOK,
+        "ListQuarantine": LOOK,
+        "ReleaseQuarantine": OPERATE,
         "Audit": LOOK,
         "FlushCache": OPERATE,
         "SetLogLevel": OPERATE,
@@ -55,7 +57,8 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
     },
     # Load balancers and Kubernetes' gRPC probes bring no credentials; it says no more than that
     # something listens, which who could connect knows.
-    "grpc.health.v1.Health": {"Check": OPEN, "Watch": OPEN, "List": OPEN},
+    # (`Watch` holds a stream open: who is unknown could hold a million.)
+    "grpc.health.v1.Health": {"Check": OPEN, "List": OPEN, "Watch": ANY},
     # What it tells is in the repository; still, nobody unknown gets to look around.
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": ANY},
 }

@@ -34,12 +34,12 @@ class Holder:
 
     Attributes:
         name: of its files, and what it is called.
-        uri_path: behind the trust domain; see `baton.certificates`. Empty: none.
+        uri_paths: what it is, behind the trust domain; see `baton.certificates`.
         hosts: names and addresses that it answers at, as a server.
     """
 
     name: str
-    uri_path: str = ""
+    uri_paths: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
 
 
@@ -68,10 +68,8 @@ class DevCA:
     def issue(self, holder: Holder) -> tuple[bytes, bytes]:
         """Make a certificate and its key, in PEM."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names: list[x509.GeneralName] = [_host(host) for host in holder.hosts]
-        if holder.uri_path:
-            uri = f"spiffe://{TRUST_DOMAIN}/{holder.uri_path}"
-            names.append(x509.UniformResourceIdentifier(uri))
+        uris = (f"spiffe://{TRUST_DOMAIN}/{path}" for path in holder.uri_paths)
+        names = [*map(_host, holder.hosts), *map(x509.UniformResourceIdentifier, uris)]
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
         if holder.hosts:
             usages.append(ExtendedKeyUsageOID.SERVER_AUTH)

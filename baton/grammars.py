@@ -1,21 +1,21 @@
-"""Grammars: a StructuredOutput as the grammar library reads it, and whether it can be read.
+"""Grammars: a StructuredOutput as the grammar library reads it, and as it matches it.
 
-The library is llguidance (docs/adr/0009): Rust, no torch. Its texts come from clients, so all that
-is done with them has limits, and runs on threads that have the stack for deep recursion.
+The library is llguidance (docs/adr/0009): Rust, no torch. Its texts come from clients, and what
+they cost shows only when they are compiled: so whoever has not seen a grammar compiled within
+limits does that in a process that can be ended (`baton/grammar_trials.py`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.errors import InvalidRequestError
 from baton.structured_output import StructuredOutput
@@ -23,15 +23,11 @@ from baton.structured_output import StructuredOutput
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-# The library recurses, rule into rule, and a stack that overflows ends the process: a chain of as
-# many rules as fit in the largest text took less than a tenth of this. Only what is used is real.
-_STACK_BYTES = 512 * 2**20
 # More rules make the conversion from GBNF slow; the grammar of SQL or of C has a few hundred.
 MAX_RULES = 1000
-_RULE = re.compile(r"^\s*[!?\w.-]+\s*(?:::=|:)", re.MULTILINE)
+# (Possessive, and with blanks of one line only: linear in a text that is blanks, or one name.)
+_RULE = re.compile(r"^[^\S\n]*+[!?\w.-]++\s*+(?:::=|:)", re.MULTILINE)
+_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 _MAX_PROBLEM_CHARS = 200
 # As `json.dumps` writes. With free whitespace an output of bounded schema could go on for ever.
 _JSON_DEFAULTS: JsonCompileOptions = {
@@ -42,11 +38,14 @@ _JSON_DEFAULTS: JsonCompileOptions = {
 
 
 def parser_limits() -> LLParserLimits:
-    """What one grammar may cost: some tens of milliseconds a step, some tens of megabytes."""
+    """What one step of an output may cost: some milliseconds, some megabytes.
+
+    They do not bound what compiling costs.
+    """
     return LLParserLimits(
         initial_lexer_fuel=300_000,
         step_lexer_fuel=100_000,
-        step_max_items=20_000,
+        step_max_items=5_000,
         max_lexer_states=20_000,
         max_grammar_size=100_000,
         verbose_errors=False,
@@ -70,16 +69,34 @@ def make_grammar(structured_output: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
 
 
-def check_structured_output(structured_output: StructuredOutput) -> None:
-    """Raise InvalidRequestError if it is wrong in itself; run it on `GrammarThreads`.
+def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLTokenizer:
+    """A checkpoint's tokenizer as the library wants it; raises InvalidRequestError.
 
-    A compiler that knows the tokens may still refuse it, and what it means may cost too much.
+    Args:
+        path: of its ``tokenizer.json``.
+        eos_token_ids: are allowed where the output may end; the tokenizer's own if there are none.
     """
+    if not path.is_file():
+        raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
+    try:
+        tokenizer = LLTokenizer(str(path))
+        known = [i for i in sorted(eos_token_ids) if i < tokenizer.vocab_size]
+        return LLTokenizer(str(path), eos_token=known) if known else tokenizer
+    except Exception as error:  # the library raises nothing better
+        problem = f"this checkpoint's tokenizer.json cannot be used: {one_line(str(error))}"
+        raise InvalidRequestError("structured_output", problem) from None
+
+
+def compile_grammar(
+    structured_output: StructuredOutput, grammar: str, tokenizer: LLTokenizer
+) -> LLMatcher:
+    """The matcher of what `make_grammar` gave, at its beginning; raises InvalidRequestError."""
     with library_errors(structured_output):
-        grammar = make_grammar(structured_output)
-        problem = LLMatcher.validate_grammar(grammar, limits=parser_limits())
-    if problem and not problem.startswith("WARNING"):
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        problem = _problem_at_start(matcher)
+    if problem:
         raise invalid_grammar(structured_output, problem)
+    return matcher
 
 
 @contextmanager
@@ -104,23 +121,31 @@ def invalid_grammar(structured_output: StructuredOutput, problem: str) -> Invali
     return InvalidRequestError(f"structured_output.{structured_output.kind}", lines)
 
 
-class GrammarThreads:
-    """Threads for what reads clients' grammars; the library lets go of the GIL.
+def one_line(text: str) -> str:
+    """A message of the library, short enough for an error."""
+    return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_PROBLEM_CHARS]
 
-    Args:
-        num_threads: how many grammars are read at the same time.
+
+def _problem_at_start(matcher: LLMatcher) -> str:
+    """Why no output can begin; empty if one can.
+
+    The first masks cost the most, and show most of what is too complex: so not in a step.
     """
+    first = matcher.compute_bitmask()
+    if not matcher.is_error() and not any(first):
+        return "no output of this model can match it"
+    ahead = matcher.deep_copy()
+    if (allowed := _first_of(first)) is not None and ahead.consume_token(allowed):
+        ahead.compute_bitmask()
+    return ahead.get_error()
 
-    def __init__(self, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
 
-    def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a call on one of the threads."""
-        before = threading.stack_size(_STACK_BYTES)  # of threads that begin from now on
-        try:
-            return self._pool.submit(call, *args, **kwargs)
-        finally:
-            threading.stack_size(before)
+def _first_of(bits: bytes) -> int | None:
+    """The lowest number whose bit is set, low bits first."""
+    for index, byte in enumerate(bits):
+        if byte:
+            return index * 8 + (byte & -byte).bit_length() - 1
+    return None
 
 
 def _json_grammar(schema: str) -> str:
@@ -135,4 +160,4 @@ def _lark(text: str) -> str:
         raise InvalidRequestError(
             "structured_output.grammar", f"must have at most {MAX_RULES} rules, got {num_rules}"
         )
-    return any_to_lark(text)
+    return text if _LARK.search(text) else gbnf_to_lark(text)

@@ -136,6 +136,11 @@ class LocalDeployment:
     ) -> None:
         self.stop()
 
+    @property
+    def admin_token(self) -> str:
+        """What the router takes of operators (who may send prompts, too); empty: nothing."""
+        return self._tokens["BATON_ADMIN_TOKEN"]
+
     # ------------------------------------------------------------------ life
 
     def wait_ready(
@@ -293,7 +298,7 @@ class LocalDeployment:
         return Child(name, process, log, arguments, cores)
 
     def _update_states(self, stub: admin_pb2_grpc.AdminStub) -> None:
-        metadata = bearer(self._tokens["BATON_ADMIN_TOKEN"])
+        metadata = bearer(self.admin_token)
         try:
             response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2, metadata=metadata)
         except grpc.RpcError:

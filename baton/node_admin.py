@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from baton import wire, wire_admin, wire_ledger
 from baton.access import Access
+from baton.admin_answers import PART_BYTES
 from baton.audit_log import AuditKind
 from baton.errors import InvalidRequestError
 from baton.identity import Principal
@@ -48,8 +49,8 @@ class NodeAdmin:
         self._num_blocks = num_blocks
         self._access = access or Access()
 
-    async def answer(self, call: AdminCall) -> bytes:
-        """A `NodeAdminResponse`; raises BatonError."""
+    async def answer(self, call: AdminCall) -> Sequence[bytes]:
+        """`NodeAdminResponse`s, which merged are the answer; raises BatonError."""
         try:
             request = admin_pb2.NodeAdminRequest.FromString(call.request)
         except DecodeError:
@@ -63,7 +64,7 @@ class NodeAdmin:
             case "list_blocks":
                 ledger = await asyncio.wrap_future(self._node.ledger())
                 # It may be large: on a thread, so that beats and tokens go on meanwhile.
-                return await asyncio.to_thread(_ledger_bytes, ledger)
+                return await asyncio.to_thread(_ledger_parts, ledger)
             case "flush_cache":
                 response = admin_pb2.NodeAdminResponse(flush_cache=await self._flush_cache())
             case "set_log_level":
@@ -74,7 +75,7 @@ class NodeAdmin:
                 response = admin_pb2.NodeAdminResponse(profile=found)
             case _:
                 raise InvalidRequestError("request", "is none that this version knows")
-        return response.SerializeToString()
+        return [response.SerializeToString()]
 
     def _list_requests(self) -> admin_pb2.ListRequestsResponse:
         """Open requests with their status and transfer state, and the state of the cache."""
@@ -98,6 +99,9 @@ class NodeAdmin:
         self._access.note(event, Principal(name=call.operator), "", kind, arguments)
 
 
-def _ledger_bytes(ledger: Ledger) -> bytes:
-    blocks = wire_ledger.ledger_to_proto(ledger)
-    return admin_pb2.NodeAdminResponse(list_blocks=blocks).SerializeToString()
+def _ledger_parts(ledger: Ledger) -> Sequence[bytes]:
+    """Many small messages: one of megabytes would hold up all threads while it is written."""
+    return [
+        admin_pb2.NodeAdminResponse(list_blocks=blocks).SerializeToString()
+        for blocks in wire_ledger.ledger_to_protos(ledger, PART_BYTES)
+    ]

@@ -174,7 +174,6 @@ def _tls_files(tls: TlsOptions) -> TlsFiles | None:
     """Of the node's own server; a node that has only CAs listens without TLS."""
     if not tls.cert:
         return None
-    tls.check_server()
     files = TlsFiles(tls)
     logger.info("certificate: %s", describe(tls, files.current()))
     return files

@@ -49,6 +49,7 @@ from baton.v1 import node_pb2, node_pb2_grpc
 logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
+_ASK_WHY_INTERVAL_S = 5.0
 REGISTER_TIMEOUT_S = 2.0
 # A router that misses more beats is stopped or behind a dead network.
 MAX_MISSED_BEATS = 6
@@ -96,6 +97,7 @@ class RouterLink:
         self.router_id = ""
         self.joined = False
         self.obstacle = self.problem = ""
+        self._telling: asyncio.Task[None] | None = None
         # A key for each router: none of them can show the others' to be this node.
         self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
         self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
@@ -121,33 +123,50 @@ class RouterLink:
             ConfigError: the router refused this node, and why.
         """
         give_up_at = time.monotonic() + self._join_timeout_s
-        ever_joined = warned = False
-        while True:
-            await self._connect()
-            if self.joined:
-                self.joined, ever_joined, warned = False, True, False
-                self._submit(AbortAll("the link to the router broke", self.router_id))
-                await self._on_joined(False)
-            if not warned:
-                warned = True
-                if not self.obstacle:
-                    self.problem = await asyncio.to_thread(
-                        why_refused, self.router, self._tls, self._server_name
+        ever_joined = False
+        try:
+            while True:
+                await self._connect()
+                if self.joined:
+                    self.joined, ever_joined = False, True
+                    self._submit(AbortAll("the link to the router broke", self.router_id))
+                    await self._on_joined(False)
+                if self._telling is None:
+                    self._telling = asyncio.create_task(self._tell_why())
+                if not ever_joined and time.monotonic() > give_up_at:
+                    raise NodeUnavailableError(
+                        f"router: {self.router} cannot be reached (tried for "
+                        f"{self._join_timeout_s:g} s)"
                     )
-                why = self.obstacle or self.problem or "it cannot be reached"
-                logger.warning("router %s is tried again: %s", self.router, why)
-            if not ever_joined and time.monotonic() > give_up_at:
-                raise NodeUnavailableError(
-                    f"router: {self.router} cannot be reached (tried for "
-                    f"{self._join_timeout_s:g} s)"
+                await asyncio.sleep(RETRY_INTERVAL_S)
+        finally:
+            self._stop_telling()
+
+    async def _tell_why(self) -> None:
+        """Log that there is no link, and why as far as it is known; again when that changes."""
+        told: str | None = None
+        while True:
+            if not self.obstacle:
+                self.problem = await asyncio.to_thread(
+                    why_refused, self.router, self._tls, self._server_name
                 )
-            await asyncio.sleep(RETRY_INTERVAL_S)
+            why = self.obstacle or self.problem or "it cannot be reached"
+            if why != told:
+                told = why
+                logger.warning("router %s is tried again: %s", self.router, why)
+            await asyncio.sleep(_ASK_WHY_INTERVAL_S)
+
+    def _stop_telling(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        self.problem = ""
 
     async def _connect(self) -> None:
         """Be linked as long as it lasts; with the certificates that are there now."""
         try:
             tls = await asyncio.to_thread(read_tls, self._tls) if self._tls else None
-        except ConfigError:  # `_reason` says it; they may be better at the next try
+        except ConfigError:  # `_tell_why` says it; they may be better at the next try
             return
         async with open_channel(self.router, tls, server_name=self._server_name) as channel:
             try:
@@ -181,6 +200,7 @@ class RouterLink:
         while not self._events.empty():  # of a time before this link
             self._events.get_nowait()
         self.joined = True
+        self._stop_telling()
         await self._on_joined(True)
         logger.info("joined router %s as %s", self.router, self._registration.node_name)
         jobs = (self._write(call), self._read(call), self._watch())

@@ -5,6 +5,7 @@ Torch-free; the router's service and the offline engine share it. Knows no reque
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from baton.sampling_params import SamplingParams
@@ -12,7 +13,7 @@ from baton.tokenizer import Detokenizer, Tokenizer
 
 
 class StopStrings:
-    """Looks for stop strings in a text that comes in pieces.
+    """Looks for stop strings in a text that comes in pieces; linear in the text.
 
     Of several, the one that is complete first ends the text; of those complete at the same
     character, the one that began first. So it does not matter how the text is cut into pieces.
@@ -23,7 +24,7 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.stopped = False
-        self._stop = tuple(stop)
+        self._searches = [_Search(text) for text in stop]
         # The end of the text so far that may still become a stop string.
         self._held = ""
 
@@ -31,15 +32,19 @@ class StopStrings:
         """What of the text can be shown now: up to a stop string, or to what may become one."""
         if self.stopped:
             return ""
-        text = self._held + text
+        num_before = len(self._held)
         found = [
-            (start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0
+            (end, end - len(search.stop))
+            for search in self._searches
+            if (end := search.push(text)) is not None
         ]
+        text = self._held + text
         if found:
             self.stopped = True
             self._held = ""
-            return text[: min(found)[1]]
-        shown = len(text) - self._num_held(text)
+            return text[: num_before + min(found)[1]]
+        num_held = max((search.num_matched for search in self._searches), default=0)
+        shown = len(text) - num_held
         self._held = text[shown:]
         return text[:shown]
 
@@ -48,14 +53,50 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _num_held(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        longest = max((len(stop) - 1 for stop in self._stop), default=0)
-        for start in range(max(len(text) - longest, 0), len(text)):
-            end = text[start:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return len(text) - start
-        return 0
+
+class _Search:
+    """One string in a text that comes in pieces, by Knuth, Morris and Pratt's method (1977).
+
+    Attributes:
+        num_matched: characters at the end of the text that the string begins with; the most.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._borders = _borders(stop)
+
+    def push(self, text: str) -> int | None:
+        """Where in this piece the string is complete for the first time; None: nowhere."""
+        stop, matched, position = self.stop, self.num_matched, 0
+        while position < len(text):
+            if not matched:
+                position = text.find(stop[0], position)
+                if position < 0:
+                    break
+            character = text[position]
+            while matched and stop[matched] != character:
+                matched = self._borders[matched - 1]
+            if stop[matched] == character:
+                matched += 1
+            position += 1
+            if matched == len(stop):
+                return position
+        self.num_matched = matched
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _borders(text: str) -> tuple[int, ...]:
+    """For each beginning of a text, the length of its longest proper end that begins it, too."""
+    borders = [0] * len(text)
+    length = 0
+    for index in range(1, len(text)):
+        while length and text[index] != text[length]:
+            length = borders[length - 1]
+        length += text[index] == text[length]
+        borders[index] = length
+    return tuple(borders)
 
 
 class OutputText:

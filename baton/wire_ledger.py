@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from baton.ledger import BlockHolding, Ledger, to_ranges
 from baton.v1 import admin_pb2
 
 
-def ledger_to_proto(ledger: Ledger) -> admin_pb2.ListBlocksResponse:
-    return admin_pb2.ListBlocksResponse(
-        holdings=[_holding_to_proto(holding) for holding in ledger.holdings],
+def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.ListBlocksResponse]:
+    """The ledger in parts, which merged are the whole; about so large each."""
+    part = admin_pb2.ListBlocksResponse(
         num_blocks=ledger.num_blocks,
         num_free_blocks=ledger.num_free_blocks,
         num_references=ledger.num_references,
         orphans=_ranges_to_proto(ledger.orphans),
         overdrawn=_ranges_to_proto(ledger.overdrawn),
     )
+    num_bytes = part.ByteSize()
+    for holding in ledger.holdings:
+        message = _holding_to_proto(holding)
+        num_bytes += message.ByteSize()
+        part.holdings.append(message)
+        if num_bytes >= part_bytes:
+            yield part
+            part, num_bytes = admin_pb2.ListBlocksResponse(), 0
+    yield part
 
 
 def _holding_to_proto(holding: BlockHolding) -> admin_pb2.BlockHolding:

@@ -15,6 +15,7 @@ import socket
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -94,12 +95,14 @@ def measure_modes(num_requests: int) -> dict[str, object]:
 
 
 def collect_receipts(
-    deployments: dict[str, LocalDeployment], num_requests: int
+    deployments: dict[str, LocalDeployment],
+    num_requests: int,
+    lengths: Sequence[int] = LENGTHS,
 ) -> dict[tuple[str, int], list[Receipt]]:
     """By mode and prompt length, what the same requests' receipts say."""
     receipts: dict[tuple[str, int], list[Receipt]] = {}
     draw = random.Random(0)
-    for length in LENGTHS:
+    for length in lengths:
         fewer = 1.0 if length <= 1024 else 0.4 if length <= 4096 else 0.2
         rounds = max(1, round(fewer * num_requests))
         for index in range(rounds + (length <= 1024)):  # the first round warms up

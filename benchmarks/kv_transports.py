@@ -20,7 +20,6 @@ from rich.console import Console
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from environment import record_environment, write_results
 from handoff_modes import (
-    LENGTHS,
     READY_TIMEOUT_S,
     collect_receipts,
     free_address,
@@ -36,6 +35,7 @@ TRANSPORTS = {
     "tls": ("", ["--kv-connector", "tls"]),
     "tls, digests": ("", ["--kv-connector", "tls", "--kv-digests"]),
 }
+LENGTHS = (256, 1024, 4096)  # tokens of 8 KiB of KV
 PUSHES = ("layers", "after-prefill")
 
 
@@ -52,7 +52,7 @@ def measure(num_requests: int) -> dict[str, object]:
                 }
                 for deployment in deployments.values():
                     deployment.wait_ready(READY_TIMEOUT_S)
-                receipts = collect_receipts(deployments, num_requests)
+                receipts = collect_receipts(deployments, num_requests, LENGTHS)
                 rows = {
                     f"{length} tokens": {
                         transport: push_figures(receipts[transport, length])

@@ -34,6 +34,7 @@ import uvloop
 from baton.client_messages import make_request
 from baton.rpc import open_channel, open_sync_channel
 from baton.sampling_params import SamplingParams
+from baton.tls import NO_TLS, TlsOptions, channel_credentials, read_tls
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from environment import record_environment, write_results
 from router_cost_parts import RELAY_METHOD
@@ -50,6 +51,7 @@ class Site:
     """Processes around a router or a relay, which is ``measured`` and alone on core 0."""
 
     addresses: list[str]
+    tls: TlsOptions = NO_TLS  # of its clients
     measured: list[psutil.Process] = field(default_factory=list)
 
     def cpu_s(self) -> float:
@@ -65,6 +67,7 @@ class Client:
 
     address: str
     is_relay: bool
+    tls: TlsOptions = NO_TLS
     num_channels: int = 4
     num_tokens: int = 0
     num_messages: int = 0
@@ -73,11 +76,18 @@ class Client:
 
     def open(self) -> None:
         own = [("grpc.use_local_subchannel_pool", 1)]
-        self.channels = (
-            [grpc.aio.insecure_channel(self.address, own) for _ in range(self.num_channels)]
-            if self.num_channels > 1
-            else [open_channel(self.address)]
-        )
+        tls = read_tls(self.tls)
+        if self.num_channels == 1:
+            self.channels = [open_channel(self.address, tls)]
+        elif tls is None:
+            self.channels = [
+                grpc.aio.insecure_channel(self.address, own) for _ in range(self.num_channels)
+            ]
+        else:
+            self.channels = [
+                grpc.aio.secure_channel(self.address, channel_credentials(tls), own)
+                for _ in range(self.num_channels)
+            ]
 
     async def close(self) -> None:
         for task in self.tasks:
@@ -149,27 +159,35 @@ def running(commands: Sequence[tuple[int, Sequence[str]]]) -> Iterator[list[psut
 
 
 @contextlib.contextmanager
-def router_site(model: Path, interval_s: float, num_processes: int = 1) -> Iterator[Site]:
-    """Routers on one public port, each with a prefill and a decode node of its own."""
+def router_site(
+    model: Path, interval_s: float, num_processes: int = 1, tls: TlsOptions = NO_TLS
+) -> Iterator[Site]:
+    """Routers on one public port, each with a prefill and a decode node of its own.
+
+    Args:
+        tls: of everybody, who then must show it.
+    """
+    certificate = ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca] if tls else []
     listen, *links = free_addresses(1 + num_processes)
     commands: list[tuple[int, Sequence[str]]] = []
     for link in links:
         options = ["--listen", listen, "--node-listen", link, "--http-listen", ""]
-        options += ["--log-level", "warning"]
+        options += ["--log-level", "warning", *certificate]
+        options += ["--tls-require-client-certs"] if tls else []
         command = ["-m", "baton", "router", "--model", str(model), *options]
         commands.append((0, [*command, *(["--reuse-port"] if num_processes > 1 else [])]))
     with running(commands) as routers:
-        wait_for_port(listen)
+        wait_for_port(listen, tls)
         for link in links:
-            wait_for_port(link)
+            wait_for_port(link, tls)
         nodes = ["benchmarks/router_cost_parts.py", "nodes", "--model", str(model)]
-        nodes += ["--interval-s", str(interval_s)]
+        nodes += ["--interval-s", str(interval_s), *certificate]
         for link in links:
             nodes += ["--router", link]
         with running([(1, nodes)]):
             for link in links:
-                wait_for_pair(link)
-            yield Site([listen], routers)
+                wait_for_pair(link, tls)
+            yield Site([listen], tls, routers)
 
 
 @contextlib.contextmanager
@@ -183,7 +201,7 @@ def relay_site(interval_s: float) -> Iterator[Site]:
     ):
         wait_for_port(listen)
         wait_for_port(backend)
-        yield Site([listen], [relay])
+        yield Site([listen], measured=[relay])
 
 
 def free_addresses(number: int) -> list[str]:
@@ -194,14 +212,14 @@ def free_addresses(number: int) -> list[str]:
         return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
-def wait_for_port(address: str) -> None:
-    with grpc.insecure_channel(address) as channel:
+def wait_for_port(address: str, tls: TlsOptions = NO_TLS) -> None:
+    with open_sync_channel(address, read_tls(tls)) as channel:
         grpc.channel_ready_future(channel).result(timeout=30)
 
 
-def wait_for_pair(router: str) -> None:
+def wait_for_pair(router: str, tls: TlsOptions = NO_TLS) -> None:
     """Wait until the prefill node has said that it reaches the decode node."""
-    with open_sync_channel(router) as channel:
+    with open_sync_channel(router, read_tls(tls)) as channel:
         stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
         for _ in range(600):
             nodes = stub.ListNodes(admin_pb2.ListNodesRequest()).nodes
@@ -218,7 +236,8 @@ async def measure_rate(
     site: Site, *, is_relay: bool, num_streams: int, seconds: float
 ) -> dict[str, float]:
     """CPU of the measured process while ``num_streams`` streams run."""
-    client = Client(site.addresses[0], is_relay, num_channels=8 if len(site.measured) > 1 else 4)
+    num_channels = 8 if len(site.measured) > 1 else 4
+    client = Client(site.addresses[0], is_relay, site.tls, num_channels)
     client.open()
     try:
         await client.begin(num_streams)
@@ -245,7 +264,7 @@ async def measure_rate(
 
 async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) -> dict[str, object]:
     """Short requests, 64 at a time: CPU of each, and the process's memory on the way."""
-    client = Client(site.addresses[0], is_relay=False)
+    client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     numbers = iter(range(num_requests))
     memory_mib = [round(site.rss_mib(), 1)]
@@ -271,7 +290,7 @@ async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) ->
 
 async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
     """Streams that are open and say (nearly) nothing."""
-    client = Client(site.addresses[0], is_relay=False)
+    client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     before = site.rss_mib()
     try:

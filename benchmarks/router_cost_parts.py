@@ -36,6 +36,7 @@ from baton.link import (
 from baton.model_folder import config_digest
 from baton.outputs import DecodeReceipt, FinishReason, PrefillReceipt, PushReceipt, RequestOutput
 from baton.rpc import open_channel
+from baton.tls import TlsOptions, read_tls
 from baton.tokenizer import Tokenizer
 from baton.v1 import node_pb2_grpc
 
@@ -73,9 +74,9 @@ class TalkingNode:
         self._active: dict[int, list[Any]] = {}  # epoch: [request id, next index, number of tokens]
         self._said: list[NodeEvent] = []
 
-    async def run(self, router: str, interval_s: float) -> None:
+    async def run(self, router: str, interval_s: float, tls: TlsOptions) -> None:
         """Join and talk until this process is killed."""
-        async with open_channel(router) as channel:
+        async with open_channel(router, read_tls(tls)) as channel:
             call = node_pb2_grpc.NodeLinkStub(channel).Link()  # type: ignore[no-untyped-call]  # generated
             await call.write(wire.registration_to_proto(self._registration))
             self._reader = asyncio.create_task(self._read(call))
@@ -144,13 +145,17 @@ def registration(role: NodeRole, model: Path) -> NodeRegistration:
     )
 
 
-async def run_nodes(routers: list[str], model: Path, text: str, interval_s: float) -> None:
+async def run_nodes(
+    routers: list[str], model: Path, text: str, interval_s: float, tls: TlsOptions
+) -> None:
     """A prefill and a decode node for each router; they say the tokens of a text."""
     token_ids = Tokenizer(model).encode(text)
     async with asyncio.TaskGroup() as group:
         for router, role in itertools.product(routers, NodeRole):
             node = TalkingNode(registration(role, model), token_ids)
-            group.create_task(node.run(router, interval_s if role is NodeRole.DECODE else 0.002))
+            group.create_task(
+                node.run(router, interval_s if role is NodeRole.DECODE else 0.002, tls)
+            )
 
 
 # ---------------------------------------------------------------- a bare relay
@@ -203,6 +208,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--listen", default="")
     parser.add_argument("--backend", default="")
     parser.add_argument("--interval-s", type=float, default=0.0)
+    for name in ("cert", "key", "ca"):
+        parser.add_argument(f"--tls-{name}", default="")
     return parser.parse_args()
 
 
@@ -210,7 +217,8 @@ def main() -> None:
     options = parse_arguments()
     if options.part == "nodes":
         text = Path(__file__).read_text(encoding="utf-8")
-        uvloop.run(run_nodes(options.router, options.model, text, options.interval_s))
+        tls = TlsOptions(cert=options.tls_cert, key=options.tls_key, ca=options.tls_ca)
+        uvloop.run(run_nodes(options.router, options.model, text, options.interval_s, tls))
     elif options.part == "relay":
         uvloop.run(run_relay(options.listen, options.backend))
     else:

@@ -5,6 +5,7 @@ Knows no request and no queue; `engine/grammar_compiler.py` makes the states.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,9 +14,19 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.grammars import one_line
 from baton.sampling_params import SamplingParams
 
 _STUCK = "structured_output: no token is left that the grammar, the bans and the limits allow"
+
+# Grammars whose steps grow with their outputs take ever more of the thread that all requests of
+# the engine share; of its processor time, for a busy machine is not their fault. A mask takes some
+# hundredths of a millisecond, up to some milliseconds.
+_MAX_MEAN_S = 0.005
+# So much beside it: what is used once, the first masks above all.
+_MAX_EXTRA_S = 0.2
+# In a step, all grammars together; then those that cost more than the mean above end.
+_MAX_STEP_S = 0.1
 
 
 class GrammarState:
@@ -34,28 +45,51 @@ class GrammarState:
         self.problem = ""
         self._matcher = matcher
         self._permitted = _permitted_bits(params, vocab_size)
+        self._spent_s = 0.0
+        self._num_masks = 0
 
-    def allowed_bits(self) -> NDArray[np.uint8]:
+    def allowed_bits(self, *, step_is_long: bool = False) -> NDArray[np.uint8]:
         """The tokens that may come next, one bit each, low bits first: `[ceil(vocab_size / 8)]`.
 
         All of them when there is none: `problem` says so, and `accept` will take no token.
+
+        Args:
+            step_is_long: whether other grammars have taken all the time that a step has for them.
         """
-        found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        found = found[: len(self._permitted)]
         bits = np.zeros_like(self._permitted)
-        if self._matcher.is_error():
-            self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
-        else:
-            bits[: len(found)] = found & self._permitted[: len(found)]
-            if not bits.any():
-                self.problem = _STUCK
+        self._num_masks += 1
+        extra_s = 0.0 if step_is_long else _MAX_EXTRA_S
+        if self._spent_s > self._num_masks * _MAX_MEAN_S + extra_s:
+            self._fail_for_time()
+        if not self.problem:
+            began_at = time.thread_time()
+            found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            self._spent_s += time.thread_time() - began_at
+            if self._matcher.is_error():
+                self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
+            else:
+                found = found[: len(self._permitted)]
+                bits[: len(found)] = found & self._permitted[: len(found)]
+                if not bits.any():
+                    self.problem = _STUCK
         return np.full_like(bits, 0xFF) if self.problem else bits
 
     def accept(self, token_id: int) -> bool:
         """Go on with a token of the output; False when it must not be there."""
-        if not self.problem and not self._matcher.consume_token(token_id):
+        if self.problem:
+            return False
+        began_at = time.thread_time()
+        if not self._matcher.consume_token(token_id):
             self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
+        self._spent_s += time.thread_time() - began_at
         return not self.problem
+
+    def _fail_for_time(self) -> None:
+        mean_ms = 1000 * self._spent_s / self._num_masks
+        self.problem = (
+            f"structured_output: the grammar takes {mean_ms:.1f} ms a token of the time that all "
+            f"requests share, more than {1000 * _MAX_MEAN_S:g} ms"
+        )
 
     @property
     def is_terminated(self) -> bool:
@@ -71,7 +105,13 @@ def allowed_token_masks(
     if not rows:
         return {}
     # Packed to the device and unpacked there: an eighth of the bytes.
-    packed = np.stack([grammar.allowed_bits() for grammar in rows.values()])
+    began_at = time.thread_time()
+    packed = np.stack(
+        [
+            grammar.allowed_bits(step_is_long=time.thread_time() - began_at > _MAX_STEP_S)
+            for grammar in rows.values()
+        ]
+    )
     bits = torch.from_numpy(packed).to(device)  # [num_grammars, ceil(vocab_size / 8)] uint8
     values = torch.arange(256, device=device).unsqueeze(1)
     unpacked = (values >> torch.arange(8, device=device) & 1).bool()  # [256, 8]
@@ -87,8 +127,3 @@ def _permitted_bits(params: SamplingParams, vocab_size: int) -> NDArray[np.uint8
         permitted[list(params.allowed_token_ids)] = True
     permitted[list(params.banned_token_ids)] = False
     return np.packbits(permitted, bitorder="little")
-
-
-def one_line(text: str) -> str:
-    """A message of the library, short enough for an error."""
-    return " ".join(text.replace("<non-verbose/>", "").split())[:200]

@@ -1,36 +1,52 @@
 """GrammarCompiler: from what a request asks for to the state of its grammar, off the step loop.
 
-On threads of its own; equal grammars once. Knows no queue and no step.
+Each grammar is compiled in a worker process first, within limits; here, then, on threads of its
+own; equal grammars once. Knows no queue and no step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.errors import InvalidRequestError
-from baton.grammars import (
-    GrammarThreads,
-    invalid_grammar,
-    library_errors,
-    make_grammar,
-    parser_limits,
-)
+from baton.errors import BatonError, InvalidRequestError
+from baton.grammar_trials import GrammarTrials
+from baton.grammars import compile_grammar, load_grammar_tokenizer
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
-from engine.grammar import GrammarState, one_line
+from engine.grammar import GrammarState
 from engine.request import Request
 
 NUM_THREADS = 2
-MAX_CACHED = 128
+MAX_CACHED = 64
+MAX_CACHED_BYTES = 256 * 2**20
+# The library recurses where grammars nest, as it did in the worker, whose stack is smaller. Only
+# what is used is real.
+_STACK_BYTES = 512 * 2**20
 
 Outcome = GrammarState | InvalidRequestError
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """A grammar that is remembered. What failed is, too.
+
+    Attributes:
+        num_bytes: memory that it takes; 0 while it is not known.
+        may_pass_later: whether it failed for want of room, not for what it is.
+    """
+
+    future: Future[LLMatcher] = field(default_factory=Future)
+    num_bytes: int = 0
+    may_pass_later: bool = False
 
 
 class GrammarCompiler:
@@ -54,9 +70,11 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
-        self._threads = GrammarThreads(NUM_THREADS)
-        # Least recently used first. What failed is remembered, too.
-        self._cache: OrderedDict[StructuredOutput, Future[LLMatcher]] = OrderedDict()
+        self._trials = GrammarTrials(model_folder, eos_token_ids)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the trials; on its own thread
+        # Least recently used first.
+        self._cache: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
         self._ready: deque[tuple[Request, Future[LLMatcher]]] = deque()
 
     def submit(self, request: Request) -> None:
@@ -95,57 +113,65 @@ class GrammarCompiler:
         return GrammarState(future.result().deep_copy(), params, self._vocab_size)
 
     def _compile(self, structured_output: StructuredOutput) -> Future[LLMatcher]:
-        future = self._cache.get(structured_output)
-        if future is None:
-            future = self._threads.submit(self._make_matcher, structured_output)
-            self._cache[structured_output] = future
-            if len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
+        compiled = self._cache.get(structured_output)
+        if compiled is None or compiled.may_pass_later:
+            compiled = self._cache[structured_output] = _Compiled()
+            making = self._make_matcher(structured_output, compiled)
+            asyncio.run_coroutine_threadsafe(making, self._running_loop())
         self._cache.move_to_end(structured_output)
-        return future
+        while len(self._cache) > MAX_CACHED or (
+            len(self._cache) > 1
+            and sum(one.num_bytes for one in self._cache.values()) > MAX_CACHED_BYTES
+        ):
+            self._cache.popitem(last=False)
+        return compiled.future
 
-    def _make_matcher(self, structured_output: StructuredOutput) -> LLMatcher:
-        with library_errors(structured_output):
-            matcher = LLMatcher(
-                self._load_tokenizer(),
-                make_grammar(structured_output),
-                log_level=0,
-                limits=parser_limits(),
-            )
-            problem = _problem_at_start(matcher)
-        if problem:
-            raise invalid_grammar(structured_output, problem)
-        return matcher
+    async def _make_matcher(self, structured_output: StructuredOutput, compiled: _Compiled) -> None:
+        """Try it in a worker process; only what passes there is compiled in this one."""
+        try:
+            trial = await self._trials.run(structured_output)
+            compiled.num_bytes = trial.num_bytes
+            matcher = await self._on_thread(structured_output, trial.grammar)
+        except InvalidRequestError as error:
+            compiled.future.set_exception(error)
+        except BatonError as error:  # too many wait, or no process: another time it may be well
+            compiled.may_pass_later = True
+            compiled.future.set_exception(InvalidRequestError("structured_output", str(error)))
+        else:
+            compiled.future.set_result(matcher)
+
+    async def _on_thread(self, structured_output: StructuredOutput, grammar: str) -> LLMatcher:
+        """Compile on one of the threads; the library lets go of the GIL."""
+
+        def compile_it() -> LLMatcher:
+            return compile_grammar(structured_output, grammar, self._load_tokenizer())
+
+        before = threading.stack_size(_STACK_BYTES)  # of threads that begin from now on
+        try:
+            future = self._threads.submit(compile_it)
+        finally:
+            threading.stack_size(before)
+        return await asyncio.wrap_future(future)
 
     def _load_tokenizer(self) -> LLTokenizer:
         with self._tokenizer_lock:
             if self._tokenizer is None:
-                if not self._path.is_file():
-                    raise InvalidRequestError(
-                        "structured_output", "this checkpoint has no tokenizer.json"
-                    )
-                try:
-                    tokenizer = LLTokenizer(str(self._path))
-                    known = [i for i in sorted(self._eos_token_ids) if i < tokenizer.vocab_size]
-                    if known:
-                        tokenizer = LLTokenizer(str(self._path), eos_token=known)
-                except Exception as error:  # the library raises nothing better
-                    problem = f"this checkpoint's tokenizer.json cannot be used: {error}"
-                    raise InvalidRequestError("structured_output", one_line(problem)) from None
-                self._tokenizer = tokenizer
+                self._tokenizer = load_grammar_tokenizer(self._path, self._eos_token_ids)
             return self._tokenizer
 
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of the trials: begins with the first grammar, ends with this object."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            thread = threading.Thread(
+                target=self._loop.run_forever, name="grammar-trials", daemon=True
+            )
+            thread.start()
+            weakref.finalize(self, _stop, self._loop, thread)
+        return self._loop
 
-def _problem_at_start(matcher: LLMatcher) -> str:
-    """Why no output can begin; empty if one can.
 
-    The first masks cost the most, and show most of what is too complex: so not in a step.
-    """
-    first = matcher.compute_bitmask()
-    if not matcher.is_error() and not any(first):
-        return "no output of this model can match it"
-    ahead = matcher.deep_copy()
-    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(first, np.uint8), bitorder="little"))
-    if len(allowed) and ahead.consume_token(int(allowed[0])):
-        ahead.compute_bitmask()
-    return ahead.get_error()
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

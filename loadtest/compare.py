@@ -193,8 +193,10 @@ async def _session(
     comparison: Comparison, deployment: Deployment, options: TargetOptions, stop: asyncio.Event
 ) -> AsyncIterator[Session]:
     """With a deployment that runs until the end of it."""
-    async with started(comparison.up_options(deployment), stop) as (_, address):
-        target = await open_target(dataclasses.replace(options, url=f"grpc://{address}"))
+    async with started(comparison.up_options(deployment), stop) as (site, address):
+        api_key = options.api_key or site.admin_token
+        options = dataclasses.replace(options, url=f"grpc://{address}", api_key=api_key)
+        target = await open_target(options)
         try:
             yield Session(target, stop)
         finally:

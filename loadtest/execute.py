@@ -77,8 +77,10 @@ async def execute(job: Job) -> int:
     if job.up is None:
         return await _play(job, Site(job.pids), stop)
     async with started(job.up, stop) as (site, address):
-        options = dataclasses.replace(job.options, url=f"grpc://{address}")
-        auditor = Auditor(address, job.up.admin_token)
+        # (Operators may send prompts, too; where there are no keys nobody needs one.)
+        api_key = job.options.api_key or site.admin_token
+        options = dataclasses.replace(job.options, url=f"grpc://{address}", api_key=api_key)
+        auditor = Auditor(address, site.admin_token)
         job = dataclasses.replace(job, options=options, up=None, auditor=auditor)
         return await _play(job, site, stop)
 

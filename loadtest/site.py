@@ -58,6 +58,11 @@ class Site:
         self._deployment = deployment
         self._fault_files = fault_files or {}
 
+    @property
+    def admin_token(self) -> str:
+        """Of the deployment that was started here; empty: it asks for none."""
+        return self._deployment.admin_token if self._deployment else ""
+
     def check(self, faults: Sequence[Fault]) -> None:
         """All of it can be done from here; raises ConfigError."""
         known = [child.name for child in self._deployment.children] if self._deployment else []

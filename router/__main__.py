@@ -208,6 +208,12 @@ def router(
             "second signal ends the process at once."
         ),
     ] = 20.0,
+    memory_limit_mib: Annotated[
+        int,
+        typer.Option(
+            help="Near it requests are refused. 0: the limit of the control group, or the machine."
+        ),
+    ] = 0,
     cache_salt_secret_file: Annotated[
         str,
         typer.Option(
@@ -267,6 +273,7 @@ def router(
                 max_request_timeout_s=max_request_timeout_s,
                 drain_delay_s=drain_delay_s,
                 drain_timeout_s=drain_timeout_s,
+                memory_limit_mib=memory_limit_mib,
                 cache_salt_secret_file=cache_salt_secret_file,
             )
         )

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
 
 from baton.admin_answers import MAX_REPLY_BYTES
 from baton.errors import NodeUnavailableError
 from baton.link import AdminReply
+from baton.v1 import admin_pb2
 from router.call_errors import error_of
+
+
+@dataclass(slots=True)
+class _Open:
+    answer: asyncio.Future[admin_pb2.NodeAdminResponse]
+    response: admin_pb2.NodeAdminResponse = field(default_factory=admin_pb2.NodeAdminResponse)
+    num_bytes: int = 0
 
 
 class AdminReplies:
@@ -20,14 +31,13 @@ class AdminReplies:
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
-        self._open: dict[int, tuple[asyncio.Future[bytes], bytearray]] = {}
+        self._open: dict[int, _Open] = {}
 
-    def begin(self) -> tuple[int, asyncio.Future[bytes]]:
+    def begin(self) -> tuple[int, asyncio.Future[admin_pb2.NodeAdminResponse]]:
         """The id of a new call, and its answer; to be ended with `end`."""
         call_id = next(self._ids) % 2**32
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._open[call_id] = (answer, bytearray())
-        return call_id, answer
+        opened = self._open[call_id] = _Open(asyncio.get_running_loop().create_future())
+        return call_id, opened.answer
 
     def end(self, call_id: int) -> None:
         """Nobody waits for this answer any more."""
@@ -35,21 +45,30 @@ class AdminReplies:
 
     def take(self, reply: AdminReply) -> None:
         """The next part of an answer."""
-        answer, parts = self._open.get(reply.call_id, (None, bytearray()))
-        if answer is None or answer.done():
+        opened = self._open.get(reply.call_id)
+        if opened is None or opened.answer.done():
             return
-        parts += reply.part
+        opened.num_bytes += len(reply.part)
         if reply.error is not None:
-            answer.set_exception(error_of(reply.error))
-        elif len(parts) > MAX_REPLY_BYTES:
-            answer.set_exception(
+            opened.answer.set_exception(error_of(reply.error))
+        elif opened.num_bytes > MAX_REPLY_BYTES:
+            opened.answer.set_exception(
                 NodeUnavailableError(f"the answer has more than {MAX_REPLY_BYTES} bytes")
             )
-        elif reply.last:
-            answer.set_result(bytes(parts))
+        else:
+            self._merge(opened, reply)
+
+    def _merge(self, opened: _Open, reply: AdminReply) -> None:
+        try:
+            opened.response.MergeFromString(reply.part)
+        except DecodeError:
+            opened.answer.set_exception(NodeUnavailableError("its answer is no message"))
+            return
+        if reply.last:
+            opened.answer.set_result(opened.response)
 
     def close(self, why: str) -> None:
         """The node is gone: end all open calls with an error."""
-        for answer, _ in self._open.values():
-            if not answer.done():
-                answer.set_exception(NodeUnavailableError(why))
+        for opened in self._open.values():
+            if not opened.answer.done():
+                opened.answer.set_exception(NodeUnavailableError(why))

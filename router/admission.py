@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class Admission:
         self._of_key: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._pump: asyncio.Task[None] | None = None
+        self._least_urgent = math.inf
 
     @contextlib.asynccontextmanager
     async def enter(
@@ -122,16 +124,20 @@ class Admission:
             timeout_s: until the request's deadline.
             priority: smaller begins first.
             principal: whose request it is.
-            find_cached_tokens: how much of the prompt need not be computed; asked at most once.
+            find_cached_tokens: how much of the prompt need not be computed; asked where it counts.
 
         Raises:
             OverloadedError: it is refused; says when to come again.
             DeadlineExceededError: its deadline passed while it waited.
         """
+        if priority > self._least_urgent:
+            raise self._refusal("overload", "the router is overloaded and takes urgent ones only")
         now = asyncio.get_running_loop().time()
         self.check_key(principal)
         self._check_open()
         num_kv_tokens = self._capacity.kv_tokens(num_prompt_tokens, max_tokens)
+        # Who has no tenant competes with nobody: what it costs changes nothing.
+        num_cached_tokens = find_cached_tokens() if principal.tenant else 0
         ticket = Ticket(
             request_id=request_id,
             tenant=principal.tenant,
@@ -139,7 +145,7 @@ class Admission:
             order=(priority, next(self._arrivals)),
             num_prompt_tokens=num_prompt_tokens,
             num_kv_tokens=num_kv_tokens,
-            num_uncached_tokens=max(num_prompt_tokens - find_cached_tokens(), 1),
+            num_uncached_tokens=max(num_prompt_tokens - num_cached_tokens, 1),
             arrived_at=now,
             expires_at=now + timeout_s,
         )
@@ -181,6 +187,10 @@ class Admission:
                 self._turn_away(ticket, error)
                 return True
         return False
+
+    def shed(self, least_urgent: float) -> None:
+        """From now on refuse what comes with a larger priority than this; infinity: nothing."""
+        self._least_urgent = least_urgent
 
     def note_first_token(self, ticket: Ticket) -> None:
         """It came; to be called once, so that the next ones are expected better."""

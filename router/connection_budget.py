@@ -10,7 +10,9 @@ from baton.rpc import RpcLimits
 
 # For files, logs, threads' pipes, and connections that the router opens itself.
 _NUM_OWN = 64
-_MIN_DESCRIPTORS = 2 * _NUM_OWN
+# Of all. Below what counts as overload: idle connections are none.
+_CLIENTS_SHARE = 0.8
+_MIN_DESCRIPTORS = 256
 _NODES_SHARE = 1 / 8  # where they have an address of their own
 _MAX_NODES = 4096
 # More clients than this need more memory than a default should take: about 20 KiB each.
@@ -30,7 +32,7 @@ class ConnectionOptions:
     max_connections: int = 0
     max_connections_per_address: int = 0
     header_timeout_s: float = 10.0
-    idle_timeout_s: float = 60.0
+    idle_timeout_s: float = 75.0
     stall_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ def share_descriptors(
         raise ConfigError(
             f"RLIMIT_NOFILE: must allow {_MIN_DESCRIPTORS} descriptors, got {num_descriptors}"
         )
-    left = num_descriptors - _NUM_OWN
+    left = int(num_descriptors * _CLIENTS_SHARE) - _NUM_OWN
     num_nodes = min(int(left * _NODES_SHARE), _MAX_NODES) if own_address_for_nodes else 0
     most = (left - num_nodes) // 2
     if options.max_connections > most:

@@ -5,16 +5,14 @@ Plain values in and out, so that gRPC and HTTP are two thin dressings of one thi
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 
 from baton.errors import BatonError, InvalidRequestError
-from baton.grammars import GrammarThreads, check_structured_output
+from baton.grammar_trials import GrammarTrials
 from baton.identity import ANYBODY, Principal
 from baton.outputs import FinishReason, TextDelta
 from baton.prompt import check_priority, check_prompt, check_sampling_params, draw_seed
@@ -25,27 +23,14 @@ from baton.tokenizer import Tokenizer
 from router.cache_salts import CacheSalts
 from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
+from router.grammar_checks import GrammarChecks
 from router.metrics import RouterMetrics
+from router.rate_limits import Rate
+from router.texts import ChatPrompt, Texts
 from router.usage import OwnPrompts, told
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
-# Longer texts are tokenized on a thread, so that they do not hold up the tokens of others.
-_LONG_TEXT_CHARS = 4_000
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation, to be rendered with the checkpoint's chat template.
-
-    Attributes:
-        tools: functions that the model may call.
-        template_options: more variables of the template.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 Prompt = str | Sequence[int] | ChatPrompt
@@ -87,7 +72,7 @@ class Intake:
         cache_salts: whose cached prompts a request may find; each tenant its own if not given.
 
     Attributes:
-        tokenizer: as given.
+        tokenizer, cache_salts: as given.
     """
 
     def __init__(
@@ -103,16 +88,38 @@ class Intake:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
-        self._cache_salts = cache_salts or CacheSalts()
-        self._own_prompts = OwnPrompts(self._cache_salts)
+        self.cache_salts = cache_salts or CacheSalts()
+        self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
-        self._grammar_threads = GrammarThreads(1)
+        self._texts: Texts | None = None
+        self._grammar_checks: GrammarChecks | None = None
+        if tokenizer is not None:
+            self._texts = Texts(tokenizer, dispatcher.pool.max_model_len)
+            self._grammar_checks = GrammarChecks(GrammarTrials(tokenizer.folder))
 
     @property
     def max_model_len(self) -> int:
         """Most tokens, prompt and output, of a request."""
         return self._dispatcher.pool.max_model_len
+
+    def rates_of(self, principal: Principal) -> dict[str, Rate]:
+        """What is left of the limits of a caller; empty if it has none."""
+        return self._dispatcher.admission.rates_of(principal)
+
+    def start(self) -> None:
+        """Start what reads long texts and conversations, so that the first need not wait for it.
+
+        (What reads grammars starts with the first: few routers get any.)
+        """
+        if self._texts is not None:
+            self._texts.start()
+
+    def close(self) -> None:
+        """End the processes that read texts and grammars."""
+        for part in (self._texts, self._grammar_checks):
+            if part is not None:
+                part.close()
 
     async def accept(self, request: GenerationRequest) -> Call:
         """Check everything a client can get wrong; raises InvalidRequestError."""
@@ -131,11 +138,11 @@ class Intake:
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
         if params.structured_output is not None:
-            await self._check_structured_output(params.structured_output)
+            await self._check_structured_output(params.structured_output, principal)
         if params.seed is None:
             # Drawn here, so that both nodes (and a retry) sample the same.
             params = dataclasses.replace(params, seed=draw_seed())
-        token_ids = await self.tokenize(request.prompt)
+        token_ids = await self.tokenize(request.prompt, principal)
         max_model_len = self._dispatcher.pool.max_model_len
         check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=max_model_len)
         timeout_s = request.timeout_s
@@ -148,7 +155,7 @@ class Intake:
             session_id=request.session_id,
             priority=request.priority,
             principal=principal,
-            cache_salt=self._cache_salts.of(principal),
+            cache_salt=self.cache_salts.of(principal),
         )
 
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
@@ -174,33 +181,34 @@ class Intake:
                 error.receipt = told(error.receipt, num_own)
             raise
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, not checked against the model; raises InvalidRequestError."""
+    async def tokenize(self, prompt: Prompt, principal: Principal = ANYBODY) -> list[int]:
+        """Token ids of a prompt, not checked against the model.
+
+        Args:
+            principal: whose prompt it is.
+
+        Raises what `Texts.encode` does.
+        """
+        max_model_len = self.max_model_len
         if not isinstance(prompt, str | ChatPrompt):
-            limit = self._dispatcher.pool.max_model_len - 1
+            limit = max_model_len - 1
             if len(prompt) > limit:
                 raise InvalidRequestError(
                     "prompt", f"must have at most {limit} tokens, got {len(prompt)}"
                 )
             return list(prompt)
-        if self.tokenizer is None:
+        if self.tokenizer is None or self._texts is None:
             raise InvalidRequestError(
                 "prompt", "this checkpoint has no tokenizer.json: give token ids"
             )
-        if isinstance(prompt, ChatPrompt):
-            if not prompt.messages:
-                raise InvalidRequestError("chat", "must have at least 1 message, got 0")
-            if prompt.tools and not self.tokenizer.takes_tools:
-                raise InvalidRequestError("tools", "this checkpoint's chat template takes none")
-            return await asyncio.to_thread(
-                self.tokenizer.encode_chat,
-                prompt.messages,
-                tools=prompt.tools,
-                template_options=prompt.template_options,
-            )
-        if len(prompt) > _LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self.tokenizer.encode, prompt)
-        return self.tokenizer.encode(prompt)
+        caller = principal.tenant
+        if isinstance(prompt, str):
+            return await self._texts.encode(prompt, max_model_len=max_model_len, caller=caller)
+        if not prompt.messages:
+            raise InvalidRequestError("chat", "must have at least 1 message, got 0")
+        if prompt.tools and not self.tokenizer.takes_tools:
+            raise InvalidRequestError("tools", "this checkpoint's chat template takes none")
+        return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
 
     def _text_delta(self, call: Call, item: CallOutput, text: OutputText | None) -> TextDelta:
         """New tokens with what they add to the text; ends the output where a stop string does."""
@@ -226,12 +234,12 @@ class Intake:
             prompt_logprobs=output.prompt_logprobs,
         )
 
-    async def _check_structured_output(self, structured_output: StructuredOutput) -> None:
-        if self.tokenizer is None:
+    async def _check_structured_output(
+        self, structured_output: StructuredOutput, principal: Principal
+    ) -> None:
+        if self._grammar_checks is None:
             raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
-        await asyncio.wrap_future(
-            self._grammar_threads.submit(check_structured_output, structured_output)
-        )
+        await self._grammar_checks.check(structured_output, caller=principal.tenant)
 
 
 def check_name(field: str, name: str, limit: int) -> None:

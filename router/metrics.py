@@ -14,12 +14,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.connection_limits import ConnectionCounts
 from baton.errors import BatonError, status_name
 from baton.link import NodeRole
 from baton.outputs import Receipt, TextDelta
 from router.admission import Admission
 from router.node import Node
 from router.node_pool import NodePool
+from router.overload import Overload
+from router.suspects import Suspects
 
 _PREFIX = "baton_router"
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -48,9 +51,17 @@ class RouterMetrics:
     Args:
         pool: whose nodes are counted when somebody asks.
         admission: whose queue is looked at then.
+        overload: whose level and signals are looked at then.
+        suspects: whose quarantine is.
     """
 
-    def __init__(self, pool: NodePool | None = None, admission: Admission | None = None) -> None:
+    def __init__(
+        self,
+        pool: NodePool | None = None,
+        admission: Admission | None = None,
+        overload: Overload | None = None,
+        suspects: Suspects | None = None,
+    ) -> None:
         registry = self._registry = CollectorRegistry()
         self._requests = Counter(
             f"{_PREFIX}_requests",
@@ -92,6 +103,14 @@ class RouterMetrics:
             registry.register(_NodeCollector(pool))
         if admission is not None:
             registry.register(_AdmissionCollector(admission))
+        if overload is not None:
+            registry.register(_OverloadCollector(overload))
+        if suspects is not None:
+            registry.register(_SuspectsCollector(suspects))
+
+    def show_connections(self, counts: ConnectionCounts) -> None:
+        """Show from now on what connections over HTTP there are."""
+        self._registry.register(_ConnectionCollector(counts))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -172,6 +191,26 @@ def _state(node: Node, ready: Set[str]) -> str:
     return "spared" if node.health.is_unwanted(node.num_open) else "joined"
 
 
+class _SuspectsCollector(Collector):
+    """Requests that were ended, or refused, because nodes died of them."""
+
+    def __init__(self, suspects: Suspects) -> None:
+        self._suspects = suspects
+
+    def collect(self) -> Iterable[Metric]:
+        suspects = self._suspects
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_requests_quarantined",
+            "Requests that are refused because nodes died of one like it.",
+            value=len(suspects.quarantined),
+        )
+        for name, text, value in (
+            ("poison_requests", "Requests that nodes died of.", suspects.num_ended_total),
+            ("poison_requests_refused", "The like of these.", suspects.num_refused_total),
+        ):
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=value)
+
+
 class _AdmissionCollector(Collector):
     """What waits before the nodes, and what was refused."""
 
@@ -198,3 +237,61 @@ class _AdmissionCollector(Collector):
         for reason, count in state.num_refused.items():
             refused.add_metric([reason], count)
         yield refused
+
+
+class _OverloadCollector(Collector):
+    """How near the router is to its own limits."""
+
+    def __init__(self, overload: Overload) -> None:
+        self._overload = overload
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._overload.state()
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_overload_level",
+            "0: normal; 1: less urgent requests are refused; 2: all are.",
+            value=state.level,
+        )
+        yield CounterMetricFamily(
+            f"{_PREFIX}_overload_changes", "Changes of the level.", value=state.num_changes
+        )
+        yield CounterMetricFamily(
+            f"{_PREFIX}_overload_refused",
+            "Requests that were refused unread at level 2.",
+            value=state.num_refused,
+        )
+        signals = GaugeMetricFamily(
+            f"{_PREFIX}_overload_signal",
+            "What the level follows: seconds of the event loop's lag, else shares of a limit.",
+            labels=["signal"],
+        )
+        for name, value in state.signals.items():
+            signals.add_metric([name], value)
+        yield signals
+
+
+class _ConnectionCollector(Collector):
+    """Connections over HTTP."""
+
+    def __init__(self, counts: ConnectionCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        counts = self._counts
+        now = GaugeMetricFamily(
+            f"{_PREFIX}_http_connections",
+            "Connections that are open: at work on a request, or waiting for one.",
+            labels=["state"],
+        )
+        now.add_metric(["at_work"], counts.at_work)
+        now.add_metric(["waiting"], counts.open - counts.at_work)
+        yield now
+        ended = CounterMetricFamily(
+            f"{_PREFIX}_http_connections_cut",
+            "Connections that the router ended: there was no room, they made way for another one, "
+            "sent no request in time, or took nothing.",
+            labels=["reason"],
+        )
+        for reason in ("refused", "displaced", "timed_out", "stalled"):
+            ended.add_metric([reason], getattr(counts, reason))
+        yield ended

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,19 @@ from router.link_service import NodeLinkService
 from router.listeners import check_exposure, requires_client_certs
 from router.metrics import RouterMetrics
 from router.node_pool import NodePool
+from router.overload import Level, Overload
 from router.policies import POLICIES
+from router.resources import watch_resources
 from router.retry_budget import RetryOptions
 from router.service import InferenceService
-from router.stopping import LAST_WORDS_S, StoppableServer, stop_router
+from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
 
 # Seconds that load balancers need to hear that a router is not ready; none on one machine.
 DRAIN_DELAY_S = 5.0
+# The largest priority that is taken.
+_LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,7 @@ class RouterConfig:
         max_request_timeout_s: a deadline that a client sets itself is at most this far away.
         drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
             others than this machine can call, else 0.
+        memory_limit_mib: near it requests are refused; 0: of the control group or the machine.
         cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
             start.
         tls: of all that the router listens on.
@@ -103,6 +109,7 @@ class RouterConfig:
     max_request_timeout_s: float = 3600.0
     drain_delay_s: float | None = None
     drain_timeout_s: float = 20.0
+    memory_limit_mib: int = 0
     cache_salt_secret_file: str = ""
     tls: TlsOptions = NO_TLS
     insecure: bool = False
@@ -146,7 +153,8 @@ async def serve(config: RouterConfig) -> None:
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     admission = Admission(_make_capacity(config.admission, pool), config.admission)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
-    metrics = RouterMetrics(pool, admission)
+    overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
+    metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
     intake = Intake(
         dispatcher,
         Tokenizer(folder) if Tokenizer.exists_in(folder) else None,
@@ -155,13 +163,11 @@ async def serve(config: RouterConfig) -> None:
         metrics=metrics,
         cache_salts=_make_salts(config),
     )
+    intake.start()  # its processes end with this one
+    num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
+    budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
     access = _make_access(config)
-    budget = share_descriptors(
-        num_descriptors_allowed(),
-        config.connections,
-        own_address_for_nodes=bool(config.node_listen),
-    )
-    servers = _make_servers(config, dispatcher, intake, access, budget, files)
+    servers = _make_servers(config, dispatcher, intake, access, budget, overload, files)
     loop = asyncio.get_running_loop()
     stopping = stop_event(loop)
     loop.add_signal_handler(signal.SIGHUP, _read_again, access)
@@ -172,7 +178,12 @@ async def serve(config: RouterConfig) -> None:
             logger.info("router of %s listens on %s", config.model, address)
         async with (
             _watching(pool),
-            _serving_http(config, intake, pool, metrics, access, budget.http, files) as http,
+            _serving_http(
+                config, intake, pool, metrics, access, budget.http, overload, files
+            ) as http,
+            _in_background(
+                watch_resources(overload, _share_at_work(http), config.memory_limit_mib * 2**20)
+            ),
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
@@ -206,6 +217,10 @@ def _read_again(access: Access) -> None:
     """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
     access.reload()
     access.audit.reopen()
+
+
+def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
+    return lambda: 0.0 if http is None else http.share_at_work
 
 
 def _drain_delay_s(config: RouterConfig) -> float:
@@ -243,8 +258,9 @@ async def _serving_http(
     metrics: RouterMetrics,
     access: Access,
     limits: ConnectionLimits,
+    overload: Overload,
     files: TlsFiles | None,
-) -> AsyncIterator[StoppableServer | None]:
+) -> AsyncIterator[HttpApi | None]:
     """Gives the HTTP API; None where there is none."""
     if not config.http_listen:
         yield None
@@ -264,8 +280,10 @@ async def _serving_http(
         cors_origin=config.http_cors_origin,
         grace_s=LAST_WORDS_S,
         limits=limits,
+        overload=overload,
         tls=tls,
     )
+    metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)
     logger.info("HTTP API on %s://%s", "https" if files else "http", address)
     try:
@@ -283,7 +301,14 @@ async def _watching(pool: NodePool) -> AsyncIterator[None]:
             await asyncio.sleep(BEAT_INTERVAL_S)
             pool.count_missed_beats()
 
-    task = asyncio.create_task(count())
+    async with _in_background(count()):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run something until the context ends."""
+    task = asyncio.create_task(work)
     try:
         yield
     finally:
@@ -296,6 +321,7 @@ def _make_servers(
     intake: Intake,
     access: Access,
     budget: ConnectionBudget,
+    overload: Overload,
     files: TlsFiles | None,
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
@@ -318,7 +344,7 @@ def _make_servers(
     def add_private(server: object) -> None:
         links = NodeLinkService(dispatcher.pool, access)
         node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
-        admin_service = _make_admin(config, dispatcher, intake)
+        admin_service = _make_admin(config, dispatcher, intake, overload)
         admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_all(server: object) -> None:
@@ -331,7 +357,11 @@ def _make_servers(
         return RpcServer(
             services,
             add,
-            CallGate(access, ANYBODY if is_public("listen", listen) else ANYBODY_HERE),
+            CallGate(
+                access,
+                ANYBODY if is_public("listen", listen) else ANYBODY_HERE,
+                check_load=overload.check,
+            ),
             limits=limits,
             tls=files,
             require_client_certs=requires_client_certs(config, listen),
@@ -349,12 +379,15 @@ def _make_servers(
     }
 
 
-def _make_admin(config: RouterConfig, dispatcher: Dispatcher, intake: Intake) -> AdminService:
+def _make_admin(
+    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, overload: Overload
+) -> AdminService:
     return AdminService(
         dispatcher,
         intake,
         model=config.model,
         policy=config.policy,
+        overload=overload,
         on_policy=lambda name: dispatcher.pool.allow_self_prefill(_may_self_prefill(config, name)),
     )
 

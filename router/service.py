@@ -18,8 +18,9 @@ from baton.outputs import TextDelta
 from baton.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from router.choices import accept_choices, check_num_outputs, merge_streams
-from router.intake import ChatPrompt, GenerationRequest, Intake, Prompt
+from router.intake import GenerationRequest, Intake, Prompt
 from router.journal import Journal
+from router.texts import ChatPrompt, check_num_messages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,14 +98,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """The tokens of a prompt as `Generate` would see them."""
-        token_ids = await self._intake.tokenize(_prompt_from_proto(request.prompt))
+        prompt = _prompt_from_proto(request.prompt)
+        token_ids = await self._intake.tokenize(prompt, context.principal)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def CountTokens(  # gRPC's naming
         self, request: inference_pb2.CountTokensRequest, context: Context
     ) -> inference_pb2.CountTokensResponse:
         """How many tokens a prompt has."""
-        token_ids = await self._intake.tokenize(_prompt_from_proto(request.prompt))
+        prompt = _prompt_from_proto(request.prompt)
+        token_ids = await self._intake.tokenize(prompt, context.principal)
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
 
     async def ListModels(  # gRPC's naming
@@ -191,6 +194,7 @@ def _prompt_from_proto(request: AnyPrompt) -> Prompt:
         case "token_ids":
             return request.token_ids.ids
         case "chat":
+            check_num_messages(len(request.chat.messages))
             return ChatPrompt(
                 [{"role": m.role, "content": m.content} for m in request.chat.messages]
             )

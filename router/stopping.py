@@ -25,12 +25,16 @@ LAST_WORDS_S = 1.0  # to tell the clients of requests that do not end by themsel
 _POLL_INTERVAL_S = 0.02
 
 
-class StoppableServer(Protocol):
-    """What is asked of the HTTP API."""
+class HttpApi(Protocol):
+    """What the rest of the router asks of the HTTP API, which is not always there."""
 
     @property
     def num_at_work(self) -> int:
         """Requests whose answers are not written yet."""
+
+    @property
+    def share_at_work(self) -> float:
+        """The same, of all connections that there may be."""
 
     def announce_stop(self) -> None:
         """Be ready no more, and keep no connection open behind its next answer."""
@@ -42,7 +46,7 @@ class StoppableServer(Protocol):
 async def stop_router(
     dispatcher: Dispatcher,
     servers: Iterable[RpcServer],
-    http: StoppableServer | None,
+    http: HttpApi | None,
     *,
     delay_s: float,
     timeout_s: float,

@@ -76,9 +76,12 @@ def _all(num_prefill: int, num_decode: int, hosts: tuple[str, ...]) -> list[Hold
     nodes += [("decode", f"d{i}") for i in range(num_decode)]
     return [
         Holder(name=ROUTER, hosts=hosts),
-        *(Holder(name=name, uri_path=f"node/{kind}/{name}", hosts=hosts) for kind, name in nodes),
-        Holder(name="client", uri_path="infer/client"),
-        Holder(name="operator", uri_path="look-operate/operator"),
+        *(
+            Holder(name=name, uri_paths=(f"node/{kind}/{name}",), hosts=hosts)
+            for kind, name in nodes
+        ),
+        Holder(name="client", uri_paths=("infer/client",)),
+        Holder(name="operator", uri_paths=("look-operate/operator",)),
     ]
 
 
@@ -93,12 +96,12 @@ def _one(name: str, role: str, tenant: str, hosts: tuple[str, ...]) -> Holder:
     if role == ROUTER:
         return Holder(name=name, hosts=hosts)
     if role in NODE_KINDS:
-        return Holder(name=name, uri_path=f"node/{role}/{name}", hosts=hosts)
+        return Holder(name=name, uri_paths=(f"node/{role}/{name}",), hosts=hosts)
     if not _ROLE.fullmatch(role):
         known = ", ".join((ROUTER, *NODE_KINDS, *_CALLER_ROLES))
         raise ConfigError(f"role: must be one of {known}, got {role!r}")
     owner = f"tenant/{tenant}/" if tenant else ""
-    return Holder(name=name, uri_path=f"{owner}{role}/{name}")
+    return Holder(name=name, uri_paths=(f"{owner}{role}/{name}",))
 
 
 def _next_commands(out: Path) -> str:

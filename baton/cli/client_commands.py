@@ -20,7 +20,7 @@ from baton.cli.structured_output_options import (
     RegexOption,
     make_structured_output,
 )
-from baton.cli.tls_options import Access, takes_access
+from baton.cli.tls_options import RouterAccess, takes_access
 from baton.client import Client
 from baton.errors import BatonError
 from baton.outputs import TextDelta
@@ -49,7 +49,7 @@ SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
 @takes_client_access
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to complete.")],
-    access: Access,
+    access: RouterAccess,
     max_tokens: MaxTokensOption = 128,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -110,7 +110,7 @@ def generate(
 
 @takes_client_access
 def chat(
-    access: Access,
+    access: RouterAccess,
     max_tokens: MaxTokensOption = 256,
     temperature: TemperatureOption = 0.7,
     top_k: TopKOption = 0,

@@ -1,4 +1,4 @@
-"""The TLS options, declared once for all programs; `Access`: what a client's commands take."""
+"""The TLS options of all programs, declared once; `RouterAccess`: what clients' commands take."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ InsecureOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class RouterAccess:
     """How a command reaches its router.
 
     Attributes:
@@ -77,7 +77,7 @@ def takes_access(**options: Any) -> Callable[[Callable[..., None]], Callable[...
     """Give a command, in place of its parameter ``access``, the options that it is made of.
 
     Args:
-        options: besides those of TLS: annotated types by their names in `Access`.
+        options: besides those of TLS: annotated types by their names in `RouterAccess`.
     """
     tls = {"tls_cert": TlsCertOption, "tls_key": TlsKeyOption, "tls_ca": TlsCaOption}
     defaults = {"router": DEFAULT_ADDRESS}
@@ -90,7 +90,7 @@ def takes_access(**options: Any) -> Callable[[Callable[..., None]], Callable[...
             except ConfigError as error:
                 print_error(error)
                 raise typer.Exit(2) from None
-            access = Access(**{name: values.pop(name) for name in options}, tls=own)
+            access = RouterAccess(**{name: values.pop(name) for name in options}, tls=own)
             command(access=access, **values)
 
         parameters = []

@@ -100,6 +100,50 @@ class PeerDescription(_message.Message):
     bandwidth_bytes_per_s: float
     def __init__(self, node_name: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ...) -> None: ...
 
+class ListQuarantineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListQuarantineResponse(_message.Message):
+    __slots__ = ("requests", "num_ended", "num_refused")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[QuarantinedRequest]
+    num_ended: int
+    num_refused: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[QuarantinedRequest, _Mapping]]] = ..., num_ended: _Optional[int] = ..., num_refused: _Optional[int] = ...) -> None: ...
+
+class QuarantinedRequest(_message.Message):
+    __slots__ = ("fingerprint", "request_id", "principal", "num_prompt_tokens", "engine_ids", "left_s", "num_refused")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    request_id: str
+    principal: str
+    num_prompt_tokens: int
+    engine_ids: _containers.RepeatedScalarFieldContainer[str]
+    left_s: float
+    num_refused: int
+    def __init__(self, fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ..., principal: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., engine_ids: _Optional[_Iterable[str]] = ..., left_s: _Optional[float] = ..., num_refused: _Optional[int] = ...) -> None: ...
+
+class ReleaseQuarantineRequest(_message.Message):
+    __slots__ = ("fingerprint",)
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    def __init__(self, fingerprint: _Optional[str] = ...) -> None: ...
+
+class ReleaseQuarantineResponse(_message.Message):
+    __slots__ = ("num_released",)
+    NUM_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    num_released: int
+    def __init__(self, num_released: _Optional[int] = ...) -> None: ...
+
 class ListRequestsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -203,7 +247,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self, window_s: _Optional[float] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "num_open", "num_queued", "num_finished", "num_retried", "num_failed", "num_prompt_tokens", "num_output_tokens", "policy", "admission", "window_s", "num_finished_in_window", "ttft_s", "time_per_token_s", "total_s", "nodes")
+    __slots__ = ("uptime_s", "num_open", "num_queued", "num_finished", "num_retried", "num_failed", "num_prompt_tokens", "num_output_tokens", "policy", "admission", "window_s", "num_finished_in_window", "ttft_s", "time_per_token_s", "total_s", "nodes", "overload")
     class NumFailedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +271,7 @@ class GetStatsResponse(_message.Message):
     TIME_PER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    OVERLOAD_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     num_open: int
     num_queued: int
@@ -243,7 +288,27 @@ class GetStatsResponse(_message.Message):
     time_per_token_s: Percentiles
     total_s: Percentiles
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStats]
-    def __init__(self, uptime_s: _Optional[float] = ..., num_open: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_retried: _Optional[int] = ..., num_failed: _Optional[_Mapping[str, int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., admission: _Optional[_Union[AdmissionDescription, _Mapping]] = ..., window_s: _Optional[float] = ..., num_finished_in_window: _Optional[int] = ..., ttft_s: _Optional[_Union[Percentiles, _Mapping]] = ..., time_per_token_s: _Optional[_Union[Percentiles, _Mapping]] = ..., total_s: _Optional[_Union[Percentiles, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStats, _Mapping]]] = ...) -> None: ...
+    overload: OverloadDescription
+    def __init__(self, uptime_s: _Optional[float] = ..., num_open: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_retried: _Optional[int] = ..., num_failed: _Optional[_Mapping[str, int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., admission: _Optional[_Union[AdmissionDescription, _Mapping]] = ..., window_s: _Optional[float] = ..., num_finished_in_window: _Optional[int] = ..., ttft_s: _Optional[_Union[Percentiles, _Mapping]] = ..., time_per_token_s: _Optional[_Union[Percentiles, _Mapping]] = ..., total_s: _Optional[_Union[Percentiles, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStats, _Mapping]]] = ..., overload: _Optional[_Union[OverloadDescription, _Mapping]] = ...) -> None: ...
+
+class OverloadDescription(_message.Message):
+    __slots__ = ("level", "reason", "signals", "num_refused")
+    class SignalsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SIGNALS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    reason: str
+    signals: _containers.ScalarMap[str, float]
+    num_refused: int
+    def __init__(self, level: _Optional[str] = ..., reason: _Optional[str] = ..., signals: _Optional[_Mapping[str, float]] = ..., num_refused: _Optional[int] = ...) -> None: ...
 
 class AdmissionDescription(_message.Message):
     __slots__ = ("num_queued", "num_queued_tokens", "num_begun", "expected_wait_s", "num_refused")

@@ -97,26 +97,23 @@ class Connection:
         self._queue += cut_parts(parts, PIECE_BYTES)
         self._queued_bytes += sum(map(len, parts))
 
-    def progress(self) -> bool:
-        """Go on as far as is possible at once, for a turn; whether anything moved."""
+    def progress(self) -> None:
+        """Go on as far as is possible at once, for a turn."""
         if self._socket is None or self.problem or not (self.is_ready or self.has_more):
-            return False
-        self.is_ready = False
-        self._has_more = self._wants_write = False
+            return
+        self.is_ready = self._has_more = self._wants_write = False
         try:
             if not self.is_secure:
                 self._socket.do_handshake()
                 self.is_secure = True
-            moved = self._send(self._socket)
-            return self._receive(self._socket) or moved
+            self._send(self._socket)
+            self._receive(self._socket)
         except ssl.SSLWantReadError:
-            return False
+            pass
         except ssl.SSLWantWriteError:
             self._wants_write = True
-            return False
         except (OSError, ValueError, TransferError) as error:
             self.close(describe(error))
-            return True
 
     def flush(self) -> None:
         """Send what can be sent at once."""
@@ -126,7 +123,7 @@ class Connection:
             except (OSError, ValueError) as error:
                 self.close(describe(error))
 
-    def _send(self, sock: ssl.SSLSocket) -> bool:
+    def _send(self, sock: ssl.SSLSocket) -> None:
         num_sent = 0
         try:
             while self._queue and num_sent < ROUND_BYTES:
@@ -144,9 +141,8 @@ class Connection:
             pass
         self._has_more |= bool(self._queue) and not self._wants_write
         self.sent_bytes += num_sent
-        return num_sent > 0
 
-    def _receive(self, sock: ssl.SSLSocket) -> bool:
+    def _receive(self, sock: ssl.SSLSocket) -> None:
         num_received = 0
         try:
             while num_received < ROUND_BYTES and not self.problem:
@@ -154,7 +150,7 @@ class Connection:
                 if received == 0:
                     amid = " in the middle of a frame" if self.reader.is_amid else ""
                     self.close(f"the other end has closed the connection{amid}")
-                    return True
+                    return
                 num_received += received
                 frame = self.reader.advance(received)
                 if frame is not None:
@@ -164,7 +160,6 @@ class Connection:
             pass
         except ssl.SSLWantWriteError:
             self._wants_write = True
-        return num_received > 0
 
     def end_sending(self) -> None:
         """Say that nothing more comes; what was sent before still arrives."""

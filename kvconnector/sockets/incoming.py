@@ -63,6 +63,9 @@ class Incoming:
         on_message: takes a peer's message.
         clock: seconds that never go back.
 
+    Attributes:
+        is_ready: its owner has seen that somebody dials.
+
     Raises:
         ConfigError: it cannot listen there.
     """
@@ -87,6 +90,7 @@ class Incoming:
         self._incoming: list[_Incoming] = []  # the oldest first
         self._log_at = clock()
         self._num_not_logged = 0
+        self.is_ready = False
         try:
             family, _, _, _, address = socket.getaddrinfo(*at, type=socket.SOCK_STREAM)[0]
             self.listener = socket.create_server(address[:2], family=family, backlog=64)
@@ -104,16 +108,16 @@ class Incoming:
         """What is to be watched, and `progress` called for."""
         return [incoming.connection for incoming in self._incoming]
 
-    def progress(self) -> bool:
-        """Go on as far as is possible at once; whether anything moved."""
-        self._accept()
-        moved = False
+    def progress(self) -> None:
+        """Go on as far as is possible at once."""
+        if self.is_ready:
+            self.is_ready = False
+            self._accept()
         for incoming in self._incoming:
-            moved |= incoming.connection.progress()
+            incoming.connection.progress()
             self._tell(incoming)
             self._check(incoming)
         self._incoming = [i for i in self._incoming if not i.connection.problem]
-        return moved
 
     def close(self) -> None:
         self.listener.close()

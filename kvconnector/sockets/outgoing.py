@@ -157,23 +157,21 @@ class Outgoing:
         """Whether something is on its way to the peer."""
         return bool(self._writes or self._waiting)
 
-    def progress(self) -> bool:
-        """Go on as far as is possible at once; whether anything moved."""
+    def progress(self) -> None:
+        """Go on as far as is possible at once."""
         if self.problem:
-            return False
-        moved = False
+            return
         if self._ended is not None:
-            moved |= self._ended.progress()
+            self._ended.progress()
             if self._ended.problem or self._clock() - self._dialled_at >= DIAL_TIMEOUT_S:
                 self._ended.close("it was renewed")
                 self._ended = None
         if self._connection is not None:
-            return self._go_on(self._connection) or moved
-        if self._raw is not None:
+            self._go_on(self._connection)
+        elif self._raw is not None:
             self._await_tcp(self._raw)
         elif self._waiting and self._clock() >= self._retry_at:
             self._dial()
-        return moved
 
     def close(self) -> None:
         self._fail("the connection was closed")
@@ -234,11 +232,10 @@ class Outgoing:
         )
         self._go_on(self._connection)
 
-    def _go_on(self, connection: Connection) -> bool:
+    def _go_on(self, connection: Connection) -> None:
         was_secure = connection.is_secure
-        moved = connection.progress()
+        connection.progress()
         if connection.is_secure and not was_secure and not connection.problem:
-            moved = True
             if self._identity.shown(connection.socket) == self._shown:
                 connection.post(self._hello)
                 connection.progress()
@@ -247,10 +244,8 @@ class Outgoing:
         if not self._is_welcome and self._clock() - connection.made_at >= DIAL_TIMEOUT_S:
             connection.close("no answer")
         if connection.problem:
-            moved = True
             self._connection = None
             self._retry(connection.problem)
-        return moved
 
     def _retry(self, failure: str) -> None:
         """Dial again in a while, if the peer may not know us yet."""

@@ -182,18 +182,21 @@ class TlsTransport:
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Also all progress: goes on for a moment while bytes of blocks come or go."""
-        until = self._clock() + ROUND_S
+        until = time.monotonic() + ROUND_S  # (not of the injected clock: this waits for sockets)
         self._look(0.0)
-        while self._progress() and self._is_amid() and self._clock() < until:
-            self._look(until - self._clock())
+        self._progress()
+        while self._is_amid() and (left_s := until - time.monotonic()) > 0:
+            self._look(left_s)
+            self._progress()
         for engine_id in self._grants.keys() - self._peers.keys():
             del self._grants[engine_id]
         taken, self._inbox = self._inbox, []
         return taken
 
-    def _progress(self) -> bool:
-        outgoing = [out.progress() for out in list(self._outgoing.values())]
-        return self._incoming.progress() or any(outgoing)
+    def _progress(self) -> None:
+        for outgoing in list(self._outgoing.values()):
+            outgoing.progress()
+        self._incoming.progress()
 
     def _connections(self) -> list[Connection]:
         out = [c for outgoing in self._outgoing.values() for c in outgoing.connections()]
@@ -221,6 +224,8 @@ class TlsTransport:
         for descriptor, _ in poller.poll(max(0.0, seconds) * 1e3):
             if descriptor in by_descriptor:
                 by_descriptor[descriptor].is_ready = True
+            elif descriptor == self._incoming.listener.fileno():
+                self._incoming.is_ready = True
 
     def _on_message(self, engine_id: str, payload: bytes) -> None:
         self._inbox.append((engine_id, payload))

@@ -25,18 +25,24 @@ def explain_now(
     num_prompt_tokens: int,
     max_tokens: int,
     token_ids: Sequence[int] | None = None,
+    cache_salt: bytes = b"",
 ) -> Decision:
     """The decision on a prompt.
 
     Args:
         token_ids: of the prompt; None: with nothing of it cached.
+        cache_salt: of whose prompt it would be.
 
     Raises NodeUnavailableError when there is no place for it.
     """
     pool = dispatcher.pool
 
     def find_cached_tokens() -> Mapping[str, int]:
-        return {} if token_ids is None else pool.prefix_index.match_tokens(PromptHashes(token_ids))
+        return (
+            {}
+            if token_ids is None
+            else pool.prefix_index.match_tokens(PromptHashes(token_ids, cache_salt))
+        )
 
     query = RouteQuery(
         num_prompt_tokens=num_prompt_tokens,

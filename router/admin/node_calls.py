@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 
-from google.protobuf.message import DecodeError
-
 from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError
 from baton.link import AdminCall
 from baton.stack_sampler import MAX_SECONDS
@@ -65,13 +63,11 @@ class NodeCalls:
         try:
             node.send(AdminCall(call_id, request.SerializeToString(), timeout_s, self._operator))
             async with asyncio.timeout(timeout_s):
-                response = admin_pb2.NodeAdminResponse.FromString(await answer)
+                response = await answer
         except TimeoutError:
             raise NodeUnavailableError(
                 f"{node.name}: did not answer within {timeout_s:g} s"
             ) from None
-        except DecodeError:
-            raise NodeUnavailableError(f"{node.name}: its answer is no message") from None
         except InvalidRequestError:
             raise
         except BatonError as error:

@@ -16,7 +16,7 @@ from baton.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from baton.identity import Role
+from baton.identity import Principal, Role
 from baton.link import DrainCommand
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from baton.version import __version__
@@ -26,6 +26,8 @@ from router.admin.views import (
     describe_decision,
     describe_lost,
     describe_node,
+    describe_overload,
+    describe_quarantine,
     describe_request,
     describe_stats,
 )
@@ -33,6 +35,7 @@ from router.call import scoped_id
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.node import Node
+from router.overload import Overload
 from router.policies import POLICIES
 from router.request_log import RequestRecord
 from router.request_stats import DEFAULT_WINDOW_S, window_stats
@@ -52,6 +55,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         intake: tokenizes prompts.
         model: name that the router was given.
         policy: name of the dispatcher's.
+        overload: of the router.
         on_policy: called with the name of a policy that was chosen.
     """
 
@@ -62,6 +66,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         *,
         model: str,
         policy: str,
+        overload: Overload | None = None,
         on_policy: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._dispatcher = dispatcher
@@ -69,6 +74,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._intake = intake
         self._model = model
         self._policy = policy
+        self._overload = overload or Overload()
         self._on_policy = on_policy
 
     # ------------------------------------------------------------------ nodes
@@ -135,6 +141,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         window = window_stats(log, request.window_s or DEFAULT_WINDOW_S)
         response = describe_stats(log, window, self._dispatcher.admission.state())
         response.policy = self._policy
+        response.overload.CopyFrom(describe_overload(self._overload.state()))
         return response
 
     async def ListRequests(  # gRPC's naming
@@ -172,7 +179,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 decisions = dispatcher.decisions.get(scoped_id(record.request_id, record.tenant))
             case "prompt":
                 token_ids = await self._intake.tokenize(request.prompt)
-                decisions = [explain_now(dispatcher, len(token_ids), max_tokens, token_ids)]
+                whose = Principal(tenant=tenant) if tenant else context.principal
+                salt = self._intake.cache_salts.of(whose)
+                num_tokens = len(token_ids)
+                decisions = [explain_now(dispatcher, num_tokens, max_tokens, token_ids, salt)]
             case "num_prompt_tokens" if request.num_prompt_tokens:
                 decisions = [explain_now(dispatcher, request.num_prompt_tokens, max_tokens)]
             case _:
@@ -193,6 +203,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise NotFoundError(f"request {request.request_id!r} is not open")
         _note(context, f"abort {request.request_id}")
         return admin_pb2.AbortResponse()
+
+    async def ListQuarantine(  # gRPC's naming
+        self, request: admin_pb2.ListQuarantineRequest, context: Context
+    ) -> admin_pb2.ListQuarantineResponse:
+        """What is refused because nodes died of one like it."""
+        return describe_quarantine(self._dispatcher.suspects)
+
+    async def ReleaseQuarantine(  # gRPC's naming
+        self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
+    ) -> admin_pb2.ReleaseQuarantineResponse:
+        """Refuse it no longer."""
+        num_released = self._dispatcher.suspects.release(request.fingerprint)
+        _note(context, f"release {request.fingerprint or 'all'}: {num_released}")
+        return admin_pb2.ReleaseQuarantineResponse(num_released=num_released)
 
     # ------------------------------------------------------------------ the router
 

@@ -9,8 +9,10 @@ from router.admission import AdmissionState
 from router.decisions import Decision
 from router.node import Node
 from router.node_pool import NodePool
+from router.overload import OverloadState
 from router.request_log import RequestLog, RequestRecord
 from router.request_stats import NodeFigures, Percentiles, WindowStats
+from router.suspects import Suspects
 
 
 def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
@@ -92,6 +94,27 @@ def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
     return trace
 
 
+def describe_quarantine(suspects: Suspects) -> admin_pb2.ListQuarantineResponse:
+    """What is refused because nodes died of one like it."""
+    now = suspects.clock()
+    return admin_pb2.ListQuarantineResponse(
+        requests=[
+            admin_pb2.QuarantinedRequest(
+                fingerprint=one.fingerprint,
+                request_id=one.request_id,
+                principal=one.principal,
+                num_prompt_tokens=one.num_prompt_tokens,
+                engine_ids=one.engine_ids,
+                left_s=one.expires_at - now,
+                num_refused=one.num_refused,
+            )
+            for one in suspects.quarantined
+        ],
+        num_ended=suspects.num_ended_total,
+        num_refused=suspects.num_refused_total,
+    )
+
+
 def describe_stats(
     log: RequestLog, window: WindowStats, admission: AdmissionState
 ) -> admin_pb2.GetStatsResponse:
@@ -124,6 +147,16 @@ def describe_stats(
         )
     )
     return response
+
+
+def describe_overload(state: OverloadState) -> admin_pb2.OverloadDescription:
+    """How near the router is to its own limits."""
+    return admin_pb2.OverloadDescription(
+        level=state.level.name.lower(),
+        reason=state.reason,
+        signals=state.signals,
+        num_refused=state.num_refused,
+    )
 
 
 def _describe_figures(name: str, figures: NodeFigures) -> admin_pb2.NodeStats:

@@ -10,7 +10,7 @@ from baton.errors import InvalidRequestError
 from baton.outputs import FinishReason, TextDelta
 from router.choices import accept_choices
 from router.http.conversation import chat_prompt, forced_call, output_parser
-from router.http.exchange import Exchange, generation_request, read_body
+from router.http.exchange import PRINCIPAL, Exchange, generation_request, read_body
 from router.http.logprobs import TokenTexts
 from router.http.responses import (
     AssistantMessage,
@@ -107,7 +107,7 @@ async def chat_completions(
     body = await read_body(request, ChatRequest, model_name=model_name)
     with as_client_wrote(body):
         forced = forced_call(body)
-    prompt = await intake.tokenize(chat_prompt(body))
+    prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
     params = sampling_params(
         body,
         max_tokens=_max_tokens(body, intake.max_model_len - len(prompt)),

@@ -11,7 +11,7 @@ from aiohttp import web
 from baton.errors import InvalidRequestError
 from baton.outputs import TextDelta
 from router.choices import accept_choices, check_num_outputs
-from router.http.exchange import Exchange, generation_request, read_body
+from router.http.exchange import PRINCIPAL, Exchange, generation_request, read_body
 from router.http.logprobs import TokenTexts
 from router.http.responses import CompletionChoice, CompletionLogprobs
 from router.http.sampling import as_client_wrote, sampling_params
@@ -81,7 +81,7 @@ async def completions(request: web.Request, intake: Intake, model_name: str) -> 
     check_num_outputs("prompt", len(given) * params.n)
     prompts = []
     for prompt in given:
-        prompts.append(await intake.tokenize(prompt))
+        prompts.append(await intake.tokenize(prompt, request[PRINCIPAL]))
         await asyncio.sleep(0)  # many prompts take long: others' tokens come in between
     generation = generation_request(request, body, prompts[0], params, received_at)
     with as_client_wrote(body):

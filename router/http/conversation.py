@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -11,7 +10,7 @@ from baton.errors import InvalidRequestError
 from baton.structured_output import StructuredOutput
 from router.http.schema import ChatRequest, Message, NamedToolChoice, Tool
 from router.http.tool_calls import OneCall, OutputParser, PlainText, TaggedCalls
-from router.intake import ChatPrompt
+from router.texts import ChatPrompt, check_num_messages
 
 _OURS = ("messages", "tools", "add_generation_prompt")
 
@@ -24,6 +23,7 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
             raise InvalidRequestError("chat_template_kwargs", f"must not have {name}")
     if not request.messages:
         raise InvalidRequestError("messages", "must have at least 1 message, got 0")
+    check_num_messages(len(request.messages))
     return ChatPrompt(
         [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)],
         tools=[_without_none(tool) for tool in offered_tools(request)],
@@ -87,10 +87,10 @@ def _message(message: Message, field: str) -> dict[str, Any]:
                 "type": call.type,
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, f"{field}.tool_calls[{i}]"),
+                    "arguments": call.function.arguments,
                 },
             }
-            for i, call in enumerate(message.tool_calls)
+            for call in message.tool_calls
         ]
     return plain
 
@@ -106,17 +106,6 @@ def _text(message: Message, field: str) -> str:
             )
         texts.append(part.text)
     return "\n".join(texts)
-
-
-def _arguments(text: str, field: str) -> dict[str, Any]:
-    """Templates want the object that OpenAI's API sends as a text."""
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidRequestError(f"{field}.function.arguments", "must be JSON of an object")
-    return arguments
 
 
 def _without_none(tool: Tool) -> dict[str, Any]:

@@ -35,6 +35,7 @@ BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
 # A client that takes nothing for so long after its deadline is cut off.
 READ_GRACE_S = 30.0
+_MAX_SHOWN_CHARS = 256  # of what a client wrote, in an error about it
 
 
 class Dialect(Protocol):
@@ -222,5 +223,5 @@ def _receipt_of(delta: TextDelta) -> Receipt:
 
 def unknown_model(model: str, model_name: str) -> ApiError:
     """Another model than the one that is served."""
-    message = f"model: {model!r} does not exist here, {model_name!r} is served"
+    message = f"model: {model[:_MAX_SHOWN_CHARS]!r} does not exist here, {model_name!r} is served"
     return ApiError(404, message, param="model", code="model_not_found")

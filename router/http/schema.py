@@ -13,7 +13,14 @@ import msgspec
 from baton.errors import InvalidRequestError
 
 T = TypeVar("T")
+# What a body may cost to be read: about a tenth of a second, in which nothing else is served. A
+# million token ids, or a hundred thousand messages. (Bytes in texts count, too: it is a bound.)
+MAX_READING_COST = 2_000_000
+_COST_OF = {b",": 1, b":": 8, b"[": 10, b"{": 10}
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+_SURROGATE = re.compile(r"surrogate pair \(byte (\d+)\)")
+_KEY = re.compile(rb'"(\w{1,64})"[ \t\r\n]*+:')
+_KEY_WINDOW_BYTES = 1024
 _NAMED = re.compile(r"(unknown|missing required) field `([^`]*)`")
 
 
@@ -182,14 +189,40 @@ class ChatRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
 
 def decode(body: bytes, kind: type[T]) -> T:
     """A request of its JSON; raises InvalidRequestError naming the field that is wrong."""
+    _check_reading_cost(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except msgspec.DecodeError as error:
-        raise InvalidRequestError("body", f"is not JSON: {error}") from None
+        found = _SURROGATE.search(str(error))
+        field = _key_before(body, int(found[1])) if found else "body"
+        raise InvalidRequestError(field, f"is not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        position = body.find(error.object)
+        raise InvalidRequestError(
+            _key_before(body, position), f"is not valid UTF-8 at byte {position + error.start}"
+        ) from None
     except RecursionError:
         raise InvalidRequestError("body", "is nested too deeply") from None
+
+
+def _check_reading_cost(body: bytes) -> None:
+    if len(body) * max(_COST_OF.values()) <= MAX_READING_COST:
+        return
+    cost = sum(body.count(sign) * weight for sign, weight in _COST_OF.items())
+    if cost > MAX_READING_COST:
+        raise InvalidRequestError(
+            "body",
+            "has too many values: commas, 8 x colons and 10 x opening brackets must be at most "
+            f"{MAX_READING_COST} together, got {cost}",
+        )
+
+
+def _key_before(body: bytes, position: int) -> str:
+    """The key that a text at a place in a body belongs to, as far as one can see from there."""
+    keys = _KEY.findall(body, max(position - _KEY_WINDOW_BYTES, 0), position)
+    return keys[-1].decode() if keys else "body"
 
 
 def _invalid(message: str) -> InvalidRequestError:

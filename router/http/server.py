@@ -17,16 +17,18 @@ from baton.call_roles import ANY, INFER, LOOK, OPEN, Roles
 from baton.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.connections import Listener
 from baton.credentials import http_credentials
-from baton.errors import ConfigError, InvalidRequestError
+from baton.errors import ConfigError, InvalidRequestError, OverloadedError
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import ApiError, error_middleware, error_response
 from router.http.exchange import PRINCIPAL, REQUEST_ID, unknown_model
+from router.http.rate_headers import rate_headers
 from router.http.responses import ModelList, ModelObject
 from router.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
 from router.metrics import RouterMetrics
 from router.node_pool import NodePool
+from router.overload import Overload
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
@@ -48,6 +50,7 @@ class HttpServer:
         cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
         grace_s: when it stops, requests in progress have so long to end.
         limits: of connections.
+        overload: says what is not taken on.
         tls: what it serves HTTPS with; None: HTTP.
     """
 
@@ -62,6 +65,7 @@ class HttpServer:
         cors_origin: str = "",
         grace_s: float = 0.0,
         limits: ConnectionLimits | None = None,
+        overload: Overload | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._intake = intake
@@ -73,6 +77,7 @@ class HttpServer:
         self._tls = tls
         self._created = int(time.time())
         self._is_stopping = False
+        self._overload = overload or Overload()
         app = web.Application(
             client_max_size=MAX_CLIENT_MESSAGE_BYTES,
             middlewares=[
@@ -131,6 +136,11 @@ class HttpServer:
         """Requests whose answers are not written yet."""
         return self._listener.counts.at_work
 
+    @property
+    def share_at_work(self) -> float:
+        """The same, of all connections that there may be."""
+        return self._listener.counts.at_work / self._listener.limits.max_connections
+
     def announce_stop(self) -> None:
         """Be ready no more, and keep no connection open behind its next answer."""
         self._is_stopping = True
@@ -156,6 +166,11 @@ class HttpServer:
             if coding.lower() != "identity":
                 message = f"{hdrs.CONTENT_ENCODING}: must be identity, got {coding[:20]!a}"
                 return error_response(ApiError(415, message))
+            if request.method == hdrs.METH_POST:
+                try:
+                    self._overload.check()  # before anything is read
+                except OverloadedError as error:
+                    return error_response(error)
             return await handler(request)
 
     @web.middleware
@@ -192,11 +207,13 @@ class HttpServer:
         return await handler(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        if self._is_stopping:
+        if self._is_stopping or self._overload.level:
             response.force_close()
             response.headers[hdrs.CONNECTION] = "close"
         if request_id := request.get(REQUEST_ID):
             response.headers[REQUEST_ID_HEADER] = request_id
+        if principal := request.get(PRINCIPAL):
+            response.headers.update(rate_headers(self._intake.rates_of(principal)))
         if self._cors_origin:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = self._cors_origin
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = "GET, POST"

@@ -59,41 +59,64 @@ class TaggedCalls:
     """Calls between tags, anywhere in the text; blanks between and behind calls are no text."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._held = ""  # outside: what may become a tag
         self._inside = False
+        self._parts: list[str] = []  # inside: the text so far,
+        self._end = ""  # and its end, in which a tag may begin
         self._after_call = False  # nothing but blanks came since
-        self._blanks = ""
+        self._blanks: list[str] = []
 
     def push(self, text: str) -> Iterator[str | ParsedCall]:
-        self._held += text
+        position = 0
         while True:
+            # A tag may have begun in what came before.
+            held, self._held, self._end = self._held or self._end, "", ""
+            if held:
+                text, position = held + text[position:], 0
             tag = CLOSE_TAG if self._inside else OPEN_TAG
-            before, found, after = self._held.partition(tag)
-            if not found:
+            found_at = text.find(tag, position)
+            if found_at < 0:
                 break
-            self._held = after
-            yield from self._call(before) if self._inside else self._text(before)
+            before, position = text[position:found_at], found_at + len(tag)
+            if self._inside:
+                yield from self._call(self._take(before))
+            else:
+                yield from self._text(before)
             self._inside = not self._inside
-        if not self._inside:
-            certain = len(self._held) - _num_held(self._held)
-            text, self._held = self._held[:certain], self._held[certain:]
-            yield from self._text(text)
+        if self._inside:
+            certain = max(len(text) - len(CLOSE_TAG) + 1, position)
+            self._parts.append(text[position:certain])
+            self._end = text[certain:]
+        else:
+            certain = max(len(text) - _num_held(text), position)
+            self._held = text[certain:]
+            yield from self._text(text[position:certain])
 
     def finish(self) -> Iterator[str | ParsedCall]:
-        held, self._held = self._held, ""
         if not self._inside:
+            held, self._held = self._held, ""
             yield from self._text(held)
-        elif (call := parse_call(held)) is not None:  # the model may end without its tag
+            return
+        held = self._take(self._end)
+        if (call := parse_call(held)) is not None:  # the model may end without its tag
             yield call
         else:
             yield from self._text(OPEN_TAG + held)
 
+    def _take(self, last: str) -> str:
+        """All the text between the tags."""
+        text = "".join([*self._parts, last])
+        self._parts.clear()
+        self._end = ""
+        return text
+
     def _text(self, text: str) -> Iterator[str]:
-        text = self._blanks + text
-        self._blanks = ""
         if self._after_call and (not text or text.isspace()):
-            self._blanks = text
-        elif text:
+            self._blanks.append(text)
+            return
+        text = "".join([*self._blanks, text])
+        self._blanks.clear()
+        if text:
             self._after_call = False
             yield text
 
@@ -102,7 +125,8 @@ class TaggedCalls:
         if call is None:
             yield from self._text(f"{OPEN_TAG}{text}{CLOSE_TAG}")
             return
-        self._after_call, self._blanks = True, ""
+        self._after_call = True
+        self._blanks.clear()
         yield call
 
 
@@ -110,29 +134,31 @@ class OneCall:
     """The whole output is one call without tags: a grammar saw to it."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._parts: list[str] = []
 
     def push(self, text: str) -> Iterator[str | ParsedCall]:
-        self._held += text
+        self._parts.append(text)
         return iter(())
 
     def finish(self) -> Iterator[str | ParsedCall]:
-        if self._held:  # what was cut short is no call
-            yield parse_call(self._held) or self._held
+        if held := "".join(self._parts):  # what was cut short is no call
+            yield parse_call(held) or held
 
 
 def parse_call(text: str) -> ParsedCall | None:
     """The call that a text describes; None if it does not."""
     try:
         call = json.loads(text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        arguments = call.get("arguments", {})
+        if not isinstance(arguments, dict):
+            return None
+        name, written = call["name"], json.dumps(arguments, ensure_ascii=False)
+        (name + written).encode()  # half a surrogate pair can be sent to nobody
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return None
-    return ParsedCall(call["name"], json.dumps(arguments, ensure_ascii=False))
+    return ParsedCall(name, written)
 
 
 def _num_held(text: str) -> int:

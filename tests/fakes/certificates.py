@@ -42,7 +42,9 @@ class Authority:
         """
         at_that_time = DevCA(now=now)
         at_that_time.key, at_that_time.certificate = self.ca.key, self.ca.certificate
-        parts = at_that_time.issue(Holder(name=name, uri_path=uri_path, hosts=hosts))
+        parts = at_that_time.issue(
+            Holder(name=name, uri_paths=(uri_path,) if uri_path else (), hosts=hosts)
+        )
         paths = [self.folder / f"{name}.crt", self.folder / f"{name}.key"]
         for path, data in zip(paths, parts, strict=True):
             replace(path, data)

@@ -261,7 +261,7 @@ def test_abort_ends_a_request_for_its_client_and_on_all_nodes(
     params = SamplingParams(max_tokens=2000, ignore_eos=True)
 
     async def run() -> None:
-        async with AsyncClient(deployment.config.listen) as client:
+        async with AsyncClient(deployment.config.listen, api_key=TOKEN) as client:
             with pytest.raises(RequestCancelledError, match="an operator ended the request"):
                 await read(client)
 
@@ -333,7 +333,7 @@ def test_drain_under_load_loses_nothing_then_resume_serves_and_remove_ends_the_p
 
 async def _drain_for_too_short_a_time(router: str, operator: Operator) -> str:
     params = SamplingParams(max_tokens=1500, ignore_eos=True)
-    async with AsyncClient(router) as client:
+    async with AsyncClient(router, api_key=TOKEN) as client:
         call = asyncio.create_task(client.generate(PROMPT, params))
         await asyncio.sleep(0.5)
         command = ("drain", "d1", "--wait", "--timeout-s", "0.6")

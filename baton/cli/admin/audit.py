@@ -16,7 +16,7 @@ from baton.cli.admin.connection import (
     takes_admin_access,
 )
 from baton.cli.admin.output import format_seconds, is_json, make_console, make_table, print_json
-from baton.cli.tls_options import Access
+from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
 
 MAX_RANGES = 4  # of a holding, in the table; JSON has all
@@ -27,7 +27,7 @@ _NO_TRANSFER = ("request", "null block", "step in flight")
 def audit(
     node: OptionalNodeArgument = "",
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.

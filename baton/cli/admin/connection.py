@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import grpc
 import typer
 
-from baton.cli.tls_options import Access, takes_access
+from baton.cli.tls_options import RouterAccess, takes_access
 from baton.client import DEFAULT_ADDRESS
 from baton.client_messages import trailers_of
 from baton.error_details import error_from_trailers
@@ -54,7 +54,11 @@ takes_admin_access = takes_access(
     ],
 )
 TenantOption = Annotated[
-    str, typer.Option(help="Whose request it is, when several tenants have one of that id.")
+    str,
+    typer.Option(
+        help="Whose request it is, when several tenants have one of that id; of a prompt, "
+        "whose it would be."
+    ),
 ]
 OutputOption = Annotated[OutputFormat, typer.Option(help="For people, or for programs.")]
 
@@ -67,7 +71,7 @@ class AdminConnection:
         channel: to it.
     """
 
-    def __init__(self, access: Access, channel: grpc.Channel) -> None:
+    def __init__(self, access: RouterAccess, channel: grpc.Channel) -> None:
         self._access = access
         self._metadata = bearer(access.token)
         self._stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
@@ -103,7 +107,7 @@ class AdminError(Exception):
         self.exit_code = exit_code
 
     @classmethod
-    def of(cls, error: grpc.RpcError, access: Access) -> AdminError:
+    def of(cls, error: grpc.RpcError, access: RouterAccess) -> AdminError:
         """What a failed call means."""
         router = access.router
         code, details = error.code(), error.details() or ""
@@ -124,7 +128,7 @@ class AdminError(Exception):
 
 
 @contextmanager
-def connection(access: Access) -> Iterator[AdminConnection]:
+def connection(access: RouterAccess) -> Iterator[AdminConnection]:
     """Talk to a router; one line and the exit code for what goes wrong meanwhile."""
     try:
         with open_sync_channel(access.router, read_tls(access.tls)) as channel:
@@ -144,7 +148,7 @@ def complete_node(context: typer.Context, incomplete: str) -> list[str]:
     """Names of nodes that begin like this, asked of the router; none if it does not answer."""
     given = {name: value for name, value in context.params.items() if value}
     try:
-        access = Access(
+        access = RouterAccess(
             router=given.get("router", DEFAULT_ADDRESS),
             token=given.get("token", ""),
             tls=TlsOptions(

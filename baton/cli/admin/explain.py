@@ -15,7 +15,7 @@ from baton.cli.admin.connection import (
     takes_admin_access,
 )
 from baton.cli.admin.output import format_time, is_json, make_console, make_table, print_json
-from baton.cli.tls_options import Access
+from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
 
 
@@ -31,7 +31,7 @@ def explain(
     ] = 128,
     tenant: TenantOption = "",
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show the places that the routing policy looked at, and what it made of each.

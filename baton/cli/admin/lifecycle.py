@@ -23,7 +23,7 @@ from baton.cli.admin.connection import (
 )
 from baton.cli.admin.nodes import state_of
 from baton.cli.admin.output import is_json, print_json
-from baton.cli.tls_options import Access
+from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
 
 _POLL_S = 0.1
@@ -41,7 +41,7 @@ def drain(
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 300.0,
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Have a node take nothing new and end what it has; it stays, for `resume` or `remove`.
@@ -61,7 +61,7 @@ def resume(
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 10.0,
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Have a draining or drained node serve again."""
@@ -84,7 +84,7 @@ def remove(
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 300.0,
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Drain a node and end its process.

@@ -25,7 +25,7 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.cli.tls_options import Access
+from baton.cli.tls_options import RouterAccess
 from baton.rates import format_rate
 from baton.v1 import admin_pb2, node_pb2, types_pb2
 
@@ -34,7 +34,7 @@ _STYLES = {"serving": "green", "draining": "yellow", "drained": "cyan", "lost": 
 
 @takes_admin_access
 def nodes(
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """List the nodes that have joined a router, how busy they are, and whom they reach."""
@@ -52,7 +52,7 @@ def nodes(
 def node(
     name: NodeArgument,
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show one node."""

@@ -26,7 +26,7 @@ from baton.cli.admin.output import (
     print_json,
 )
 from baton.cli.receipt_table import format_bytes
-from baton.cli.tls_options import Access
+from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2, types_pb2
 
 RequestArgument = Annotated[str, typer.Argument(help="See `baton admin requests`.")]
@@ -41,7 +41,7 @@ def requests(
         bool, typer.Option("--open", help="Of the router: only those in progress.")
     ] = False,
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """List the last requests of the router; or, of one node, all that are open there."""
@@ -64,7 +64,7 @@ def trace(
     request_id: RequestArgument,
     tenant: TenantOption = "",
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Tell the life of one of the router's last requests."""
@@ -91,7 +91,7 @@ def abort(
     request_id: RequestArgument,
     tenant: TenantOption = "",
     *,
-    access: Access,
+    access: RouterAccess,
 ) -> None:
     """End an open request, on its nodes too; its client is told CANCELLED."""
     with connection(access) as admin:

@@ -23,7 +23,7 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.cli.tls_options import Access
+from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
 
 _RANKS = ("p50", "p90", "p99", "max")
@@ -35,7 +35,7 @@ def stats(
         float, typer.Option(help="Latencies are of so many last seconds.", min=1)
     ] = 60.0,
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show how many requests there were, how they ended, and how long they took."""
@@ -92,6 +92,8 @@ def _counts(found: admin_pb2.GetStatsResponse) -> Table:
             f"{format_seconds(admission.expected_wait_s)} expected",
         )
         table.add_row("refused", _by_reason(admission.num_refused) or "0")
+    if found.overload.reason:
+        table.add_row("overload", f"{found.overload.level}: {found.overload.reason}")
     return table
 
 

@@ -17,7 +17,7 @@ from baton.cli.admin.connection import AdminConnection, connection, takes_admin_
 from baton.cli.admin.nodes import nodes_table
 from baton.cli.admin.output import format_count, format_seconds, make_console
 from baton.cli.admin.stats import latencies_table
-from baton.cli.tls_options import Access
+from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
 
 
@@ -38,7 +38,7 @@ def top(
         bool, typer.Option("--once", help="Look twice, print that, and end; also without a tty.")
     ] = False,
     *,
-    access: Access,
+    access: RouterAccess,
 ) -> None:
     """Watch a router and its nodes; Ctrl-C ends it."""
     # Also where Ctrl-C is ignored from the start, as for what a script starts in the background.

@@ -18,7 +18,7 @@ from baton.cli.admin.connection import (
     takes_admin_access,
 )
 from baton.cli.admin.output import format_seconds, is_json, make_console, make_table, print_json
-from baton.cli.tls_options import Access
+from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
 
 ROUTER = "router"
@@ -29,7 +29,7 @@ policy = typer.Typer(no_args_is_help=True, help="See or change how requests are 
 @policy.command("get")
 @takes_admin_access
 def get_policy(
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Print the routing policy, and those that there are."""
@@ -47,7 +47,7 @@ def get_policy(
 def set_policy(
     name: Annotated[str, typer.Argument(help="See `baton admin policy get`.")],
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Place requests by another policy from now on; until the router's next start."""
@@ -63,7 +63,7 @@ def set_policy(
 def flush_cache(
     node: OptionalNodeArgument = "",
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Empty the prefix cache of a node, or of all; requests in progress keep what they have."""
@@ -83,7 +83,7 @@ def log_level(
     name: ServerArgument,
     level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
     *,
-    access: Access,
+    access: RouterAccess,
 ) -> None:
     """Set what a node, or the router (its name here is `router`), logs from now on."""
     node = "" if name == ROUTER else name
@@ -99,7 +99,7 @@ def profile(
     seconds: Annotated[float, typer.Option(help="How long to watch.", min=0.1, max=60)] = 5.0,
     limit: Annotated[int, typer.Option(help="Functions to print.", min=1)] = 20,
     *,
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """See what a node's engine, or the router (named `router`), spends its time on.

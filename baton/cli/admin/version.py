@@ -11,14 +11,14 @@ from baton.cli.admin.connection import (
     takes_admin_access,
 )
 from baton.cli.admin.output import is_json, make_console, print_json
-from baton.cli.tls_options import Access
+from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
 from baton.version import __version__
 
 
 @takes_admin_access
 def version(
-    access: Access,
+    access: RouterAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Print the versions of this program, the router and its nodes, and whether they differ."""

@@ -88,7 +88,12 @@ def test_who_shows_a_certificate_is_who_it_names_unless_a_key_says_otherwise(pat
     assert access.principal_of(both).name == "bob"
     with pytest.raises(UnauthenticatedError):
         access.principal_of(Credentials(certificate=node, authorization="Bearer x"))
-    assert not Access(by_certificate=True).is_open
+    certificates_only = Access(by_certificate=True)
+    assert not certificates_only.is_open
+    # The client of OpenAI always sends a key, if only "none".
+    assert certificates_only.principal_of(Credentials(certificate=node, authorization="x")) == node
+    with pytest.raises(UnauthenticatedError):
+        certificates_only.principal_of(Credentials(authorization="Bearer x"))
 
 
 def test_roles_and_models_are_asked_for(path: Path) -> None:

@@ -140,7 +140,7 @@ class Connection:
 
 
 def test_grpc_and_https_tell_the_same_and_where_there_is_no_certificate_nobody() -> None:
-    pem, _ = DevCA().issue(Holder(name="bob", uri_path="tenant/acme/infer/bob"))
+    pem, _ = DevCA().issue(Holder(name="bob", uri_paths=("tenant/acme/infer/bob",)))
     der = x509.load_pem_x509_certificate(pem).public_bytes(_der())
     ours = certificate_identity(Context(pem))
     assert ours is not None
@@ -158,7 +158,7 @@ def _der() -> Any:
 
 def test_a_certificate_that_expires_while_the_connection_lasts_is_refused() -> None:
     old = DevCA(now=datetime.now(UTC) - timedelta(days=365))
-    pem, _ = old.issue(Holder(name="bob", uri_path="infer/bob"))
+    pem, _ = old.issue(Holder(name="bob", uri_paths=("infer/bob",)))
     with pytest.raises(UnauthenticatedError, match=r"infer/bob has expired; connect again"):
         certificate_identity(Context(pem))
 

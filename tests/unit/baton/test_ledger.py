@@ -63,7 +63,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
     def Audit(
         self, request: admin_pb2.AuditRequest, context: grpc.ServicerContext
     ) -> admin_pb2.AuditResponse:
-        ledger = wire_ledger.ledger_to_proto(self.ledger)
+        [ledger] = wire_ledger.ledger_to_protos(self.ledger, 2**16)
         nodes = [admin_pb2.NodeAudit(node_name="n0", ledger=ledger)]
         nodes += [admin_pb2.NodeAudit(node_name="n1", problem=text) for text in self.problems]
         return admin_pb2.AuditResponse(nodes=nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -119,3 +120,14 @@ def test_without_stop_strings_the_text_is_the_decoded_output() -> None:
     text = OutputText(TOKENIZER, SamplingParams())
     shown = "".join(text.push([token_id]) for token_id in token_ids) + text.push([], last=True)
     assert (shown, text.stopped, text.num_tokens) == (SENTENCE, False, len(token_ids))
+
+
+@pytest.mark.parametrize("step", [1, 7, 100_000])
+def test_long_stop_strings_cost_a_step_for_each_character(step: int) -> None:
+    """Sixteen of a thousand characters cost milliseconds for each token."""
+    search = StopStrings(["a" * (985 + i) + "b" for i in range(15)] + ["ab" * 500])
+    text = "a" * 20_000
+    began_at = time.process_time()
+    shown = "".join(search.push(text[i : i + step]) for i in range(0, len(text), step))
+    assert shown + search.flush() == text
+    assert time.process_time() - began_at < 3

@@ -121,6 +121,35 @@ def test_an_output_of_special_tokens_alone_is_no_text() -> None:
     assert push_all([[4094], [4093], [4095]]) == ["", "", ""]
 
 
+class CountingTokenizer:
+    """Counts the tokens that are decoded."""
+
+    num_decoded = 0
+
+    def decode(self, ids: list[int]) -> str:
+        self.num_decoded += len(ids)
+        return TOKENIZER.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "special", "text", "mixed", "bytes and text"])
+@pytest.mark.parametrize("step", [1, 3, 500])
+def test_what_is_decoded_grows_with_the_output_only(kind: str, step: int) -> None:
+    """Bytes that are no characters were decoded from the first one on with each one more."""
+    a_byte, text = TOKENIZER.encode("👩")[1], TOKENIZER.encode("some text, größer ")
+    ids = {
+        "bytes": [a_byte] * 4000,
+        "special": [4094] * 4000,
+        "text": text * 500,
+        "mixed": [a_byte, 4094] * 2000,
+        "bytes and text": ([a_byte] * 300 + text) * 13,
+    }[kind]
+    counting = CountingTokenizer()
+    detokenizer = Detokenizer(counting)  # type: ignore[arg-type]  # decodes
+    shown = [detokenizer.push(ids[i : i + step]) for i in range(0, len(ids), step)]
+    assert "".join([*shown, detokenizer.push([], last=True)]) == TOKENIZER.decode(ids)
+    assert counting.num_decoded < 30 * len(ids)
+
+
 @given(st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=1, max_size=8))
 def test_a_space_that_depends_on_the_token_before_is_not_lost(pieces: list[list[int]]) -> None:
     ids = [i for piece in pieces for i in piece]

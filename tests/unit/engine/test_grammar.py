@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
 from engine import LLM
 from engine.crash_dump import describe
-from engine.grammar import GrammarState
+from engine.grammar import GrammarState, allowed_token_masks
 from engine.grammar_compiler import MAX_CACHED, GrammarCompiler
 from engine.logits import adjust_logits
 from engine.request import Request, RequestStatus
@@ -259,3 +260,56 @@ def test_a_stop_token_may_cut_an_output_short(llm: LLM) -> None:
     params = choosing("aaaaaaaa", stop_token_ids=(last,), allowed_token_ids=(last,), max_tokens=9)
     completion = llm.generate("x", params)[0]
     assert (completion.text, completion.finish_reason) == ("a", FinishReason.STOP)
+
+
+def test_a_grammar_that_costs_too_much_ends_its_request_and_not_the_process(
+    compiler: GrammarCompiler,
+) -> None:
+    """It took gigabytes, and a thread of two, until the process was gone."""
+    schemas = [f'{{"type":"integer","multipleOf":{99999989 + i}}}' for i in range(3)]
+    hostile = [
+        request_of(SamplingParams(structured_output=StructuredOutput(json_schema=schema)), None)
+        for schema in schemas
+    ]
+    for request in hostile:
+        compiler.submit(request)
+    assert compiler.compile_now(choosing("well")).accept(TEXTS.index("w"))
+    ready: list[tuple[Request, object]] = []
+    while len(ready) < len(hostile):
+        ready += compiler.take_ready()
+        time.sleep(0.01)
+    for _, outcome in ready:
+        assert isinstance(outcome, InvalidRequestError)
+        assert "takes more than 1 s of processor time or 96 MiB of memory" in outcome.problem
+
+
+def test_a_grammar_whose_steps_grow_ends_its_request(compiler: GrammarCompiler) -> None:
+    """Each token took longer than the one before: all requests of the node wait for it."""
+    structured_output = StructuredOutput(grammar='start: start start | "a" | start start start')
+    state = compiler.compile_now(SamplingParams(structured_output=structured_output))
+    began_at = time.thread_time()
+    num_tokens = 0
+    while not state.problem and num_tokens < 2000:
+        state.allowed_bits()
+        state.accept(TEXTS.index("a"))
+        num_tokens += 1
+    assert "ms a token of the time that all" in state.problem or "Too many items" in state.problem
+    assert time.thread_time() - began_at < 0.005 * num_tokens + 1
+
+
+def test_grammars_that_cost_too_much_together_end_one_by_one(compiler: GrammarCompiler) -> None:
+    structured_output = StructuredOutput(grammar='start: start start | "a" | start start start')
+    params = SamplingParams(structured_output=structured_output)
+    states = [compiler.compile_now(params) for _ in range(16)]
+    well = compiler.compile_now(choosing("a" * 300))
+    longest_s = 0.0
+    for _ in range(200):
+        began_at = time.thread_time()
+        allowed_token_masks([*states, well], VOCAB_SIZE, torch.device("cpu"))
+        longest_s = max(longest_s, time.thread_time() - began_at)
+        for state in states:
+            state.accept(TEXTS.index("a"))
+        assert well.accept(TEXTS.index("a"))
+    assert all(state.problem for state in states)
+    assert not well.problem
+    assert longest_s < 1

@@ -330,3 +330,30 @@ async def test_the_journal_is_bounded_and_forgets_what_has_ended_first() -> None
             await begin("d")
         assert full.value.retry_delay_s == 1.0
         assert scene.journal.num_streams == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "problem"),
+    [
+        ("Tokenize", b"\x0a\x04\x0a\x02\xff\xfe", "prompt.text: is not valid UTF-8"),
+        ("Generate", b"\x0a\x02\xff\xfe", "request_id: is not valid UTF-8"),
+        ("Generate", b"\xff\xff", "request: is no message of this call"),
+        ("Generate", b"\x0a" * 5000, "request: is no message of this call"),
+        ("Tokenize", b"\x0a\x00" * 2_000_000, "request: must have at most 1000000 empty parts"),
+    ],
+)
+def test_bytes_that_are_no_message_are_the_clients_error(
+    method: str, message: bytes, problem: str
+) -> None:
+    """They were answered UNKNOWN, with a traceback in the log."""
+
+    @asynchronous
+    async def run() -> None:
+        async with served() as (_, client), open_channel(client._address) as channel:
+            call = channel.unary_stream(f"/baton.v1.Inference/{method}", bytes, bytes)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(message).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details() == problem
+
+    run()

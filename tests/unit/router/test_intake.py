@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from baton.errors import InvalidRequestError
 from baton.identity import ANYBODY, Limits, Principal
 from baton.sampling_params import SamplingParams
+from baton.structured_output import StructuredOutput
+from baton.tokenizer import Tokenizer
 from router.dispatcher import Dispatcher
 from router.intake import GenerationRequest, Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import asynchronous
 
+TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
 REQUEST = GenerationRequest(
     prompt=[1, 2, 3],
     sampling_params=SamplingParams(max_tokens=1),
@@ -52,6 +56,36 @@ def test_what_is_out_of_its_limit_is_named(field: str, value: object, problem: s
             await make_intake().accept(replace(REQUEST, **{field: value}))  # type: ignore[arg-type]
 
     run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"type":"integer","multipleOf":99999989}'),
+        ("grammar", "\n" * 65_000),
+        ("regex", "("),
+    ],
+)
+def test_a_grammar_that_cannot_be_had_is_refused_here_and_named(kind: str, text: str) -> None:
+    """The first one ended the nodes, the second held up router and nodes for a minute each."""
+    dispatcher = Dispatcher(make_pool(), LeastTokens())
+    intake = Intake(dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
+
+    def asking(kind: str, text: str) -> GenerationRequest:
+        structured_output = StructuredOutput(**{kind: text})  # type: ignore[arg-type]  # by name
+        params = SamplingParams(max_tokens=1, structured_output=structured_output)
+        return replace(REQUEST, sampling_params=params)
+
+    @asynchronous
+    async def run() -> None:
+        for _ in range(3):  # found out once
+            with pytest.raises(InvalidRequestError) as caught:
+                await intake.accept(asking(kind, text))
+            assert caught.value.field == f"structured_output.{kind}"
+        await intake.accept(asking("regex", "[a-z]+"))
+
+    run()
+    intake.close()
 
 
 @asynchronous

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from baton.connection_limits import ConnectionCounts
 from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError, OverloadedError
 from baton.link import NodeRole
 from baton.outputs import FinishReason, Receipt, TextDelta
 from router.admission import Admission, AdmissionOptions
 from router.capacity import Capacity
 from router.metrics import RouterMetrics
+from router.overload import Overload
+from router.suspects import Suspects
 from tests.fakes.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,
@@ -46,7 +49,9 @@ def values(metrics: RouterMetrics) -> dict[str, float]:
 def test_every_metric_is_described_in_the_document() -> None:
     pool = make_pool()
     admission = Admission(Capacity(lambda: pool.fleet))
-    text = RouterMetrics(pool, admission).text().decode()
+    metrics = RouterMetrics(pool, admission, Overload(), Suspects(pool.lost_nodes))
+    metrics.show_connections(ConnectionCounts())
+    text = metrics.text().decode()
     exported = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     documented = set(re.findall(r"^\| `(baton_\w+)` \|", DOCUMENT.read_text(), re.MULTILINE))
     assert {name for name in exported if not name.endswith("_created")} == documented

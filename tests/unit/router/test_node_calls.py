@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from baton.access import Access
-from baton.admin_answers import MAX_REPLY_BYTES, PART_BYTES, Answer
+from baton.admin_answers import PART_BYTES, Answer
 from baton.audit_log import AuditLog
 from baton.drain import Drain
 from baton.errors import InvalidRequestError, NodeUnavailableError
@@ -32,7 +32,7 @@ from baton.node_admin import NodeAdmin
 from baton.outputs import RequestOutput
 from baton.router_links import RouterLinks
 from baton.rpc import RpcServer
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.v1 import admin_pb2, node_pb2, node_pb2_grpc
 from router.admin.node_calls import NodeCalls
 from router.link_service import NodeLinkService
 from router.node import Node
@@ -180,27 +180,32 @@ async def test_a_ledger_of_megabytes_comes_in_parts_between_which_tokens_go() ->
         index = 0
         while not call.done():
             links.emit((RequestDelta(RequestOutput("r", index, (1,)), 1),))
-            index += 1
+            index = (index + 1) % 500
             node.send(RouterBeat())
             await asyncio.sleep(0.001)
         ledger = await call
         assert len(ledger.holdings) == 9_000
         assert sum(parts) > 8 * 2**20  # more than one message may have
-        assert max(parts) <= PART_BYTES
+        assert max(parts) <= PART_BYTES + 2000
         assert len({number for number in heard_at if 0 < number < len(parts)}) > 5
 
 
 @asynchronous
 async def test_an_answer_that_is_too_large_is_an_error_on_both_sides() -> None:
-    async def answer(call: AdminCall) -> bytes:
-        return bytes(MAX_REPLY_BYTES + 1)
+    async def answer(call: AdminCall) -> list[bytes]:
+        return [bytes(2**20)] * 17
 
     async with joined(answer) as (node, _):
-        with pytest.raises(NodeUnavailableError, match="d0: the answer has 16777217 bytes, the"):
+        with pytest.raises(NodeUnavailableError, match="d0: the answer has 17825792 bytes, the"):
             await NodeCalls().list_blocks(node)
         call_id, promise = node.replies.begin()  # of a node that keeps to no limit
+        part = admin_pb2.NodeAdminResponse(
+            list_blocks=admin_pb2.ListBlocksResponse(
+                holdings=[admin_pb2.BlockHolding(request_id="x" * 2**20)]
+            )
+        )
         for _ in range(17):
-            node.replies.take(AdminReply(call_id, bytes(2**20), last=False))
+            node.replies.take(AdminReply(call_id, part.SerializeToString(), last=False))
         with pytest.raises(NodeUnavailableError, match="the answer has more than 16777216 bytes"):
             await promise
 
@@ -211,16 +216,16 @@ async def test_a_node_that_answers_none_nothing_or_nonsense_is_one_line_that_nam
         with pytest.raises(NodeUnavailableError, match="d0: this node answers no admin calls"):
             await NodeCalls().list_blocks(node)
 
-    async def nonsense(call: AdminCall) -> bytes:
-        return b"\xff\xff"
+    async def nonsense(call: AdminCall) -> list[bytes]:
+        return [b"\xff\xff"]
 
     async with joined(nonsense) as (node, _):
         with pytest.raises(NodeUnavailableError, match="d0: its answer is no message"):
             await NodeCalls().list_blocks(node)
 
-    async def silent(call: AdminCall) -> bytes:
+    async def silent(call: AdminCall) -> list[bytes]:
         await asyncio.Event().wait()
-        return b""
+        return []
 
     async with joined(silent) as (node, _):
         impatient = NodeCalls(timeout_s=0.2)
@@ -235,10 +240,10 @@ async def test_a_node_that_answers_none_nothing_or_nonsense_is_one_line_that_nam
 async def test_a_node_that_goes_away_ends_the_calls_that_wait_for_it() -> None:
     asked = asyncio.Event()
 
-    async def silent(call: AdminCall) -> bytes:
+    async def silent(call: AdminCall) -> list[bytes]:
         asked.set()
         await asyncio.Event().wait()
-        return b""
+        return []
 
     async with joined(silent) as (node, _):
         call = asyncio.create_task(NodeCalls().list_blocks(node))

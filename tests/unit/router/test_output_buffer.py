@@ -9,6 +9,7 @@ import msgspec
 
 from baton.link import NodeRole
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.sampling_params import SamplingParams
 from router.node import LegDelta
 from router.output_buffer import OutputBuffer
 from router.wake_ups import WakeUps
@@ -85,7 +86,7 @@ def test_a_client_that_does_not_read_costs_four_bytes_a_token_and_holds_up_nobod
     async def run() -> None:
         scene = Scene(max_model_len=2**30)
         scene.reads.clear()
-        await scene.call("slow")
+        await scene.call("slow", SamplingParams(max_tokens=num_tokens + 1, seed=1))
         scene.prefill.say(token_1("slow", 0, epoch=scene.epoch))
         await scene.pause()
         tracemalloc.start()

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from google.protobuf import descriptor_pool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton import wire
@@ -167,6 +168,15 @@ def test_health_is_open_so_that_probes_need_no_key(keys_file: Path) -> None:
         async with served(Access(keys_file=keys_file)) as (_, channel):
             code, _ = await ask(channel, "/grpc.health.v1.Health/Check")
             assert code is grpc.StatusCode.OK
+            # A stream that stays open is not for strangers.
+            code, _ = await ask(channel, "/grpc.health.v1.Health/Watch")
+            assert code is grpc.StatusCode.UNAUTHENTICATED
+            stub = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest()
+            watch = stub.Watch(request, metadata=bearer(KEYS[Role.LOOK]), timeout=5)
+            status = await anext(aiter(watch))
+            assert status.status == health_pb2.HealthCheckResponse.SERVING
+            watch.cancel()
 
     run()
 

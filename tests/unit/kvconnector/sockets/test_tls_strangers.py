@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import socket
 import ssl
 
@@ -12,6 +14,7 @@ from baton.errors import TransferError
 from kvconnector.sockets import incoming, outgoing
 from kvconnector.sockets.connection import Connection
 from kvconnector.sockets.frames import Kind, WriteHead, encode_frame
+from kvconnector.sockets.outgoing import PostedWrite
 from tests.fakes.tls_ends import GRANTED, End, done, meet, rounds_until, where_of
 from tests.fakes.waiting import wait_until
 
@@ -205,3 +208,48 @@ def test_keys_are_renewed_when_they_have_done_enough(
     rounds_until(ends, lambda: len(out.connections()) == 1, "the end of the old connection")
     assert out.connections() != [before]
     assert before.problem
+
+
+def are_over(writes: list[PostedWrite]) -> bool:
+    return all(write.is_over for write in writes)
+
+
+def test_of_ten_thousand_forged_replayed_and_late_writes_none_lands(ends: tuple[End, End]) -> None:
+    """Of a peer that is known, while it and another have grants all the time."""
+    p, d = ends
+    other = End("p")
+    other.transport.connect(d.info)
+    d.transport.connect(other.info)
+    meet(p, d)
+    draw = random.Random(7)
+    granted, others, free = [1, 2], [3, 4], [0, 5, 6, 7]
+    d.transport.allow(other.id, ("b", 1), others)
+    num_refused = 0
+    for epoch in range(200):
+        d.transport.allow(p.id, ("a", epoch), granted)
+        good = p.transport.write(d.id, [0, 1], granted, None, ("a", epoch))
+        done(p, d, good)
+        ended = draw.random() < 0.5 and d.transport.forbid(p.id, ("a", epoch))
+        d.blocks[granted] = 0  # what was read of them is in use elsewhere
+        bad = []
+        for _ in range(50):
+            name, number, blocks = draw.choice(
+                [
+                    ("a", epoch + draw.randrange(1, 9), granted),  # of the future
+                    ("a", epoch, [draw.choice(granted), draw.choice(free)]),  # and more
+                    ("a", epoch, draw.sample(others, 1)),  # another's blocks
+                    ("b", 1, others),  # another's grant
+                    (draw.choice(["", "b", "A", "a\0"]), epoch, granted),
+                    *([("a", epoch, granted)] * 3 if ended else []),  # late, or once more
+                ]
+            )
+            local = list(range(len(blocks)))
+            layers = draw.choice([None, (0, 1), (1, 2)])
+            bad.append(p.transport.write(d.id, local, blocks, layers, (name, number)))
+        rounds_until((p, d), functools.partial(are_over, bad), "the end of all writes")
+        num_refused += sum(not write.is_taken for write in bad)
+        assert not d.blocks.any()
+        d.transport.forbid(p.id, ("a", epoch))
+    assert num_refused == 10_000
+    meet(other, d)
+    other.transport.close()

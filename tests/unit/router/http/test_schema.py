@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -77,3 +78,39 @@ def test_a_tool_choice_is_a_word_or_names_a_function() -> None:
     named = chat(tool_choice={"type": "function", "function": {"name": "f"}}).tool_choice
     assert isinstance(named, NamedToolChoice)
     assert named.function.name == "f"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"model": "m", "prompt": "abc\xff"}', "prompt"),
+        (b'{"model": "m", "prompt": "a", "stop": ["x", "y\xc3"]}', "stop"),
+        (b'{"model": "m", "prompt": "a", "metadata": {"who": "\xed\xa0\x80"}}', "who"),
+        (b'{"model": "m", "prompt": "\\ud800 is half of it"}', "prompt"),
+        (b'{"model": "m", "prompt": "a", "user": "and \\udfff, too"}', "user"),
+    ],
+)
+def test_text_that_is_no_unicode_is_named(body: bytes, field: str) -> None:
+    """It was an internal error, with a traceback."""
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(body, CompletionRequest)
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("item", ["[]", "{}", "1", '"1":1', '{"role":"user"}', '[{"a":[1]}]'])
+def test_a_body_of_too_many_values_is_refused_before_it_is_read(item: str) -> None:
+    items = ",".join([item] * (8_000_000 // (len(item) + 1)))
+    body = b'{"model": "m", "messages": [' + items.encode() + b"]}"
+    began_at = time.process_time()
+    with pytest.raises(InvalidRequestError, match=r"^(body: has too many values|messages)"):
+        decode(body, ChatRequest)
+    assert time.process_time() - began_at < 2
+
+
+def test_a_long_text_and_a_million_token_ids_are_read() -> None:
+    text = "def f(a, b):\n    return {'a': [a, b]}\n" * 30_000
+    body = json.dumps({"model": "m", "prompt": text}).encode()
+    assert decode(body, CompletionRequest).prompt == text
+    body = json.dumps({"model": "m", "prompt": list(range(1_000_000))}).encode()
+    assert len(decode(body, CompletionRequest).prompt) == 1_000_000

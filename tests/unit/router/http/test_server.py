@@ -28,7 +28,9 @@ from tests.fakes.nodes import make_pool
 
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT = "/v1/chat/completions"
-STREAM_BODY = b'{"model": "demo", "prompt": "x", "stream": true, "logprobs": 20}'
+STREAM_BODY = (
+    b'{"model": "demo", "prompt": "x", "stream": true, "logprobs": 20, "max_tokens": 10000}'
+)
 STREAM_REQUEST = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n" % len(STREAM_BODY)
@@ -425,3 +427,29 @@ def test_a_client_that_goes_away_is_no_error(
 
     run()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", b'{"model": "demo", "prompt": "a\xff"}', "prompt"),
+        (
+            CHAT,
+            b'{"model": "demo", "messages": [{"role": "user", "content": "x"}, {"role": '
+            b'"assistant", "tool_calls": [{"function": {"name": "f", "arguments": '
+            b'"{\\"x\\": \\"\\\\ud800\\"}"}}]}]}',
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_text_that_is_no_unicode_is_the_clients_error(path: str, body: bytes, param: str) -> None:
+    """They were internal errors, with tracebacks in the log."""
+
+    @on_http()
+    async def run(scene: HttpScene) -> None:
+        headers = {"Content-Type": "application/json"}
+        response = await scene.session.post(scene.url + path, data=body, headers=headers)
+        assert response.status == 400
+        assert (await error_of(response))["param"] == param
+
+    run()

@@ -39,7 +39,7 @@ def test_the_reader_reads_the_standards_examples_wherever_they_are_cut(
 @on_http()
 async def test_lines_in_a_text_do_not_break_events(scene: HttpScene) -> None:
     text = "one\n\ndata: [DONE]\r\n\r\u2028€ two"
-    reply = scene.post(stream=True)
+    reply = scene.post(stream=True, max_tokens=100)
     scene.say(await scene.command(), 0, text, last=FinishReason.LENGTH)
     response = await reply
     *chunks, done = EventSourceReader().push(await response.read())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -84,3 +85,27 @@ def test_a_forced_call_is_the_whole_output() -> None:
 
 def test_without_tools_tags_are_text() -> None:
     assert parse(PlainText(), CALL, "") == [CALL]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" + "x" * 300_000,
+        CALL + " " * 300_000,
+        "<tool_call></tool_call>" * 15_000,
+        "<tool_cal" * 35_000,
+        "<tool_call>" + "</tool_cal" * 30_000,
+    ],
+    ids=["a call", "blanks", "calls", "beginnings", "ends"],
+)
+@pytest.mark.parametrize("size", [1, 400_000])
+def test_a_long_output_is_parsed_in_time_that_grows_with_it_only(text: str, size: int) -> None:
+    began_at = time.process_time()
+    found = parse(TaggedCalls(), *(text[i : i + size] for i in range(0, len(text), size)))
+    assert time.process_time() - began_at < 8  # what was quadratic took minutes
+    assert sum(len(one) for one in found if isinstance(one, str)) in (len(text), 0)
+
+
+def test_a_call_that_cannot_be_sent_to_anybody_is_text() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'
+    assert parse(TaggedCalls(), text) == [text]

@@ -1,0 +1,189 @@
+"""Overload: how near the router is to its own limits, and what it does not take on because of it.
+
+    normal -> shed (less urgent requests are refused, connections are not kept open)
+           -> critical (all requests are refused; health, operators and nodes are served)
+
+Each signal has a level of its own, and the worst counts. A level is reached at once, and left when
+its signals have been well below it for a while. Knows no API and no operating system: whoever
+measures says so with `note`, whoever refuses asks `level`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from baton.errors import OverloadedError
+
+logger = logging.getLogger(__name__)
+
+HOLD_S = 2.0  # that all must be well before a level is left
+_WELL_BELOW = 0.9  # of what a level is reached at
+_RETRY_DELAY_S = 2.0
+
+
+class Level(IntEnum):
+    """How much is refused."""
+
+    NORMAL = 0
+    SHED = 1
+    CRITICAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """From which value of a signal on which level is reached.
+
+    Attributes:
+        unit: of the values, for people; empty for shares of 1.
+    """
+
+    shed: float
+    critical: float
+    unit: str = ""
+
+    def level(self, value: float) -> Level:
+        """Of a value."""
+        return Level((value >= self.shed) + (value >= self.critical))
+
+    def describe(self, value: float) -> str:
+        """The value for people."""
+        return f"{value:.2f} {self.unit}" if self.unit else f"{100 * value:.0f} %"
+
+
+# A loop that is late by so much each time it looks; shares of what the process may have. Of the
+# connections only those at work count: others make way.
+THRESHOLDS: Mapping[str, Threshold] = {
+    "loop_lag": Threshold(0.5, 2.0, "s"),
+    "descriptors": Threshold(0.85, 0.95),
+    "memory": Threshold(0.85, 0.95),
+    "connections": Threshold(0.9, math.inf),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverloadState:
+    """What operators see.
+
+    Attributes:
+        reason: the signals that the level is due to, and their values; empty when it is normal.
+        signals: the last value of each.
+        num_refused: requests, since the start.
+        num_changes: of the level, since the start.
+    """
+
+    level: Level
+    reason: str
+    signals: Mapping[str, float]
+    num_refused: int
+    num_changes: int
+
+
+@dataclass(slots=True, eq=False)
+class Overload:
+    """The state of one router.
+
+    Args:
+        on_change: called with each new level.
+        thresholds: of the signals that may be noted.
+        clock: for how long a level is held.
+    """
+
+    on_change: Callable[[Level], None] = lambda level: None
+    thresholds: Mapping[str, Threshold] = field(default_factory=lambda: THRESHOLDS)
+    clock: Callable[[], float] = time.monotonic
+    level: Level = field(default=Level.NORMAL, init=False)
+    reason: str = field(default="", init=False)
+    _values: dict[str, float] = field(default_factory=dict, init=False)
+    _well_since: float | None = field(default=None, init=False)
+    _num_refused: int = field(default=0, init=False)
+    _num_changes: int = field(default=0, init=False)
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Look at new values of some signals; those of the others are what they were."""
+        self._values.update(values)
+        level, reason = self._worst(1.0)
+        if level >= self.level:
+            self._well_since = None
+            if level > self.level:
+                self._change(level, reason)
+            elif level:
+                self.reason = reason
+            return
+        lower, why = self._worst(_WELL_BELOW)
+        if lower >= self.level:
+            self._well_since = None
+            return
+        if self._well_since is None:
+            self._well_since = self.clock()
+        if self.clock() - self._well_since >= HOLD_S:
+            self._well_since = None
+            self._change(lower, why)
+
+    def check(self) -> None:
+        """Raise OverloadedError when no requests are taken: before anything is done for one."""
+        if self.level is Level.CRITICAL:
+            self._num_refused += 1
+            error = OverloadedError(f"the router is overloaded: {self.reason}")
+            error.retry_delay_s = _RETRY_DELAY_S
+            raise error
+
+    def state(self) -> OverloadState:
+        return OverloadState(
+            level=self.level,
+            reason=self.reason,
+            signals=dict(self._values),
+            num_refused=self._num_refused,
+            num_changes=self._num_changes,
+        )
+
+    def _worst(self, share: float) -> tuple[Level, str]:
+        """The level, and why; with thresholds that are lower by this share."""
+        levels = {
+            name: self.thresholds[name].level(value / share) for name, value in self._values.items()
+        }
+        worst = max(levels.values(), default=Level.NORMAL)
+        names = [name for name, level in levels.items() if level is worst and level]
+        return worst, ", ".join(
+            f"{name} {self.thresholds[name].describe(self._values[name])}" for name in names
+        )
+
+    def _change(self, level: Level, reason: str) -> None:
+        before, self.level, self.reason = self.level, level, reason
+        self._num_changes += 1
+        log = logger.warning if level > before else logger.info
+        log(
+            "overload: %s -> %s%s",
+            before.name.lower(),
+            level.name.lower(),
+            f" ({reason})" if reason else "",
+        )
+        self.on_change(level)
+
+
+class LoopLag:
+    """How late the event loop is, time and again; a single pause does not count.
+
+    Attributes:
+        lag_s: that each of the last looks was late at least.
+    """
+
+    INTERVAL_S = 0.1
+    _NUM_LOOKS = 3
+
+    def __init__(self) -> None:
+        self.lag_s = 0.0
+        self._lags = [0.0] * self._NUM_LOOKS
+
+    async def look(self) -> None:
+        """Sleep for an interval, and see how much longer it takes."""
+        loop = asyncio.get_running_loop()
+        due_at = loop.time() + self.INTERVAL_S
+        await asyncio.sleep(self.INTERVAL_S)
+        self._lags = [*self._lags[1:], max(loop.time() - due_at, 0.0)]
+        self.lag_s = min(self._lags)

@@ -1,0 +1,212 @@
+"""Unit tests of WorkerProcesses: real processes, which do what a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import psutil
+import pytest
+
+from baton.errors import InvalidRequestError, NodeUnavailableError, OverloadedError
+from baton.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
+
+WORK = "tests.fakes.costly_work:make_work"
+LIMITS = WorkLimits(cpu_s=0.5, wall_s=20.0, memory_bytes=64 * 2**20)
+
+
+def run(test: Callable[[WorkerProcesses], Awaitable[None]], limits: WorkLimits = LIMITS) -> None:
+    """A test with processes that are gone after it."""
+    workers = WorkerProcesses(WORK, {"color": "red"}, limits, num_workers=3, max_waiting=8)
+
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            await test(workers)
+
+    try:
+        asyncio.run(main())
+    finally:
+        workers.close()
+    assert not [one for one in psutil.Process().children() if "worker_template" in command(one)]
+
+
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+async def until_gone(*process_ids: int) -> None:
+    while any(map(psutil.pid_exists, process_ids)):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def test_work_is_done_by_other_processes_and_its_errors_are_raised_here() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        assert await workers.run(b"options['color'] * 2") == b"redred"
+        assert await workers.run(b"'x' * 3_000_000") == b"x" * 3_000_000
+        with pytest.raises(InvalidRequestError, match=r"^stop: is wrong$") as raised:
+            await workers.run(b"refuse('stop')")
+        assert raised.value.field == "stop"
+        assert int(await workers.run(b"pid()")) != os.getpid()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "work", [b"spin()", b"'x' * 10**9", b"'x' * 10**18", b"crash()", b"1 / 0", b"(" * 3000]
+)
+def test_work_that_costs_too_much_ends_its_worker_and_nothing_else(work: bytes) -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        for _ in range(4):  # more often than there are workers
+            with pytest.raises(WorkLimitError, match=r"0\.5 s of processor time or 64 MiB"):
+                await workers.run(work)
+        assert await workers.run(b"1 + 1") == b"2"
+
+    run(test)
+
+
+def test_time_that_passes_counts_too() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        with pytest.raises(WorkLimitError):
+            await workers.run(b"sleep(60)")
+
+    run(test, WorkLimits(cpu_s=5.0, wall_s=0.3, memory_bytes=2**26))
+
+
+def test_a_worker_that_stopped_is_ended() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        sleeping = asyncio.create_task(workers.run(b"sleep(60)"))
+        busy = await busy_worker()
+        busy.send_signal(signal.SIGSTOP)  # its own alarm ends it only when it goes on
+        with pytest.raises(WorkLimitError):
+            await sleeping
+        await until_gone(busy.pid)
+
+    run(test, WorkLimits(cpu_s=5.0, wall_s=0.5, memory_bytes=2**26))
+
+
+async def busy_worker() -> psutil.Process:
+    """The one that has been asked: the last of the idle ones."""
+    while True:
+        await asyncio.sleep(0.05)
+        templates = [one for one in psutil.Process().children() if "template" in command(one)]
+        if templates and len(workers := templates[0].children()) == 3:
+            await asyncio.sleep(0.1)
+            return max(workers, key=lambda one: one.pid)
+
+
+def test_work_of_one_caller_leaves_a_worker_for_the_others() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        hogs = [asyncio.create_task(workers.run(b"sleep(30)", caller="hog")) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        for _ in range(3):
+            assert await workers.run(b"1", caller="other") == b"1"
+        with pytest.raises(OverloadedError, match="a caller may have 4, all together 8"):
+            await asyncio.gather(*(workers.run(b"1", caller="hog") for _ in range(3)))
+        assert await workers.run(b"1", caller="other") == b"1"
+        for hog in hogs:
+            hog.cancel()
+        await asyncio.gather(*hogs, return_exceptions=True)
+        assert await workers.run(b"1", caller="hog") == b"1"
+
+    run(test)
+
+
+def test_who_waits_gets_a_turn_in_order_of_callers() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        order: list[str] = []
+
+        async def ask(caller: str, work: bytes) -> None:
+            await workers.run(work, caller=caller)
+            order.append(caller)
+
+        await workers.run(b"1")
+        first = [asyncio.create_task(ask("a", b"sleep(0.3)")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        late = [asyncio.create_task(ask("a", b"sleep(0.3)")) for _ in range(3)]
+        late += [asyncio.create_task(ask("b", b"1"))]
+        await asyncio.gather(*first, *late)
+        assert order[0] == "b"
+
+    run(test)
+
+
+def test_cancelling_ends_the_work() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        task = asyncio.create_task(workers.run(b"sleep(30)"))
+        busy = await busy_worker()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until_gone(busy.pid)
+        assert await workers.run(b"1") == b"1"
+
+    run(test)
+
+
+def test_a_worker_that_has_grown_makes_room_for_a_new_one() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        assert await workers.run(b"globals().update(kept='x' * 2**25)") == b"None"
+        for _ in range(3):  # the idle one that was there last is asked again
+            assert await workers.run(b"'kept' in globals()") == b"False"
+
+    run(test)
+
+
+def test_a_template_that_ended_is_started_again() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        await workers.run(b"1")
+        [template] = [one for one in psutil.Process().children() if "template" in command(one)]
+        workers_of_it = [one.pid for one in template.children()]
+        template.kill()
+        await until_gone(*workers_of_it)
+        with pytest.raises(NodeUnavailableError):
+            await workers.run(b"1")
+        assert await workers.run(b"1") == b"1"
+
+    run(test)
+
+
+def test_nothing_outlives_a_program_that_is_killed() -> None:
+    """Not even a worker in the middle of something."""
+    program = (
+        "import asyncio, sys\n"
+        "from baton.worker_processes import *\n"
+        "limits = WorkLimits(cpu_s=99, wall_s=99, memory_bytes=2**26)\n"
+        f"workers = WorkerProcesses({WORK!r}, {{}}, limits)\n"
+        "async def main():\n"
+        "    await workers.run(b'1')\n"
+        "    print('up', flush=True)\n"
+        "    await workers.run(b'spin()')\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == b"up\n"
+        time.sleep(0.1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) == 4
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+def test_a_worker_needs_neither_torch_nor_grpc() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        loaded = await workers.run(
+            b"__import__('baton.grammar_trials', fromlist='x')"
+            b" and __import__('router.texts', fromlist='x')"
+            b" and [n for n in ('torch', 'grpc', 'aiohttp') if n in __import__('sys').modules]"
+        )
+        assert loaded == b"[]"
+
+    run(test)
