@@ -48,6 +48,8 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
         "SetPolicy": OPERATE,
         "GetVersion": LOOK,
         "ListNodeRequests": LOOK,
+        "ListQuarantine": LOOK,
+        "ReleaseQuarantine": OPERATE,
         "Audit": LOOK,
         "FlushCache": OPERATE,
         "SetLogLevel": OPERATE,

@@ -2,6 +2,7 @@
 
     BatonError
     ├── InvalidRequestError     a request's field is outside its limit          INVALID_ARGUMENT
+    ├── PoisonRequestError      nodes died of a request like it                  FAILED_PRECONDITION
     ├── UnauthenticatedError    a call brings no key that is known              UNAUTHENTICATED
     ├── PermissionDeniedError   the caller is known and may not do this          PERMISSION_DENIED
     ├── ConfigError             a program's option or file is wrong              (start-up only)
@@ -64,6 +65,10 @@ def _shortened(text: str) -> str:
     return f"{text[: MAX_QUOTED_CHARS // 2]} ... {text[-MAX_QUOTED_CHARS // 2 :]}"
 
 
+class PoisonRequestError(BatonError):
+    """Nodes died while they computed the request, or one like it; to repeat it would end more."""
+
+
 class UnauthenticatedError(BatonError):
     """A call brings no API key, or none that the router knows."""
 
@@ -119,6 +124,7 @@ class EngineDeadError(BatonError):
 
 STATUS_OF_ERROR: dict[type[BatonError], str] = {
     InvalidRequestError: "INVALID_ARGUMENT",
+    PoisonRequestError: "FAILED_PRECONDITION",
     UnauthenticatedError: "UNAUTHENTICATED",
     PermissionDeniedError: "PERMISSION_DENIED",
     NotFoundError: "NOT_FOUND",
@@ -133,6 +139,7 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
 # By gRPC's status, so that both APIs always say the same of an error.
 HTTP_STATUS_OF: dict[str, int] = {
     "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 422,
     "UNAUTHENTICATED": 401,
     "PERMISSION_DENIED": 403,
     "NOT_FOUND": 404,

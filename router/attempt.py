@@ -40,6 +40,9 @@ class Attempt:
     Attributes:
         prefill_receipt: None while (or because) the first token did not come from there.
         decoded: tokens of the decode node were forwarded.
+        began: its first token was forwarded.
+        start_index: of the output, where it begins.
+        has_grammar: its decode node compiles one.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class Attempt:
         self._request_id = call.scoped_id
         self._buffer = buffer
         self._order = DeltaOrder(len(buffer.token_ids), call.sampling_params.max_tokens)
-        self._began = False  # its first token was forwarded
+        self.began = False
+        self.start_index = len(buffer.token_ids)
+        self.has_grammar = call.sampling_params.structured_output is not None
         self._kv_arrived = False
         self._finished_on: NodeRole | None = None
         self._closed = False
@@ -120,6 +125,11 @@ class Attempt:
             )
         )
 
+    @property
+    def num_tokens(self) -> int:
+        """That it added to the output."""
+        return len(self._buffer.token_ids) - self.start_index
+
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         """One more token. When others of the decode node were forwarded, it changes nothing."""
         if self.decoded and role is NodeRole.DECODE and self._order.push_next(output_index):
@@ -159,7 +169,7 @@ class Attempt:
         After its token, what a prefill node says of its push still matters. That it went away does
         not: if the KV had not arrived, the decode node will say so.
         """
-        if item.role is not NodeRole.PREFILL or not self._began:
+        if item.role is not NodeRole.PREFILL or not self.began:
             return False
         return self._kv_arrived or item.node_lost
 
@@ -167,13 +177,13 @@ class Attempt:
         """A delta is about to be forwarded."""
         if self.prefill is not None:
             self._note_forwarded_of_two(self.prefill, item)
-        self._began = True
+        self.began = True
         self.decoded |= item.role is NodeRole.DECODE
         if item.delta.output.finish_reason is not None:
             self._finished_on = item.role
 
     def _note_forwarded_of_two(self, prefill: Node, item: LegDelta) -> None:
-        if not self._began and item.role is NodeRole.DECODE:
+        if not self.began and item.role is NodeRole.DECODE:
             # It had (nearly) all in its cache and computed the rest itself.
             prefill.send(CancelCommand(self._request_id, self.epoch))
         if item.delta.prefill is not None:

@@ -22,6 +22,7 @@ from router.admission import Admission
 from router.node import Node
 from router.node_pool import NodePool
 from router.overload import Overload
+from router.suspects import Suspects
 
 _PREFIX = "baton_router"
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -51,6 +52,7 @@ class RouterMetrics:
         pool: whose nodes are counted when somebody asks.
         admission: whose queue is looked at then.
         overload: whose level and signals are looked at then.
+        suspects: whose quarantine is.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class RouterMetrics:
         pool: NodePool | None = None,
         admission: Admission | None = None,
         overload: Overload | None = None,
+        suspects: Suspects | None = None,
     ) -> None:
         registry = self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -102,6 +105,8 @@ class RouterMetrics:
             registry.register(_AdmissionCollector(admission))
         if overload is not None:
             registry.register(_OverloadCollector(overload))
+        if suspects is not None:
+            registry.register(_SuspectsCollector(suspects))
 
     def show_connections(self, counts: ConnectionCounts) -> None:
         """Show from now on what connections over HTTP there are."""
@@ -184,6 +189,26 @@ def _state(node: Node, ready: Set[str]) -> str:
     if node.engine_id in ready:
         return "ready"
     return "spared" if node.health.is_unwanted(node.num_open) else "joined"
+
+
+class _SuspectsCollector(Collector):
+    """Requests that were ended, or refused, because nodes died of them."""
+
+    def __init__(self, suspects: Suspects) -> None:
+        self._suspects = suspects
+
+    def collect(self) -> Iterable[Metric]:
+        suspects = self._suspects
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_requests_quarantined",
+            "Requests that are refused because nodes died of one like it.",
+            value=len(suspects.quarantined),
+        )
+        for name, text, value in (
+            ("poison_requests", "Requests that nodes died of.", suspects.num_ended_total),
+            ("poison_requests_refused", "The like of these.", suspects.num_refused_total),
+        ):
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=value)
 
 
 class _AdmissionCollector(Collector):

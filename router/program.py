@@ -154,7 +154,7 @@ async def serve(config: RouterConfig) -> None:
     admission = Admission(_make_capacity(config.admission, pool), config.admission)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
-    metrics = RouterMetrics(pool, admission, overload)
+    metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
     intake = Intake(
         dispatcher,
         Tokenizer(folder) if Tokenizer.exists_in(folder) else None,

@@ -22,6 +22,8 @@ class RetryOptions:
             node is gone, do not count.
         max_preemptions: after so many the call fails.
         max_losses: of attempts that end because a node is gone; with one more the call fails.
+        trial_pause_s: what a node had begun to compute when it was lost is tried again when no node
+            was lost for so long, where nothing else of that kind is (`router/suspects.py`).
         pair_timeout_s: how long an attempt waits for a pair of nodes when there is none.
         first_pause_s: before an attempt that has to use again what has just failed; doubles.
         longest_pause_s: of those pauses.
@@ -30,6 +32,7 @@ class RetryOptions:
     max_attempts: int = 3
     max_preemptions: int = 20
     max_losses: int = 10
+    trial_pause_s: float = 1.0
     pair_timeout_s: float = 5.0
     first_pause_s: float = 0.05
     longest_pause_s: float = 1.0

@@ -100,6 +100,50 @@ class PeerDescription(_message.Message):
     bandwidth_bytes_per_s: float
     def __init__(self, node_name: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ...) -> None: ...
 
+class ListQuarantineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListQuarantineResponse(_message.Message):
+    __slots__ = ("requests", "num_ended", "num_refused")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[QuarantinedRequest]
+    num_ended: int
+    num_refused: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[QuarantinedRequest, _Mapping]]] = ..., num_ended: _Optional[int] = ..., num_refused: _Optional[int] = ...) -> None: ...
+
+class QuarantinedRequest(_message.Message):
+    __slots__ = ("fingerprint", "request_id", "principal", "num_prompt_tokens", "engine_ids", "left_s", "num_refused")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    request_id: str
+    principal: str
+    num_prompt_tokens: int
+    engine_ids: _containers.RepeatedScalarFieldContainer[str]
+    left_s: float
+    num_refused: int
+    def __init__(self, fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ..., principal: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., engine_ids: _Optional[_Iterable[str]] = ..., left_s: _Optional[float] = ..., num_refused: _Optional[int] = ...) -> None: ...
+
+class ReleaseQuarantineRequest(_message.Message):
+    __slots__ = ("fingerprint",)
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    def __init__(self, fingerprint: _Optional[str] = ...) -> None: ...
+
+class ReleaseQuarantineResponse(_message.Message):
+    __slots__ = ("num_released",)
+    NUM_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    num_released: int
+    def __init__(self, num_released: _Optional[int] = ...) -> None: ...
+
 class ListRequestsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -100,6 +100,16 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.GetVersionResponse.FromString,
                 _registered_method=True)
+        self.ListQuarantine = channel.unary_unary(
+                '/baton.v1.Admin/ListQuarantine',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ListQuarantineRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ListQuarantineResponse.FromString,
+                _registered_method=True)
+        self.ReleaseQuarantine = channel.unary_unary(
+                '/baton.v1.Admin/ReleaseQuarantine',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ReleaseQuarantineResponse.FromString,
+                _registered_method=True)
         self.ListNodeRequests = channel.unary_unary(
                 '/baton.v1.Admin/ListNodeRequests',
                 request_serializer=baton_dot_v1_dot_admin__pb2.NodeRequest.SerializeToString,
@@ -210,6 +220,19 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListQuarantine(self, request, context):
+        """Requests that are refused because nodes died under one like them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseQuarantine(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNodeRequests(self, request, context):
         """These are asked of nodes, by the router.
         """
@@ -308,6 +331,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetVersion,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.GetVersionRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.GetVersionResponse.SerializeToString,
+            ),
+            'ListQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuarantine,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ListQuarantineRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ListQuarantineResponse.SerializeToString,
+            ),
+            'ReleaseQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseQuarantine,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ReleaseQuarantineResponse.SerializeToString,
             ),
             'ListNodeRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodeRequests,
@@ -687,6 +720,60 @@ class Admin(object):
             '/baton.v1.Admin/GetVersion',
             baton_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.GetVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ListQuarantine',
+            baton_dot_v1_dot_admin__pb2.ListQuarantineRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ListQuarantineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ReleaseQuarantine',
+            baton_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ReleaseQuarantineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,6 +27,7 @@ from router.admin.views import (
     describe_lost,
     describe_node,
     describe_overload,
+    describe_quarantine,
     describe_request,
     describe_stats,
 )
@@ -202,6 +203,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise NotFoundError(f"request {request.request_id!r} is not open")
         _note(context, f"abort {request.request_id}")
         return admin_pb2.AbortResponse()
+
+    async def ListQuarantine(  # gRPC's naming
+        self, request: admin_pb2.ListQuarantineRequest, context: Context
+    ) -> admin_pb2.ListQuarantineResponse:
+        """What is refused because nodes died of one like it."""
+        return describe_quarantine(self._dispatcher.suspects)
+
+    async def ReleaseQuarantine(  # gRPC's naming
+        self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
+    ) -> admin_pb2.ReleaseQuarantineResponse:
+        """Refuse it no longer."""
+        num_released = self._dispatcher.suspects.release(request.fingerprint)
+        _note(context, f"release {request.fingerprint or 'all'}: {num_released}")
+        return admin_pb2.ReleaseQuarantineResponse(num_released=num_released)
 
     # ------------------------------------------------------------------ the router
 

@@ -12,6 +12,7 @@ from router.node_pool import NodePool
 from router.overload import OverloadState
 from router.request_log import RequestLog, RequestRecord
 from router.request_stats import NodeFigures, Percentiles, WindowStats
+from router.suspects import Suspects
 
 
 def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
@@ -91,6 +92,27 @@ def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
     if record.receipt is not None:
         trace.receipt.CopyFrom(wire_types.receipt_to_proto(record.receipt))
     return trace
+
+
+def describe_quarantine(suspects: Suspects) -> admin_pb2.ListQuarantineResponse:
+    """What is refused because nodes died of one like it."""
+    now = suspects.clock()
+    return admin_pb2.ListQuarantineResponse(
+        requests=[
+            admin_pb2.QuarantinedRequest(
+                fingerprint=one.fingerprint,
+                request_id=one.request_id,
+                principal=one.principal,
+                num_prompt_tokens=one.num_prompt_tokens,
+                engine_ids=one.engine_ids,
+                left_s=one.expires_at - now,
+                num_refused=one.num_refused,
+            )
+            for one in suspects.quarantined
+        ],
+        num_ended=suspects.num_ended_total,
+        num_refused=suspects.num_refused_total,
+    )
 
 
 def describe_stats(

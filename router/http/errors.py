@@ -38,6 +38,7 @@ _TYPES = {
     408: "timeout_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    422: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled_error",
     503: "service_unavailable_error",

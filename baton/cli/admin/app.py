@@ -9,6 +9,7 @@ from baton.cli.admin import (
     explain,
     lifecycle,
     nodes,
+    quarantine,
     requests,
     stats,
     top,
@@ -33,6 +34,8 @@ app.command()(requests.requests)
 app.command()(requests.trace)
 app.command()(explain.explain)
 app.command()(requests.abort)
+app.command()(quarantine.quarantine)
+app.command()(quarantine.release)
 app.command()(audit.audit)
 app.add_typer(tuning.policy, name="policy")
 app.command()(tuning.flush_cache)

@@ -85,7 +85,7 @@ async def test_with_a_token_only_who_brings_it_may_call() -> None:
 async def test_without_a_token_others_machines_may_look_and_change_nothing() -> None:
     scene = Scene()
     changes = {"Drain", "Resume", "Remove", "Abort", "SetPolicy", "FlushCache", "SetLogLevel",
-               "Profile"}  # fmt: skip
+               "Profile", "ReleaseQuarantine"}  # fmt: skip
     async with served(scene, is_public=True) as call:
         for method in SERVICE.methods_by_name:
             with contextlib.suppress(grpc.aio.AioRpcError):

@@ -16,6 +16,7 @@ from router.admission import Admission, AdmissionOptions
 from router.capacity import Capacity
 from router.metrics import RouterMetrics
 from router.overload import Overload
+from router.suspects import Suspects
 from tests.fakes.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,
@@ -48,7 +49,7 @@ def values(metrics: RouterMetrics) -> dict[str, float]:
 def test_every_metric_is_described_in_the_document() -> None:
     pool = make_pool()
     admission = Admission(Capacity(lambda: pool.fleet))
-    metrics = RouterMetrics(pool, admission, Overload())
+    metrics = RouterMetrics(pool, admission, Overload(), Suspects(pool.lost_nodes))
     metrics.show_connections(ConnectionCounts())
     text = metrics.text().decode()
     exported = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))

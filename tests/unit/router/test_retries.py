@@ -23,7 +23,9 @@ from tests.fakes.nodes import HandNode, failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 
 LENGTH = FinishReason.LENGTH
-OPTIONS = RetryOptions(pair_timeout_s=0.05, first_pause_s=0.001, longest_pause_s=0.002)
+OPTIONS = RetryOptions(
+    trial_pause_s=0, pair_timeout_s=0.05, first_pause_s=0.001, longest_pause_s=0.002
+)
 PARAMS = SamplingParams(max_tokens=5, seed=1, prompt_logprobs=0)
 
 
@@ -254,6 +256,7 @@ async def test_losing_nodes_is_no_failure_needs_no_budget_and_has_an_end() -> No
     await scene.call()
     for number in range(1, OPTIONS.max_losses + 2):
         _, decode, _ = await until_attempt(scene, number)
+        scene.join("d", 7, incarnation=number).leave()  # others die, too: it is not the call
         decode.leave()
         scene.decodes[0] = scene.join("d", 0, incarnation=number)
         scene.connect()
@@ -266,14 +269,14 @@ async def test_losing_nodes_is_no_failure_needs_no_budget_and_has_an_end() -> No
 async def test_what_the_other_node_says_of_a_loss_is_the_same_loss() -> None:
     scene = scene_of(4, 1, RetryBudget(ratio=0, floor=0))
     await scene.call()
-    for number in (1, 2, 3):
+    for number in (1, 2):
         prefill, decode, command = await until_attempt(scene, number)
         if number == 1:
             prefill.say(token_1("a", 10, epoch=command.epoch))
         prefill.leave()  # it had said its part: only the decode node knows that it is missed
         await scene.pause()
         decode.say(failure("a", "UNAVAILABLE", "its prefill node is gone", epoch=command.epoch))
-    _, decode, _ = await until_attempt(scene, 4)
+    _, decode, _ = await until_attempt(scene, 3)
     assert decode.node.health._partners == []  # nobody is blamed
 
 
