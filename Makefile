@@ -5,11 +5,12 @@ TORCH := torch==2.13.0
 PROTOC_TOOLS := grpcio-tools==1.73.1
 AUDIT_TOOLS := 'cyclonedx-bom>=7' 'pip-audit>=2.10' 'pip-licenses>=5.5' 'uv>=0.13'
 EXAMPLES ?= 10000
+SECONDS ?= 120
 STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_system.py)
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test property-long bench performance kernels gpu-suite chaos resilience check protocol-check fmt proto train-demo-model clean
+.PHONY: help setup lock demo test fuzz property-long bench performance kernels gpu-suite chaos resilience check protocol-check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -44,6 +45,15 @@ property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, 
 		pids="$$pids $$!"; \
 	done; \
 	for pid in $$pids; do wait $$pid || failed=1; done; test -z "$$failed"
+
+# atheris has wheels for few platforms, and is needed for nothing else: a folder of its own.
+fuzz: setup .venv-fuzz/.ready ## SECONDS (120) of coverage-guided fuzzing of each target; then EXAMPLES of bodies over HTTP
+	PYTHONPATH=.venv-fuzz $(BIN)/python -m tools.fuzz all $(SECONDS)
+	CI= BATON_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest --timeout 0 tests/fuzz tests/integration/test_http_fuzz.py
+
+.venv-fuzz/.ready: Makefile
+	$(BIN)/python -m pip install --quiet --target .venv-fuzz 'atheris>=3'
+	@touch $@
 
 bench: setup ## measure the short suite (less than 10 minutes on two cores), then write docs/performance.md
 	$(BIN)/python benchmarks/short_suite.py
@@ -102,4 +112,4 @@ train-demo-model: setup ## train examples/demo_model anew (about an hour on two 
 		--reserve-seconds 60 --compile
 
 clean: ## remove environments and caches
-	rm -rf .venv .venv-proto .venv-audit .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

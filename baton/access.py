@@ -80,6 +80,7 @@ class Access:
             if token
         ]
         self._keys: tuple[ApiKey, ...] = () if keys_file is None else read_keys(keys_file)
+        self._by_certificate = by_certificate
         self.is_open = not (self._tokens or keys_file or by_certificate)
         self._proven: set[bytes] = set()  # digests of keys that have worked
         self._failures = Allowance(_BURST, _PER_SECOND)
@@ -88,8 +89,11 @@ class Access:
         self._looks = Allowance(1, 1 / _SAME_LOOK_S)
 
     def warn_of_gaps(self, roles: Iterable[Role]) -> None:
-        """Log what nobody may do: a program that denies by default says so at its start."""
-        if self.is_open:
+        """Log what nobody may do: a program that denies by default says so at its start.
+
+        What certificates will come, it cannot know.
+        """
+        if self.is_open or self._by_certificate:
             return
         known = {role for key in (*self._tokens, *self._keys) for role in key.principal.roles}
         for role in roles:

@@ -23,7 +23,7 @@ class ConnectionLimits:
     max_connections: int = 1024
     max_connections_per_address: int = 512
     header_timeout_s: float = 10.0
-    idle_timeout_s: float = 60.0
+    idle_timeout_s: float = 75.0
     stall_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:

@@ -67,7 +67,7 @@ class RpcLimits:
 
     max_connections: int = 256
     handshake_timeout_s: float = 10.0
-    idle_timeout_s: float = 60.0
+    idle_timeout_s: float = 75.0
     stall_timeout_s: float = 30.0
 
     def channel_arguments(self) -> list[tuple[str, int]]:

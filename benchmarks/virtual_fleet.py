@@ -223,6 +223,7 @@ async def joined_fleet(
             on_joined: Callable[[bool], Awaitable[None]],
             on_stop: object,
             join_timeout_s: float,
+            node_token: object,
             tls: object,
         ) -> PoolLinks:
             return PoolLinks(pool, registration, submit, on_joined)

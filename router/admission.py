@@ -124,7 +124,7 @@ class Admission:
             timeout_s: until the request's deadline.
             priority: smaller begins first.
             principal: whose request it is.
-            find_cached_tokens: how much of the prompt need not be computed; asked at most once.
+            find_cached_tokens: how much of the prompt need not be computed; asked where it counts.
 
         Raises:
             OverloadedError: it is refused; says when to come again.
@@ -136,6 +136,8 @@ class Admission:
         self.check_key(principal)
         self._check_open()
         num_kv_tokens = self._capacity.kv_tokens(num_prompt_tokens, max_tokens)
+        # Who has no tenant competes with nobody: what it costs changes nothing.
+        num_cached_tokens = find_cached_tokens() if principal.tenant else 0
         ticket = Ticket(
             request_id=request_id,
             tenant=principal.tenant,
@@ -143,7 +145,7 @@ class Admission:
             order=(priority, next(self._arrivals)),
             num_prompt_tokens=num_prompt_tokens,
             num_kv_tokens=num_kv_tokens,
-            num_uncached_tokens=max(num_prompt_tokens - find_cached_tokens(), 1),
+            num_uncached_tokens=max(num_prompt_tokens - num_cached_tokens, 1),
             arrived_at=now,
             expires_at=now + timeout_s,
         )

@@ -32,7 +32,7 @@ class ConnectionOptions:
     max_connections: int = 0
     max_connections_per_address: int = 0
     header_timeout_s: float = 10.0
-    idle_timeout_s: float = 60.0
+    idle_timeout_s: float = 75.0
     stall_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:

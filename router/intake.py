@@ -31,6 +31,7 @@ from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
 from router.grammar_checks import GrammarChecks
 from router.metrics import RouterMetrics
+from router.rate_limits import Rate
 from router.texts import ChatPrompt, Texts
 from router.usage import OwnPrompts, told
 
@@ -107,6 +108,10 @@ class Intake:
     def max_model_len(self) -> int:
         """Most tokens, prompt and output, of a request."""
         return self._dispatcher.pool.max_model_len
+
+    def rates_of(self, principal: Principal) -> dict[str, Rate]:
+        """What is left of the limits of a caller; empty if it has none."""
+        return self._dispatcher.admission.rates_of(principal)
 
     def start(self) -> None:
         """Start what reads long texts and conversations, so that the first need not wait for it.

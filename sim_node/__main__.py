@@ -94,6 +94,14 @@ def sim_node(
     join_timeout_s: Annotated[
         float, typer.Option(help="How long to try to reach the router at start, seconds.")
     ] = 30.0,
+    node_token: Annotated[
+        str,
+        typer.Option(
+            help="Shows the router that these nodes may join: its --node-token, or an API key with "
+            "the role join.",
+            envvar="BATON_NODE_TOKEN",
+        ),
+    ] = "",
     tls_cert: TlsCertOption = "",
     tls_key: TlsKeyOption = "",
     tls_ca: TlsCaOption = "",
@@ -122,6 +130,7 @@ def sim_node(
             faults=FaultSpec.parse(faults),
             prefix=name,
             join_timeout_s=join_timeout_s,
+            node_token=node_token,
             tls=TlsOptions(cert=tls_cert, key=tls_key, ca=tls_ca),
         )
         await simulate(cluster)

@@ -67,6 +67,7 @@ class SimCluster:
         faults: what goes wrong by itself.
         prefix: of the nodes' names: ``sim-p0``, ``sim-d0`` and so on.
         join_timeout_s: how long to try to reach the router.
+        node_token: shows the router that the nodes may join.
         tls: shows it who the nodes are.
         make_links: see `SimNode`.
 
@@ -86,6 +87,7 @@ class SimCluster:
         faults: FaultSpec = _NO_FAULTS,
         prefix: str = "sim",
         join_timeout_s: float = 30.0,
+        node_token: str = "",
         tls: TlsOptions = NO_TLS,
         make_links: Callable[..., NodeLinks] = RouterLinks,
     ) -> None:
@@ -99,6 +101,7 @@ class SimCluster:
         self._options = options
         self._faults = faults
         self._join_timeout_s = join_timeout_s
+        self._node_token = node_token
         self._tls = tls
         self._make_links = make_links
         self._network = KVNetwork()
@@ -198,6 +201,7 @@ class SimCluster:
             self._options,
             self._faults,
             join_timeout_s=self._join_timeout_s,
+            node_token=self._node_token,
             tls=self._tls,
             make_links=self._make_links,
         )

@@ -60,6 +60,7 @@ class SimNode:
         network: of this process.
         faults: what it does wrong by itself.
         join_timeout_s: how long to try to reach the router for the first time.
+        node_token: shows the router that this node may join.
         tls: shows it who this node is.
         make_links: called as `RouterLinks` is; measurements join a router of the same process.
     """
@@ -75,6 +76,7 @@ class SimNode:
         faults: FaultSpec,
         *,
         join_timeout_s: float,
+        node_token: str = "",
         tls: TlsOptions = NO_TLS,
         make_links: Callable[..., NodeLinks] = RouterLinks,
     ) -> None:
@@ -112,6 +114,7 @@ class SimNode:
             on_joined=self._note_joined,
             on_stop=self._drain.begin,  # the others of this process go on
             join_timeout_s=join_timeout_s,
+            node_token=node_token,
             tls=tls,
         )
         self.task = asyncio.create_task(self._links.run())

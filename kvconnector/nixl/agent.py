@@ -76,8 +76,13 @@ class NixlAgent:
         """Learn a peer.
 
         Args:
-            name: that its metadata must be of; another peer's would replace that peer's.
+            name: that its metadata must be of; another peer's would replace that peer's, so what
+                says that it is of somebody else does not reach NIXL at all.
         """
+        own = name.encode()
+        head = b"nixlSerDes|Agent" + len(own).to_bytes(8, "little") + own + b"|"
+        if not metadata.startswith(head):
+            raise TransferError(f"the metadata of {name} is of somebody else, or damaged")
         try:
             claimed: str = self._agent.add_remote_agent(metadata).decode(errors="replace")
             if claimed != name:

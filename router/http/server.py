@@ -23,6 +23,7 @@ from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import ApiError, error_middleware, error_response
 from router.http.exchange import PRINCIPAL, REQUEST_ID, unknown_model
+from router.http.rate_headers import rate_headers
 from router.http.responses import ModelList, ModelObject
 from router.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
 from router.metrics import RouterMetrics
@@ -211,6 +212,8 @@ class HttpServer:
             response.headers[hdrs.CONNECTION] = "close"
         if request_id := request.get(REQUEST_ID):
             response.headers[REQUEST_ID_HEADER] = request_id
+        if principal := request.get(PRINCIPAL):
+            response.headers.update(rate_headers(self._intake.rates_of(principal)))
         if self._cors_origin:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = self._cors_origin
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = "GET, POST"

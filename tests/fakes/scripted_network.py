@@ -82,6 +82,7 @@ class ScriptedNetwork:
     """What is in flight, and between whom.
 
     Attributes:
+        seen: the latest messages that were sent, as anybody on the network may have copied them.
         late: messages that everything else overtakes until `arrive` or `release`.
         delays: kinds of message of which the next one will be late; with True only a double of it.
         holds_tests: whether the writes of self-tests, which land at once otherwise, are held.
@@ -95,6 +96,7 @@ class ScriptedNetwork:
     holds_tests: bool = False
     test_writes: list[ScriptedTestWrite] = field(default_factory=list)
     written: list[int] = field(default_factory=list)  # blocks of targets, as their writes landed
+    seen: deque[ScriptedMessage] = field(default_factory=lambda: deque(maxlen=200))
 
     def deliver(self, index: int, *, keep: bool = False) -> None:
         """Hand over one message; with ``keep`` its sender will say it once more."""
@@ -120,6 +122,7 @@ class ScriptedNetwork:
 
     def send(self, message: ScriptedMessage) -> None:
         """A node's message is under way."""
+        self.seen.append(message)
         kind = type(peek(message.payload))
         if kind not in self.delays:
             self.messages.append(message)

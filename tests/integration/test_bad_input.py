@@ -133,6 +133,8 @@ def test_node_with_another_model(broken_model: Path, deployment: LocalDeployment
         ("--device", "abacus"),
         ("--attention-backend", "magic"),
         ("--kv-connector", "pigeon"),
+        ("--kv-listen", "nonsense"),
+        ("--kv-listen", "127.0.0.1:0"),  # with NIXL, which does not listen there
         ("--max-model-len", "1000000"),
         ("--log-level", "loud"),
     ],
@@ -143,6 +145,12 @@ def test_wrong_node_option(option: str, value: str, demo_model: Path) -> None:
     assert_one_error_line(
         ["decode", "--model", str(demo_model), option, value], words.get(name, name)
     )
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "192.0.2.1:0"])
+def test_an_address_for_kv_that_peers_cannot_dial(listen: str, demo_model: Path) -> None:
+    options = ["--kv-connector", "tls", "--kv-listen", listen]
+    assert_one_error_line(["decode", "--model", str(demo_model), *options], "kv_listen")
 
 
 def test_wrong_router_option(demo_model: Path) -> None:

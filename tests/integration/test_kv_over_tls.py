@@ -109,9 +109,8 @@ def test_blocks_of_a_prefill_node_that_stands_still_are_free_at_once(
 
 def test_with_certificates_of_a_ca_both_ends_verify_them(tmp_path: Path, llm: LLM) -> None:
     folder = tmp_path / "certs"
-    subprocess.run(
-        [sys.executable, "-m", "baton.cli.app", "certs", "dev", "--out", str(folder)], check=True
-    )
+    make = [sys.executable, "-m", "baton", "certs", "dev", "--out", str(folder)]
+    subprocess.run(make, check=True)
     config = LocalDeploymentConfig(
         model=str(DEMO_MODEL),
         listen=free_address(),

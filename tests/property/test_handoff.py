@@ -8,6 +8,7 @@ with the tokens of one process.
 from __future__ import annotations
 
 import functools
+import random
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -26,13 +27,17 @@ from baton.sampling_params import SamplingParams
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
+from kvconnector.messages import Cancel, Commit, Grant, Message, Quiet, Verified, Watermark, encode
 from kvconnector.peer_process import PeerProcess
 from kvconnector.peers import BEAT_INTERVAL_S
+from kvconnector.seals import HEADER_BYTES
 from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of
+from tests.fakes.scripted_network import ScriptedMessage
 from tests.numerics.tiny_models import make_hugging_face_model, save
 from tests.property.num_examples import num_examples
 
 MAX_PROMPT_TOKENS = 18
+ATTACKS = ("replay", "reflect", "alter", "cut")
 
 
 MIXED: dict[str, Any] = {
@@ -136,6 +141,7 @@ class HandoffMachine(RuleBasedStateMachine):
         super().__init__()
         self.cluster: Cluster
         self.num_requests = 0
+        self.lost: list[ScriptedMessage] = []
         self.is_faulty = False  # something happened that may fail a request or need its deadline
 
     @initialize(
@@ -147,6 +153,7 @@ class HandoffMachine(RuleBasedStateMachine):
         max_receiving_requests=st.sampled_from([1, 64]),
         local_prefill_threshold=st.sampled_from([0, 6]),
         preemption=st.sampled_from(PREEMPTION),
+        is_attacked=st.booleans(),
     )
     def make(
         self,
@@ -158,7 +165,9 @@ class HandoffMachine(RuleBasedStateMachine):
         max_receiving_requests: int,
         local_prefill_threshold: int,
         preemption: str,
+        is_attacked: bool,
     ) -> None:
+        self.is_attacked, self.random = is_attacked, random.Random(0)
         self.mixed, self.kv_digests = mixed, kv_digests
         self.patch = pytest.MonkeyPatch()
         self.cluster = make_cluster(
@@ -235,11 +244,13 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule(engine_id=st.sampled_from("pd"))
     def round(self, engine_id: str) -> None:
+        self.forge()
         self.cluster.round(engine_id)
 
     @rule()
     def go_on(self) -> None:
         """A little of everything, so that runs come far."""
+        self.forge()
         for engine_id in "pd":
             self.cluster.round(engine_id)
             self.cluster.step(engine_id)
@@ -295,7 +306,68 @@ class HandoffMachine(RuleBasedStateMachine):
         self.is_faulty = True
         network = self.cluster.network
         places = [i for i, message in enumerate(network.messages) if not is_beat(message)]
-        network.drop(data.draw(st.sampled_from(places)))
+        index = data.draw(st.sampled_from(places))
+        self.lost.append(network.messages[index])
+        network.drop(index)
+
+    # ------------------------------------------------------------ somebody without keys
+
+    @precondition(lambda self: self.cluster.network.seen)
+    @rule(data=st.data(), how=st.sampled_from(ATTACKS))
+    def attack(self, data: st.DataObject, how: str) -> None:
+        """What was sent comes again, or otherwise; requests do not even fail of it."""
+        network = self.cluster.network
+        message = data.draw(st.sampled_from(list(network.seen)))
+        name, victim, payload = message.source, message.target, message.payload
+        if how == "reflect":
+            name, victim = victim, name
+        elif how == "alter":
+            place = data.draw(st.integers(0, len(payload) - 1))
+            payload = payload[:place] + bytes([payload[place] ^ 1]) + payload[place + 1 :]
+        elif how == "cut":
+            payload = payload[: data.draw(st.integers(0, len(payload) - 1))]
+        elif any(one.payload == payload for one in [*network.messages, *network.late]):
+            self.is_faulty = True  # it comes for the first time, and before others
+        else:
+            # What was lost for good may still come; what was heard does not come again.
+            self.is_faulty |= message in self.lost
+        if victim in network.ends:
+            network.ends[victim].inbox.append((name, payload))
+
+    def forge(self) -> None:
+        """Where blocks are promised: lies that would do harm if they were believed."""
+        cluster, ends = self.cluster, self.cluster.network.ends
+        pairs = [(cluster.p_id, "d"), ("d", cluster.p_id)]
+        name, victim = self.random.choice(pairs)
+        held = [r for r in cluster.d.reservations.held() if r.block_ids]
+        if self.is_attacked and held and victim in ends:
+            for lie in self.random.sample(self.lies(name), 2):
+                ends[victim].inbox.append((name, bytes(HEADER_BYTES) + lie))
+
+    def lies(self, name: str) -> list[bytes]:
+        """In that node's name, about the latest requests."""
+        lies: list[bytes] = []
+        for (request_id, epoch), attempt in list(self.cluster.attempts.items())[-3:]:
+            one: dict[str, Any] = {"engine_id": name, "request_id": request_id, "epoch": epoch}
+            num_tokens = len(attempt.prompt) + attempt.num_initial
+            about: tuple[Message, ...] = (
+                Quiet(**one, reason="forged"),
+                Cancel(**one),
+                Grant(**one, block_ids=[1, 2, 3]),
+                Watermark(**one, num_tokens=num_tokens // BLOCK_SIZE * BLOCK_SIZE, num_blocks=1),
+                Verified(**one),
+                Commit(
+                    **one,
+                    token_id=1,
+                    num_tokens=num_tokens,
+                    num_bytes=1,
+                    num_blocks=1,
+                    transport="",
+                    exposed_transfer_s=0.0,
+                ),
+            )
+            lies += map(encode, about)
+        return lies
 
     @precondition(lambda self: self.cluster.network.writes)
     @rule(data=st.data())

@@ -21,15 +21,18 @@ from prometheus_client.registry import Collector
 from baton.access import Access
 from baton.api_keys import entry_text
 from baton.audit_log import AuditLog
-from baton.errors import ConfigError
+from baton.client import AsyncClient
+from baton.errors import ConfigError, PermissionDeniedError
 from baton.ledger import Ledger
 from baton.link import AbortAll, NodeBeat, NodeEvent, NodeRegistration, NodeRole, RouterCommand
 from baton.model_folder import config_digest
 from baton.node_program import run_node_program
 from baton.round_watch import Rounds
 from baton.rpc import bearer, open_channel
+from baton.sampling_params import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from router.program import RouterConfig, serve
+from sim_node.cluster import SimCluster
 from tests.fakes.nodes import make_registration
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -217,6 +220,37 @@ def test_without_any_credential_everything_works_on_loopback() -> None:
                 )
                 assert await status_of(f"http://{page}/metrics") == 200
                 assert await status_of(f"http://{http}/metrics") == 200
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    gc.unfreeze()
+
+
+def test_simulated_nodes_and_a_client_bring_their_keys_and_requests_are_served(
+    keys_file: Path,
+) -> None:
+    listen = free_address()
+
+    async def run() -> None:
+        config = RouterConfig(model=str(MODEL), listen=listen, api_keys_file=str(keys_file))
+        cluster = SimCluster(listen, str(MODEL), num_prefill=1, num_decode=1, node_token=NODE)
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        async with running(serve(config)), cluster:
+            async with AsyncClient(listen, api_key=CLIENT) as client:
+                completion = await client.generate([1, 2, 3], params)
+                assert len(completion.token_ids) == 4
+            async with AsyncClient(listen, api_key=NODE) as client:
+                with pytest.raises(PermissionDeniedError, match="nodes must have the role infer"):
+                    await client.generate([1, 2, 3], params)
+            async with open_channel(listen) as channel:
+                stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+                operator = {"metadata": bearer(OPERATOR), "timeout": 5}
+                [trace] = (
+                    await stub.ListRequests(admin_pb2.ListRouterRequestsRequest(), **operator)
+                ).requests
+                assert (trace.tenant, trace.state) == ("alice", "finished")
+                audit = await stub.Audit(admin_pb2.AuditRequest(node="sim-d0"), **operator)
+                [node] = audit.nodes
+                assert node.problem == "sim-d0: this node answers no admin calls"
 
     asyncio.run(asyncio.wait_for(run(), 60))
     gc.unfreeze()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.link import PeerUpdate
 from baton.sampling_params import SamplingParams
 from kvconnector.messages import Commit, Quiet, encode
+from kvconnector.seals import HEADER_BYTES, Channel
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 
@@ -60,6 +63,22 @@ def test_a_forged_quiet_frees_no_quarantined_block() -> None:
     cluster.cancel(("a", 1))
     cluster.settle()
     assert_clean(cluster)
+
+
+def test_without_seals_a_forged_quiet_would_free_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what the test above says could be otherwise."""
+    cluster = make_cluster(20)
+    assert quarantine(cluster) > 0
+    quiet = encode(Quiet(engine_id="p", request_id="a", epoch=1, reason=""))
+    cluster.network.ends["d"].inbox.append(("p", bytes(HEADER_BYTES) + quiet))
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "open", lambda self, payload: payload[HEADER_BYTES:])
+        cluster.round("d")
+        cluster.step("d")
+    assert cluster.d.beat().num_quarantined_blocks == 0
+    assert cluster.network.writes
+    cluster.cancel(("a", 1))
+    cluster.settle()
 
 
 def test_a_peer_info_in_anothers_name_is_refused_by_both_roles() -> None:

@@ -427,6 +427,8 @@ async def test_what_a_request_cost_is_charged_when_it_is_known() -> None:
     assert flows["a"].start == 1_010_000
     async with gate.enter(principal=key("b", weight=2.0)):
         pass  # nobody knows
+    async with gate.enter(find_cached_tokens=lambda: 1 // 0):
+        pass  # of who competes with nobody nothing is looked up
     assert flows["b"].start == (PROMPT + 10) * 1000 / 2
     await gate.close()
 

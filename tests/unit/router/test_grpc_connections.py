@@ -6,14 +6,17 @@ import asyncio
 import gzip
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from baton import wire_types
 from baton.link import CancelCommand
-from baton.rpc import RpcLimits
+from baton.rpc import RpcLimits, RpcServer
+from baton.tls import TlsFiles
 from baton.v1 import inference_pb2, types_pb2
-from tests.fakes.grpc_scene import GrpcScene, params, served
+from tests.fakes.certificates import Authority
+from tests.fakes.grpc_scene import params, served
 from tests.fakes.http_scene import until
 from tests.fakes.raw_http2 import PREFACE, RawHttp2, call_frames
 from tests.fakes.router_scene import asynchronous
@@ -33,9 +36,9 @@ def generate(max_tokens: int, *, resumable: bool = False) -> bytes:
     ).SerializeToString()
 
 
-async def is_closed(scene: GrpcScene, data: bytes) -> bool:
+async def is_closed(address: str, data: bytes) -> bool:
     """Whether the server ends a connection that sends so much and no more."""
-    host, _, port = scene.address.rpartition(":")
+    host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
     try:
@@ -128,7 +131,21 @@ def test_who_says_nothing_is_cut_off(data: bytes) -> None:
     @asynchronous
     async def run() -> None:
         async with served(limits=SHORT) as (scene, _):
-            assert await asyncio.wait_for(is_closed(scene, data), 8)
+            assert await asyncio.wait_for(is_closed(scene.address, data), 8)
+
+    run()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["", "half a hello"])
+def test_a_tls_handshake_that_does_not_end_is_cut_off(data: bytes, tmp_path: Path) -> None:
+    files = TlsFiles(Authority(tmp_path).issue("router"))
+
+    @asynchronous
+    async def run() -> None:
+        server = RpcServer([], lambda _: None, limits=SHORT, tls=files)
+        address = await server.start("127.0.0.1:0")
+        assert await asyncio.wait_for(is_closed(address, data), 8)
+        await server.stop(0)
 
     run()
 
@@ -151,7 +168,7 @@ async def test_more_connections_than_allowed_are_closed_as_they_come() -> None:
         held = [await RawHttp2.connect(scene.address) for _ in range(3)]
         await until(lambda: all(one.reader.at_eof() is False for one in held))
         for _ in range(20):
-            assert await asyncio.wait_for(is_closed(scene, b""), 8)
+            assert await asyncio.wait_for(is_closed(scene.address, b""), 8)
         await client.models()
         for one in held:
             await one.close()

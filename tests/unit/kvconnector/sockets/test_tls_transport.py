@@ -9,6 +9,7 @@ import torch
 from baton.errors import ConfigError, TransferError
 from kvconnector.base import PendingWrite
 from kvconnector.sockets.identity import PinnedIdentity
+from kvconnector.sockets.memory import StagedMemory
 from kvconnector.sockets.transport import _Where
 from tests.fakes.tls_ends import (
     GRANTED,
@@ -41,6 +42,29 @@ def test_a_write_lands_where_it_is_granted(ends: tuple[End, End]) -> None:
     expected[[3, 5]] = p.blocks[[0, 1]]
     expected[6, 1] = p.blocks[2, 1]
     assert torch.equal(d.blocks, expected)
+
+
+def test_memory_that_is_staged_is_written_and_kept_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a GPU's is, on both ends; here with host memory in its place."""
+    monkeypatch.setattr("kvconnector.sockets.transport.memory_of", StagedMemory)
+    p, d = End("p"), End("d")
+    p.transport.connect(d.info)
+    d.transport.connect(p.info)
+    meet(p, d)
+    d.transport.allow(p.id, GRANTED, [3, 5])
+    done(p, d, p.transport.write_scratch(d.id, 1))
+    assert d.transport.scratch.digest_of(1) == p.transport.scratch.digest
+    done(p, d, p.transport.write(d.id, [0], [5], (0, 1), GRANTED))
+    late = p.transport.write(d.id, [1, 2], [3, 5], None, GRANTED)
+    d.transport.forbid(p.id, GRANTED)
+    refused(p, d, late)
+    expected = torch.zeros(SHAPE)
+    expected[5, 0] = p.blocks[0, 0]
+    assert torch.equal(d.blocks, expected)
+    p.transport.close()
+    d.transport.close()
 
 
 @pytest.mark.parametrize(

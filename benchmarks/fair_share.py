@@ -1,0 +1,235 @@
+"""One tenant at ten times its share: what others notice of it, and how soon it is refused.
+
+Two parts. On virtual time (`fair_share_virtual.py`), with the router's own gate, dispatcher and
+policy over simulated nodes: the others' times to the first token, alone and beside the greedy one,
+and, as a control, with all in one queue as without keys. And with a router process, a process of
+simulated nodes and clients with keys: how long the greedy one waits for each refusal.
+
+    .venv/bin/python benchmarks/fair_share.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from baton import AsyncClient, SamplingParams
+from baton.api_keys import draw_key, entry_text
+from baton.errors import BatonError, OverloadedError
+from environment import record_environment, write_results
+from fair_share_virtual import Answer, Scene, p99_s, play
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
+MOST_RATIO = 1.2
+MOST_REFUSAL_S = 0.05
+LEAST_CONTROL_RATIO = 2.0
+PARTS = ("virtual", "processes")
+OTHERS = ("t1", "t2", "t3", "t4")
+
+
+# ---------------------------------------------------------------- on virtual time
+
+
+def run_virtual(
+    fleet: tuple[int, int], seconds: float, seed: int, others_load: float
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"fleet": fleet, "seconds": seconds, "others_load": others_load}
+    p99: dict[str, float] = {}
+    for name, fair, greedy in (
+        ("alone", True, False),
+        ("beside", True, True),
+        ("one_queue", False, True),
+    ):
+        scene = Scene(
+            fleet=fleet,
+            seconds=seconds,
+            fair=fair,
+            greedy=greedy,
+            seed=seed,
+            others_load=others_load,
+        )
+        answers = play(scene)
+        others = [answer for answer in answers if answer.tenant != "greedy"]
+        p99[name] = p99_s(others)
+        found[name] = describe(others) | {
+            "greedy": dict(Counter(a.outcome for a in answers if a.tenant == "greedy"))
+        }
+        print(f"virtual, {name}: {found[name]}", flush=True)
+    found["ratio"] = round(p99["beside"] / p99["alone"], 3)
+    found["ratio_of_one_queue"] = round(p99["one_queue"] / p99["alone"], 3)
+    return found
+
+
+def describe(others: Sequence[Answer]) -> dict[str, Any]:
+    times = [answer.ttft_s for answer in others if answer.ttft_s]
+    return {
+        "requests": len(others),
+        "ttft_p50_ms": round(1e3 * statistics.median(times), 1),
+        "ttft_p99_ms": round(1e3 * p99_s(others), 1),
+        "outcomes": dict(Counter(answer.outcome for answer in others)),
+    }
+
+
+# ---------------------------------------------------------------- with processes
+
+
+@contextmanager
+def running(num_prefill: int, num_decode: int) -> Iterator[dict[str, AsyncClient]]:
+    """A router with keys, a process of simulated nodes, and a client of each tenant."""
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        made = {name: draw_key() for name in (*OTHERS, "greedy")}
+        path = Path(folder, "keys.toml")
+        path.write_text("\n".join(entry_text(key, name) for name, key in made.items()), "utf-8")
+        model = ["--model", str(MODEL)]
+        listen = ["--listen", address, "--http-listen", "", "--api-keys-file", str(path)]
+        fleet = ["--prefill", str(num_prefill), "--decode", str(num_decode)]
+        commands = [
+            ["router", *model, *listen, "--max-queued-requests", "64"],
+            ["sim-node", *model, "--router", address, *fleet, "--time-scale", "4"],
+        ]
+        environment = {**os.environ, "BATON_NODE_TOKEN": secrets.token_urlsafe(32)}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "baton", *command],
+                env=environment,
+                cwd=MODEL.parents[1],
+                stderr=subprocess.DEVNULL,
+            )
+            for command in commands
+        ]
+        try:
+            yield {name: AsyncClient(address, api_key=key) for name, key in made.items()}
+        finally:
+            for process in reversed(processes):
+                process.terminate()
+                process.wait(30)
+
+
+async def ask(client: AsyncClient, tenant: str, num_tokens: int) -> Answer:
+    prompt = [random.randrange(900) for _ in range(8)] + [1] * (num_tokens - 8)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+    began, ttft_s, outcome = time.perf_counter(), 0.0, "complete"
+    try:
+        async for _ in client.stream(prompt, params, timeout_s=60):
+            ttft_s = ttft_s or time.perf_counter() - began
+    except OverloadedError:
+        outcome = "refused"
+    except BatonError as error:
+        outcome = type(error).__name__
+    return Answer(tenant, began, outcome, ttft_s, time.perf_counter() - began, num_tokens)
+
+
+async def wait_ready(client: AsyncClient, num_tokens: int) -> None:
+    give_up_at = time.monotonic() + 60
+    while (await ask(client, "", num_tokens)).outcome != "complete":
+        if time.monotonic() > give_up_at:
+            raise TimeoutError("the nodes do not come up")
+        await asyncio.sleep(0.5)
+
+
+async def arrive(client: AsyncClient, tenant: str, rate: float, seconds: float) -> list[Answer]:
+    """Poisson arrivals; all answers, without a greedy one's queue at the end."""
+    tasks, ends_at = [], time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        tasks.append(asyncio.create_task(ask(client, tenant, 1500)))
+        await asyncio.sleep(random.expovariate(rate))
+    if tenant == "greedy":
+        for task in tasks:
+            task.cancel()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    return [answer for answer in found if isinstance(answer, Answer)]
+
+
+async def drill(clients: dict[str, AsyncClient], seconds: float) -> dict[str, Any]:
+    await wait_ready(clients["t1"], 1500)
+    rates = dict.fromkeys(OTHERS, 2.0)  # 16 nodes do 56 prompts of 1,500 tokens a second
+    found: dict[str, Any] = {}
+    for name, more in (("alone", {}), ("beside", {"greedy": 112.0})):
+        loads = [arrive(clients[t], t, rate, seconds) for t, rate in (rates | more).items()]
+        answers = [answer for part in await asyncio.gather(*loads) for answer in part]
+        others = [answer for answer in answers if answer.tenant != "greedy"]
+        refused = sorted(a.total_s for a in answers if a.outcome == "refused")
+        found[name] = describe(others)
+        if more:
+            found["greedy"] = dict(Counter(a.outcome for a in answers if a.tenant == "greedy"))
+            if refused:
+                found["refused_p50_ms"] = round(1e3 * statistics.median(refused), 1)
+                found["refused_p99_ms"] = round(1e3 * refused[int(0.99 * len(refused))], 1)
+        print(f"processes, {name}: {found}", flush=True)
+    for client in clients.values():
+        await client.close()
+    return found
+
+
+def run_processes(seconds: float) -> dict[str, Any]:
+    async def scene() -> dict[str, Any]:
+        with running(16, 4) as clients:
+            return await drill(clients, seconds)
+
+    return asyncio.run(scene())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prefill", type=int, default=64)
+    parser.add_argument("--decode", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=6.0, help="Of virtual time.")
+    parser.add_argument("--others-load", type=float, default=0.6, help="Of their shares.")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--process-seconds", type=float, default=30.0)
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--write", action="store_true", help="JSON in benchmarks/results.")
+    args = parser.parse_args()
+    all_problems = []
+    for part in args.parts:
+        environment = record_environment()
+        if part == "virtual":
+            fleet = (args.prefill, args.decode)
+            found = run_virtual(fleet, args.seconds, args.seed, args.others_load)
+            problems = problems_of_virtual(found)
+        else:
+            found = run_processes(args.process_seconds)
+            problems = problems_of_processes(found)
+        if args.write:
+            write_results(f"fair_share_{part}", environment, {**found, "problems": problems})
+        all_problems += problems
+    print("; ".join(all_problems) or "all promises kept")
+    return 1 if all_problems else 0
+
+
+def problems_of_virtual(found: dict[str, Any]) -> list[str]:
+    problems = []
+    if found["ratio"] > MOST_RATIO:
+        problems.append(f"others' p99 is {found['ratio']} of alone, at most {MOST_RATIO}")
+    if found["ratio_of_one_queue"] < LEAST_CONTROL_RATIO:
+        problems.append("with all in one queue nobody notices the greedy one: it is no test")
+    return problems
+
+
+def problems_of_processes(found: dict[str, Any]) -> list[str]:
+    if "refused_p99_ms" not in found:
+        return ["nothing was refused: it is no test"]
+    if found["refused_p99_ms"] > 1e3 * MOST_REFUSAL_S:
+        return [f"refusals take {found['refused_p99_ms']} ms, at most {1e3 * MOST_REFUSAL_S:g}"]
+    return []
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+"""What takes bytes from strangers: one function per target, for every driver of this folder.
+
+A target returns, or raises what `REFUSALS` names (one line for whoever sent the bytes). Anything
+else that it raises is a finding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from baton import wire
+from baton.errors import BatonError
+from baton.v1 import inference_pb2, node_pb2
+from baton.wire_types import sampling_params_from_proto
+from kvconnector import messages
+from kvconnector.peer_info import PeerInfo
+from router.http.completions import _check_unsupported, _prompts
+from router.http.conversation import chat_prompt, forced_call, output_parser
+from router.http.errors import ApiError
+from router.http.sampling import sampling_params
+from router.http.schema import ChatRequest, CompletionRequest, decode
+
+CORPUS = Path(__file__).parent / "corpus"
+REFUSALS = (BatonError, ApiError)
+
+
+def http_chat(data: bytes) -> None:
+    """Read the body of a chat completion as far as it is plain values."""
+    body = decode(data, ChatRequest)
+    params = sampling_params(body, max_tokens=1, structured_output=forced_call(body))
+    chat_prompt(body)
+    output_parser(body)
+    assert params.n >= 1
+
+
+def http_completion(data: bytes) -> None:
+    """Read the body of a completion as far as it is plain values."""
+    body = decode(data, CompletionRequest)
+    params = sampling_params(body, max_tokens=1, logprobs=body.logprobs)
+    _check_unsupported(body, params.n)
+    _prompts(body.prompt)
+
+
+def grpc_generate(data: bytes) -> None:
+    """Read a `Generate` message."""
+    message = inference_pb2.GenerateRequest.FromString(data)
+    sampling_params_from_proto(message.sampling_params)
+
+
+def node_message(data: bytes) -> None:
+    """Read what a node says on its link."""
+    message = node_pb2.NodeMessage.FromString(data)
+    wire.registration_from_proto(message.register)
+    wire.node_event_from_proto(message)
+
+
+def router_message(data: bytes) -> None:
+    """Read what a router says on a link."""
+    wire.command_from_proto(node_pb2.RouterMessage.FromString(data))
+
+
+def kv_message(data: bytes) -> None:
+    """Read a message between senders and receivers of KV."""
+    messages.decode(data)
+
+
+def peer_info(data: bytes) -> None:
+    """Read what a node says of its memory."""
+    PeerInfo.decode(data)
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target
+    for target in (
+        http_chat,
+        http_completion,
+        grpc_generate,
+        node_message,
+        router_message,
+        kv_message,
+        peer_info,
+    )
+}
+
+
+def run(name: str, data: bytes) -> bool:
+    """Give bytes to a target; returns whether it took them. Raises what is a finding."""
+    with contextlib.suppress(*REFUSALS, DecodeError):
+        TARGETS[name](data)
+        return True
+    return False
+
+
+def corpus(name: str) -> list[bytes]:
+    """Inputs that fuzzing once found worth keeping: findings, and what reached new code."""
+    return [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]

@@ -1,0 +1,197 @@
+"""Every socket that any program listens on, found from outside, and what protects it.
+
+The table below is the page docs/listening_sockets.md (``BATON_WRITE_DOCS=1`` writes it anew). A
+socket that is not in it fails the test, and so does one that others than this machine can reach.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.sockets import Listening, listening
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "listening_sockets.md"
+KV_PORTS = range(41000, 41100)
+ENVIRONMENT = {**os.environ, "UCX_TCP_PORT_RANGE": f"{KV_PORTS.start}-{KV_PORTS.stop - 1}"}
+MODEL = ["--model", str(DEMO_MODEL)]
+
+
+@dataclass(frozen=True, slots=True)
+class Socket:
+    """A row of the table.
+
+    Attributes:
+        option: where its address is said.
+        protection: what a stranger who reaches it meets.
+    """
+
+    program: str
+    what: str
+    option: str
+    protection: str
+
+
+_GATE = "a role for every call (API key or client certificate), decided before its body is read"
+_CONNECTIONS = "TLS; timeouts and caps of connections"
+SOCKETS = {
+    "public": Socket("router", "gRPC of clients", "`--listen`", f"{_GATE}: infer; {_CONNECTIONS}"),
+    "http": Socket("router", "HTTP API", "`--http-listen`", f"{_GATE}: infer; {_CONNECTIONS}"),
+    "nodes": Socket(
+        "router",
+        "links of nodes, `baton admin`",
+        "`--node-listen` (else on `--listen`)",
+        f"{_GATE}: join, look, operate; mutual TLS",
+    ),
+    "node": Socket(
+        "prefill, decode",
+        "health and reflection of a node",
+        "`--listen` of the node",
+        "health is open; nothing else answers anybody without a role; TLS",
+    ),
+    "metrics": Socket(
+        "prefill, decode",
+        "Prometheus page",
+        "`--metrics-listen` (none by default)",
+        "look, when credentials are set; TLS; timeouts and caps of connections",
+    ),
+    "kv": Socket(
+        "prefill, decode",
+        "KV by `--kv-connector nixl` (UCX over TCP)",
+        "`UCX_NET_DEVICES`, `UCX_TCP_PORT_RANGE`",
+        "**UCX neither authenticates nor encrypts**: messages are sealed with a key of each pair; "
+        "on a network that is not trusted use `--kv-connector tls`, or a NetworkPolicy",
+    ),
+    "kv_tls": Socket(
+        "prefill, decode",
+        "KV by `--kv-connector tls`",
+        "`--kv-listen`",
+        "TLS 1.3, both ways: peers that the router named, by their certificate; writes only into "
+        "blocks that are granted; caps of connections and time for strangers",
+    ),
+}
+NO_SOCKETS = "`baton sim-node`, `generate`, `chat`, `admin`, `loadtest`, `keys`, `certs`, `LLM`"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, set[Listening]]:
+    """What is listened on, by the name of its row; ``sim``: by the simulated nodes."""
+    addresses = {name: free_address() for name in ("public", "http", "nodes", "node", "metrics")}
+    router = ["router", *MODEL, "--listen", addresses["public"]]
+    router += ["--http-listen", addresses["http"], "--node-listen", addresses["nodes"]]
+    node = [*MODEL, "--router", addresses["nodes"], "--num-threads", "1", "--num-blocks", "64"]
+    prefill = ["prefill", *node, "--listen", addresses["node"], "--name", "p0"]
+    prefill += ["--metrics-listen", addresses["metrics"]]
+    others = {name: free_address() for name in ("node", "kv_p", "kv_d")}
+    decode = ["decode", *node, "--listen", others["node"], "--name", "d0"]
+    names = {Listening("tcp", *_split(address)): name for name, address in addresses.items()}
+    names[Listening("tcp", *_split(others["node"]))] = "node"
+    names |= {Listening("tcp", *_split(others[end])): "kv_tls" for end in ("kv_p", "kv_d")}
+    tls = ["--kv-connector", "tls", "--kv-listen"]
+    by_name: dict[str, set[Listening]] = {"unknown": set(), "sim": set()}
+
+    def look(program: str, process: subprocess.Popen[bytes]) -> None:
+        for item in listening(process.pid):
+            plain = Listening(item.kind, item.host.removeprefix("::ffff:"), item.port)
+            name = names.get(plain, "unknown")
+            if name == "unknown" and program == "node" and item.port in KV_PORTS:
+                name = "kv"
+            by_name.setdefault(name if program != "sim" else "sim", set()).add(item)
+
+    kv_options: tuple[tuple[list[str], list[str]], ...] = (
+        ([], []),
+        ([*tls, others["kv_p"]], [*tls, others["kv_d"]]),
+    )
+    for of_prefill, of_decode in kv_options:
+        with running(router, prefill + of_prefill, decode + of_decode) as processes:
+            _generate(addresses["public"])
+            for program, process in zip(("router", "node", "node"), processes, strict=True):
+                look(program, process)
+    with running(router, ["sim-node", *MODEL, "--router", addresses["nodes"]]) as processes:
+        _generate(addresses["public"])
+        look("sim", processes[1])
+    return by_name
+
+
+@contextmanager
+def running(*commands: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    baton = [sys.executable, "-m", "baton"]
+    processes = [
+        subprocess.Popen([*baton, *command], cwd=ROOT, env=ENVIRONMENT) for command in commands
+    ]
+    try:
+        yield processes
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            process.wait(timeout=30)
+
+
+def _generate(address: str) -> None:
+    """One request through both nodes: whatever is opened late is open then."""
+    command = [sys.executable, "-m", "baton", "generate", "--router", address, "hello"]
+    give_up_at = time.monotonic() + READY_TIMEOUT_S
+    while subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.5)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def test_every_socket_is_in_the_table_and_every_row_is_there(
+    found: dict[str, set[Listening]],
+) -> None:
+    assert found["unknown"] == set()
+    assert found["sim"] == set()
+    assert set(found) - {"unknown", "sim"} == set(SOCKETS)
+    assert len(found["kv"]) == len(found["kv_tls"]) == len(found["node"]) == 2
+
+
+def test_nothing_is_reached_from_other_machines_unless_told(
+    found: dict[str, set[Listening]],
+) -> None:
+    for item in (item for items in found.values() for item in items):
+        assert item.kind == "tcp"
+        address = ipaddress.ip_address(item.host.removeprefix("::ffff:"))
+        assert address.is_loopback, item
+
+
+def test_the_page_is_this_table() -> None:
+    rows = "\n".join(
+        f"| {s.program} | {s.what} | {s.option} | {s.protection} |" for s in SOCKETS.values()
+    )
+    page = textwrap.dedent(
+        """\
+        # Listening sockets
+
+        Every socket that a program listens on. `tests/integration/test_listening_sockets.py` starts
+        the programs, finds their sockets from outside, and fails on one that is not here. All are
+        on loopback unless told otherwise; beyond it, a listen without authentication and TLS is
+        refused ([security](security.md)).
+
+        | program | what | address | what protects it |
+        |---|---|---|---|
+        {rows}
+
+        Not listening on anything: {none}.
+        """
+    ).format(rows=rows, none=NO_SOCKETS)
+    if os.environ.get("BATON_WRITE_DOCS"):
+        PAGE.write_text(page, encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == page

@@ -1,0 +1,91 @@
+"""What comes from the network is data: nothing in it raises what nobody expects, or costs much."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import TransferError
+from kvconnector.messages import Commit, Digests, Grant, Quiet, decode, encode
+from kvconnector.peer_info import MAX_BYTES, PeerInfo
+from kvconnector.seals import peek
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+NAMES = ("Hello", "HelloAck", "SelfTest", "Start", "Grant", "Commit", "Digests", "Resend", "Beat")
+FIELDS = ("engine_id", "request_id", "epoch", "block_ids", "indices", "digests", "layers", "test")
+COMMIT = Commit(
+    engine_id="p",
+    request_id="a",
+    epoch=1,
+    token_id=1,
+    num_tokens=1,
+    num_bytes=1,
+    num_blocks=1,
+    transport="",
+    exposed_transfer_s=0.0,
+)
+
+
+def is_data(blob: bytes) -> None:
+    for read in (decode, peek, PeerInfo.decode):
+        try:
+            read(blob)
+        except TransferError:
+            continue
+
+
+@given(st.binary(max_size=500))
+def test_any_bytes_are_data(blob: bytes) -> None:
+    is_data(blob)
+
+
+@given(st.sampled_from(NAMES), st.dictionaries(st.sampled_from(FIELDS), json_like))
+def test_any_fields_are_data(name: str, fields: dict[str, object]) -> None:
+    try:
+        blob = msgspec.msgpack.encode({"type": name, **fields})
+    except OverflowError:  # more than the format can say
+        return
+    is_data(blob)
+
+
+@given(st.data())
+def test_any_damage_of_a_message_is_data(data: st.DataObject) -> None:
+    blob = bytearray(encode(COMMIT))
+    for _ in range(data.draw(st.integers(1, 4))):
+        blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
+    is_data(bytes(blob))
+
+
+def test_nesting_without_end_is_data() -> None:
+    is_data(b"\x91" * 100_000)
+    is_data(b"\xdd\xff\xff\xff\xff")  # an array of four thousand million, of which nothing follows
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        msgspec.structs.replace(COMMIT, exposed_transfer_s=math.nan),
+        msgspec.structs.replace(COMMIT, posting_s=math.inf),
+        msgspec.structs.replace(COMMIT, exposed_transfer_s=-1.0),
+        Quiet(engine_id="p", request_id="a" * 513, epoch=1, reason=""),
+        Quiet(engine_id="p", request_id="a", epoch=1, reason="x" * 4097),
+        Grant(engine_id="d", request_id="a", epoch=1, block_ids=[0] * (2**20 + 1)),
+        Digests(engine_id="p", request_id="a", epoch=1, indices=[0] * 4097, digests=b""),
+        Digests(engine_id="p", request_id="a", epoch=1, indices=[0], digests=bytes(2**16 + 1)),
+    ],
+)
+def test_what_is_too_long_or_no_number_is_refused(message: Commit) -> None:
+    with pytest.raises(TransferError, match="not a message of this protocol"):
+        decode(encode(message))
+
+
+def test_a_giant_peer_info_is_refused_before_it_is_read() -> None:
+    with pytest.raises(TransferError, match=f"at most {MAX_BYTES} bytes"):
+        PeerInfo.decode(bytes(MAX_BYTES + 1))

@@ -1,0 +1,54 @@
+"""Fuzz one target guided by coverage (atheris): ``python -m tools.fuzz TARGET SECONDS``.
+
+What reached new code is merged into the target's corpus. So is a finding; the exit code says that.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import atheris
+
+OURS = ["baton", "router", "kvconnector"]
+with atheris.instrument_imports(include=OURS):
+    from tests.fuzz.seeds import seeds
+    from tests.fuzz.targets import CORPUS, TARGETS, run
+
+MAX_BYTES = 4096
+FOUND = Path("build/fuzz")
+
+
+def main(name: str, seconds: int) -> int:
+    """Fuzz in a process of its own (libFuzzer ends the one it runs in); returns its exit code."""
+    found, kept = FOUND / name, CORPUS / name
+    for folder in (found, kept):
+        folder.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(seeds(name)):
+        (found / f"seed-{number}").write_bytes(seed)
+    limits = [f"-max_len={MAX_BYTES}", "-rss_limit_mb=2048", "-timeout=5", "-verbosity=0"]
+    command = [sys.executable, "-m", "tools.fuzz", "--libfuzzer", name, *limits]
+    fuzzing = [f"-max_total_time={seconds}", "-print_final_stats=1", f"-artifact_prefix={kept}/"]
+    rc = subprocess.run([*command, *fuzzing, str(found), str(kept)], check=False).returncode
+    subprocess.run([*command, "-merge=1", str(kept), str(found)], check=False)
+    print(f"{name}: exit code {rc}, {len(list(kept.iterdir()))} files in its corpus", flush=True)
+    return rc
+
+
+def _fuzz_here(name: str, arguments: list[str]) -> None:
+    def target(data: bytes) -> None:
+        run(name, data)
+
+    # libFuzzer starts itself again, in a shell, to merge.
+    itself = f"{sys.executable} -m tools.fuzz --libfuzzer {name}"
+    atheris.Setup([itself, *arguments], target)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--libfuzzer":
+        _fuzz_here(sys.argv[2], sys.argv[3:])
+    names = list(TARGETS) if sys.argv[1] == "all" else [sys.argv[1]]
+    sys.exit(max(main(name, int(sys.argv[2])) for name in names) and os.EX_SOFTWARE)
