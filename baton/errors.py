@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from baton.outputs import Receipt
 
 
+MAX_QUOTED_CHARS = 2_000
+
+
 class BatonError(Exception):
     """Base of every error that Baton raises on purpose.
 
@@ -49,9 +52,17 @@ class InvalidRequestError(BatonError, ValueError):
     """
 
     def __init__(self, field: str, problem: str) -> None:
+        field, problem = _shortened(field), _shortened(problem)
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+
+def _shortened(text: str) -> str:
+    """A line that may quote megabytes of what a client sent, still with its beginning and end."""
+    if len(text) <= MAX_QUOTED_CHARS:
+        return text
+    return f"{text[: MAX_QUOTED_CHARS // 2]} ... {text[-MAX_QUOTED_CHARS // 2 :]}"
 
 
 class PoisonRequestError(BatonError):

@@ -68,3 +68,11 @@ def test_an_invalid_request_keeps_field_and_problem_apart_and_joins_them_in_its_
     assert (error.field, error.problem) == ("top_p", "must be in (0, 1], got 2")
     assert str(error) == "top_p: must be in (0, 1], got 2"
     assert status_of(error) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_what_a_client_sent_is_quoted_up_to_a_limit() -> None:
+    """Eight megabytes of a wrong name came back, through the escapes of JSON."""
+    error = InvalidRequestError("k" * 8_000_000, "is " + "x" * 8_000_000 + ", not known")
+    assert len(str(error)) < 5_000
+    assert str(error).endswith(", not known")
+    assert str(InvalidRequestError("n", "must be 1")) == "n: must be 1"
