@@ -7,12 +7,13 @@ here are only queues to and from it.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from prometheus_client.registry import Collector
 
@@ -33,12 +34,16 @@ from baton.link import (
 )
 from baton.metrics_page import MetricsPage
 from baton.node_admin import NodeAdmin
-from baton.process import stop_event
+from baton.process import print_error, stop_event
+from baton.round_watch import Rounds, RoundWatch
 from baton.router_links import RouterLinks
 from baton.rpc import RpcServer
 from baton.tls import NO_TLS, TlsFiles, TlsOptions, describe
 
 logger = logging.getLogger(__name__)
+
+# Health checks are told of a thread that has been in one round for so long.
+STALLED_S = 10.0
 
 
 class NodeProgram(Protocol):
@@ -60,6 +65,12 @@ class NodeProgram(Protocol):
     def flush_prefix_cache(self) -> Future[int]:
         """Forget all cached prefixes between two steps; how many that were."""
 
+    def rounds(self) -> Mapping[str, Rounds]:
+        """Of its threads, by their names."""
+
+    def dump(self, error: Exception) -> None:
+        """Write down what state the engine is in, whatever its thread does."""
+
     def collector(self) -> Collector:
         """What is on the node's metrics page."""
 
@@ -74,6 +85,7 @@ async def run_node_program(
     listen: str,
     join_timeout_s: float,
     drain_timeout_s: float = 0.0,
+    engine_timeout_s: float = 60.0,
     node_token: str = "",
     metrics_listen: str = "",
     access: Access | None = None,
@@ -89,6 +101,8 @@ async def run_node_program(
         listen: ``host:port`` of the node's own server; port 0 is any free one.
         join_timeout_s: how long to wait for a router that does not answer.
         drain_timeout_s: how long open requests have to end when the node is told to stop.
+        engine_timeout_s: the process ends itself when a thread has been in one round for so long;
+            0: never.
         node_token: shows routers that this node may join.
         metrics_listen: ``host:port`` of its Prometheus page, likewise; none if empty.
         access: who may look at its metrics page and its reflection; has its audit log.
@@ -131,6 +145,7 @@ async def run_node_program(
         tls=files,
         require_client_certs=tls.verifies_clients,
     )
+    serving = _Serving(server.set_serving)
     admin = NodeAdmin(node, node.registration("").num_blocks, access)
     page: MetricsPage | None = None
     try:
@@ -144,7 +159,7 @@ async def run_node_program(
                 node.registration(address),
                 node.submit,
                 drain,
-                on_joined=server.set_serving,
+                on_joined=serving.set_joined,
                 on_stop=leaving.set,
                 join_timeout_s=join_timeout_s,
                 node_token=node_token,
@@ -153,7 +168,7 @@ async def run_node_program(
             )
         )
         ends = (_drained(stopping, drain, death, drain_timeout_s), _left(leaving, drain))
-        await _run_until(ends, links[0], node)
+        await _run_until(ends, links[0], node, serving, engine_timeout_s)
         if death:
             raise EngineDeadError(f"the engine cannot continue: {death[0]}")
     finally:
@@ -218,12 +233,49 @@ async def _left(leaving: asyncio.Event, drain: Drain) -> None:
     await drain.drained.wait()
 
 
+class _Serving:
+    """What health checks are told: whether a router has the node, and its threads get on."""
+
+    def __init__(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+        self._tell = tell
+        self._is_joined = self._is_stalled = False
+
+    async def set_joined(self, is_joined: bool) -> None:
+        self._is_joined = is_joined
+        await self._tell(is_joined and not self._is_stalled)
+
+    async def set_stalled(self, is_stalled: bool) -> None:
+        if is_stalled is not self._is_stalled:
+            self._is_stalled = is_stalled
+            await self._tell(self._is_joined and not is_stalled)
+
+
+def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
+    """End a process that a thread of it keeps from ending well: leave what tells why."""
+    error = EngineDeadError(
+        f"the {watch.stalled_thread} thread has been in one round for {watch.stalled_s:g} s"
+    )
+    faulthandler.dump_traceback(all_threads=True)
+    node.dump(error)
+    print_error(error)
+    os._exit(1)
+
+
 async def _run_until(
-    ends: Iterable[Coroutine[Any, Any, None]], links: RouterLinks, node: NodeProgram
+    ends: Iterable[Coroutine[Any, Any, None]],
+    links: RouterLinks,
+    node: NodeProgram,
+    serving: _Serving,
+    engine_timeout_s: float,
 ) -> None:
     async def beats() -> None:
+        watch = RoundWatch(node.rounds)
         while True:
-            links.beat(node.beat())
+            watch.tick()
+            links.beat(watch.mark(node.beat()))
+            await serving.set_stalled(watch.stalled_s >= STALLED_S)
+            if engine_timeout_s and watch.stalled_s >= engine_timeout_s:
+                _end_stalled(node, watch)
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     tasks = [

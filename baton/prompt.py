@@ -9,6 +9,8 @@ from baton.errors import InvalidRequestError
 from baton.sampling_params import MAX_SEED, SamplingParams
 
 MAX_PRIORITY = 2**31 - 1
+# Numbers that one answer may hold of its prompt: some 2 MiB on the wire, where a message ends at 8.
+MAX_PROMPT_LOGPROBS = 250_000
 
 
 def check_prompt(
@@ -27,6 +29,22 @@ def check_prompt(
             field, f"must have at most {max_model_len - 1} tokens, got {len(token_ids)}"
         )
     _check_token_ids(field, token_ids, vocab_size)
+
+
+def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Raise InvalidRequestError for more logprobs of a prompt than one message holds."""
+    if params.prompt_logprobs is None:
+        return
+    num_logprobs = num_prompt_tokens * (params.prompt_logprobs + 1)
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        most = MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1
+        hint = f"at most {most}" if most >= 0 else "none"
+        raise InvalidRequestError(
+            "prompt_logprobs",
+            f"must be {hint} for a prompt of {num_prompt_tokens} tokens (prompt tokens x "
+            f"(prompt_logprobs + 1) is at most {MAX_PROMPT_LOGPROBS}), "
+            f"got {params.prompt_logprobs}",
+        )
 
 
 def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:

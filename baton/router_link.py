@@ -40,6 +40,7 @@ from baton.link import (
     node_request_id,
     split_request_id,
 )
+from baton.message_cuts import cut_message
 from baton.outputs import RequestOutput
 from baton.rpc import bearer, open_channel
 from baton.tls import NO_TLS, TlsOptions, read_tls
@@ -251,7 +252,8 @@ class RouterLink:
             for delta in message.deltas.deltas:
                 delta.request_id, _ = split_request_id(delta.request_id)
             try:
-                await call.write(message)
+                for part in cut_message(message):
+                    await call.write(part)
             except asyncio.InvalidStateError:  # the router ended the call: it took us for dead
                 return
 

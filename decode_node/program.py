@@ -15,7 +15,7 @@ from kvconnector import KV_CONNECTORS
 from kvconnector.base import NO_OPTIONS, TransportOptions
 from kvconnector.digests import BlockDigests, digests_are_wanted
 from kvconnector.fault_file import faults_of
-from kvconnector.faults import FaultyTransport
+from kvconnector.faults import FaultSpec, FaultyTransport
 from kvconnector.receiver import Receiver
 
 
@@ -57,4 +57,12 @@ def make_program(
         receiver = Receiver(transport, on_event=wake, on_death=on_death, digests=digests)
         return DecodeNode(loaded.engine, receiver, emit, options.decode), receiver
 
-    return NodeThreads(options.name, NodeRole.DECODE, loaded, make_node, emit, on_death)
+    return NodeThreads(
+        options.name,
+        NodeRole.DECODE,
+        loaded,
+        make_node,
+        emit,
+        on_death,
+        hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
+    )

@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from baton.round_watch import Rounds
+
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25  # an idle engine still looks at its deadlines this often
@@ -28,6 +30,8 @@ class EngineLoop:
         self._on_death = on_death
         self._wake = threading.Event()
         self._stopping = False
+        self._num_rounds = 0
+        self._in_round = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -36,6 +40,11 @@ class EngineLoop:
     def wake(self) -> None:
         """There is something new to do; safe from any thread."""
         self._wake.set()
+
+    @property
+    def rounds(self) -> Rounds:
+        """How many steps have ended, and whether one is in progress; safe from any thread."""
+        return Rounds(self._num_rounds, self._in_round)
 
     def stop(self) -> None:
         """End the thread after the step in progress, and wait for it."""
@@ -47,7 +56,11 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._wake.clear()
-                if not self._step():
+                self._in_round = True
+                busy = self._step()
+                self._num_rounds += 1
+                if not busy:
+                    self._in_round = False
                     self._wake.wait(TICK_S)
         except Exception as error:  # the loop's top: nothing above could handle it
             logger.critical("the engine cannot continue", exc_info=error)

@@ -6,6 +6,8 @@ connector, which `make_node` brings.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,6 +25,7 @@ from baton.link import (
     SendKVSnapshot,
 )
 from baton.node_metrics import ConnectorMetrics, HandoffMetrics
+from baton.round_watch import Rounds
 from engine.crash_dump import dump_crash
 from engine.engine_loop import EngineLoop
 from engine.kv_event_feed import KVEventFeed
@@ -30,7 +33,10 @@ from engine.metrics import EngineMetrics
 from engine.node_collector import NodeCollector
 from engine.node_engine import LoadedEngine
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+ENGINE_THREAD, KV_THREAD = "engine", "kv-io"
 
 
 class Node(Protocol):
@@ -57,6 +63,9 @@ class ConnectorEnd(Protocol):
 
     def metrics(self) -> ConnectorMetrics: ...
 
+    @property
+    def rounds(self) -> Rounds: ...
+
     def close(self) -> None: ...
 
 
@@ -71,6 +80,7 @@ class NodeThreads:
             thread.
         emit: takes events for the router; safe to call from the engine's thread.
         on_death: called when the engine cannot continue.
+        hang_at: an injected fault: stand still behind so many rounds with work; 0: never.
     """
 
     def __init__(
@@ -81,6 +91,8 @@ class NodeThreads:
         make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnd]],
         emit: Callable[[NodeEvent], None],
         on_death: Callable[[Exception], None],
+        *,
+        hang_at: int = 0,
     ) -> None:
         def on_engine_death(error: Exception) -> None:
             dump_crash(loaded.engine, error)
@@ -89,9 +101,10 @@ class NodeThreads:
         self._name = name
         self._role = role
         self._loaded = loaded
+        self._hang_at, self._num_busy = hang_at, 0
         self._kv_events = KVEventFeed(loaded.engine, emit)
         self._calls: deque[Callable[[], None]] = deque()
-        self._loop = EngineLoop(self._step, on_engine_death, name="engine")
+        self._loop = EngineLoop(self._step, on_engine_death, name=ENGINE_THREAD)
         loaded.engine.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
@@ -125,6 +138,12 @@ class NodeThreads:
 
         return self._between_steps(flush)
 
+    def rounds(self) -> dict[str, Rounds]:
+        return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
+
+    def dump(self, error: Exception) -> None:
+        dump_crash(self._loaded.engine, error)
+
     def collector(self) -> NodeCollector:
         return NodeCollector(self._role, self._name, self)
 
@@ -141,6 +160,11 @@ class NodeThreads:
         while self._calls:
             self._calls.popleft()()
         busy = self._node.step()
+        self._num_busy += busy
+        if self._hang_at and self._num_busy >= self._hang_at:
+            logger.warning("the engine's thread stands still (an injected fault)")
+            while True:
+                time.sleep(1.0)
         self._kv_events.after_step(busy=busy)
         return busy
 

@@ -16,6 +16,7 @@ import msgspec
 
 from baton.errors import TransferError
 from baton.node_metrics import ConnectorMetrics
+from baton.round_watch import Rounds
 from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
 from kvconnector.inbox import Inbox
 from kvconnector.messages import Message
@@ -79,6 +80,8 @@ class Endpoint:
         self.num_reads = 0  # that went well
         self._warm_until = 0.0
         self._closing = False
+        self._num_rounds = 0
+        self._in_round = False
         self._thread = threading.Thread(target=self._run, name="kv-io", daemon=True)
 
     def start(self) -> None:
@@ -126,6 +129,11 @@ class Endpoint:
             },
         )
 
+    @property
+    def rounds(self) -> Rounds:
+        """How many rounds have ended, and whether one is in progress; safe from any thread."""
+        return Rounds(self._num_rounds, self._in_round)
+
     def close(self) -> None:
         """End the thread and the transport."""
         self._closing = True
@@ -156,7 +164,10 @@ class Endpoint:
     def _loop(self) -> None:
         while not self._closing:
             self._wake.clear()
+            self._in_round = True
             in_flight = self._round()
+            self._num_rounds += 1
+            self._in_round = False
             if self._calls or self._inbox:
                 continue
             if in_flight:

@@ -72,6 +72,7 @@ class FaultSpec:
         corrupt_test: one bit of what a self-test wrote is wrong when it is looked at.
         drop_test: a message about a self-test's end is lost, whatever `drop` says.
         kill: where the process ends.
+        hang_engine: the engine's thread stands still behind so many rounds with work; 0: never.
         seed: of everything drawn.
     """
 
@@ -84,6 +85,7 @@ class FaultSpec:
     corrupt_test: float = 0.0
     drop_test: float = 0.0
     kill: KillPoint | None = None
+    hang_engine: int = 0
     seed: int = 0
 
     @classmethod
@@ -140,7 +142,7 @@ def _kill(name: str, value: str) -> KillPoint:
     return KillPoint(arrow, when, int(count))
 
 
-def _seed(name: str, value: str) -> int:
+def _number(name: str, value: str) -> int:
     if not value.isdecimal():
         raise ConfigError(f"{OPTION}: {name} must be a number of 0 or more, got {value!r}")
     return int(value)
@@ -156,7 +158,8 @@ _PARSERS: dict[str, Callable[[str, str], object]] = {
     "corrupt_test": _probability,
     "drop_test": _probability,
     "kill": _kill,
-    "seed": _seed,
+    "hang_engine": _number,
+    "seed": _number,
 }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from baton.node_metrics import ConnectorMetrics
 from baton.outputs import PushReceipt
+from baton.round_watch import Rounds
 from kvconnector.base import KVReservation, KVTransport, TransferEvent, TransferEventKind
 from kvconnector.digests import Arrival, BlockDigests, Verifier
 from kvconnector.drains import Drains
@@ -153,6 +154,11 @@ class Receiver:
 
     def metrics(self) -> ConnectorMetrics:
         return dataclasses.replace(self._endpoint.metrics(), wrong_blocks=self._num_wrong_blocks)
+
+    @property
+    def rounds(self) -> Rounds:
+        """Of the KV I/O thread; safe from any thread."""
+        return self._endpoint.rounds
 
     def close(self) -> None:
         self._endpoint.close()

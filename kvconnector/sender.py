@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from baton.errors import TransferError
 from baton.node_metrics import ConnectorMetrics
+from baton.round_watch import Rounds
 from kvconnector.base import BlockPush, KVTransport, TransferEvent, TransferEventKind
 from kvconnector.digests import BlockDigests, SentDigests, cut_digests
 from kvconnector.endpoint import Endpoint
@@ -118,6 +119,11 @@ class Sender:
 
     def metrics(self) -> ConnectorMetrics:
         return self._totals.add_to(self._endpoint.metrics())
+
+    @property
+    def rounds(self) -> Rounds:
+        """Of the KV I/O thread; safe from any thread."""
+        return self._endpoint.rounds
 
     def close(self) -> None:
         self._endpoint.close()

@@ -14,7 +14,7 @@ from kvconnector import KV_CONNECTORS
 from kvconnector.base import NO_OPTIONS, TransportOptions
 from kvconnector.digests import BlockDigests, digests_are_wanted
 from kvconnector.fault_file import faults_of
-from kvconnector.faults import FaultyTransport
+from kvconnector.faults import FaultSpec, FaultyTransport
 from kvconnector.sender import Sender
 from prefill_node.node import PrefillNode
 
@@ -58,4 +58,12 @@ def make_program(
         node = PrefillNode(loaded.engine, sender, emit, options.push, options.layer_groups)
         return node, sender
 
-    return NodeThreads(options.name, NodeRole.PREFILL, loaded, make_node, emit, on_death)
+    return NodeThreads(
+        options.name,
+        NodeRole.PREFILL,
+        loaded,
+        make_node,
+        emit,
+        on_death,
+        hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
+    )

@@ -67,6 +67,15 @@ def router(
         float,
         typer.Option(help="A node that says nothing for so long is lost, seconds."),
     ] = 1.0,
+    engine_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="A node that beats while its engine or its KV connector has been in one step for "
+            "so long, and three times longer than ever, gets nothing more, and its requests go to "
+            "others of its kind, seconds.",
+            min=0.5,
+        ),
+    ] = 10.0,
     max_queued_requests: Annotated[
         int,
         typer.Option(
@@ -238,6 +247,7 @@ def router(
                 max_attempts=max_attempts,
                 pair_timeout_s=pair_timeout_s,
                 node_timeout_s=node_timeout_s,
+                engine_timeout_s=engine_timeout_s,
                 admission=AdmissionOptions(
                     max_queued_requests=max_queued_requests,
                     max_open_requests=max_open_requests,

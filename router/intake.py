@@ -15,7 +15,13 @@ from baton.errors import BatonError, InvalidRequestError
 from baton.grammar_trials import GrammarTrials
 from baton.identity import ANYBODY, Principal
 from baton.outputs import FinishReason, TextDelta
-from baton.prompt import check_priority, check_prompt, check_sampling_params, draw_seed
+from baton.prompt import (
+    check_priority,
+    check_prompt,
+    check_prompt_logprobs,
+    check_sampling_params,
+    draw_seed,
+)
 from baton.sampling_params import SamplingParams
 from baton.stop_strings import OutputText
 from baton.structured_output import StructuredOutput
@@ -145,6 +151,7 @@ class Intake:
         token_ids = await self.tokenize(request.prompt, principal)
         max_model_len = self._dispatcher.pool.max_model_len
         check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=max_model_len)
+        check_prompt_logprobs(params, len(token_ids))
         timeout_s = request.timeout_s
         return Call(
             request_id=request.request_id or uuid.uuid4().hex,

@@ -20,6 +20,7 @@ from baton.link import (
     RouterCommand,
 )
 from baton.outputs import RequestOutput
+from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.node import Node
 from router.node_pool import NodePool
@@ -136,7 +137,10 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | None:
     """None for what the wire cannot hold: that ends its request, and not the link of all."""
     try:
-        return wire.command_to_proto(command)
+        message = wire.command_to_proto(command)
+        if message.ByteSize() <= MAX_MESSAGE_BYTES:
+            return message
+        logger.error("dropped a command to %s: %d bytes", node.name, message.ByteSize())
     except ValueError as error:
         logger.error("dropped a command to %s that cannot be sent: %s", node.name, error)
     if isinstance(command, PrefillCommand | DecodeCommand):

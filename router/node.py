@@ -19,17 +19,21 @@ from baton.link import (
     NodeRole,
     PeerReport,
     RequestDelta,
+    RequestError,
     RouterCommand,
     ServingState,
     StepDeltas,
 )
-from baton.outputs import FinishReason
+from baton.outputs import FinishReason, RequestOutput
 from router.admin_replies import AdminReplies
 from router.health import NodeHealth
 from router.node_load import NodeLoad, SharedRates
 
 # A prefill node that has not got on for so long, and so many times as long as its work should take.
 STALLED_S, STALLED_FACTOR = 5.0, 10.0
+# What takes not many times longer than what a node has done before is no sign that it is stuck; but
+# no longer round than this excuses another one.
+ROUND_FACTOR, LONGEST_ROUND_S = 3.0, 15.0
 
 
 class LegDelta(msgspec.Struct, frozen=True, gc=False):
@@ -79,6 +83,7 @@ class Node:
         health: whether it should get requests.
         legs: by epoch.
         clock: seconds that never go back.
+        is_stuck: one of its threads stands still, though it beats.
         replies: to what operators ask of the node.
     """
 
@@ -89,6 +94,7 @@ class Node:
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
     clock: Callable[[], float] = time.monotonic
+    is_stuck: bool = False
     replies: AdminReplies = field(default_factory=AdminReplies)
     load: NodeLoad = field(init=False)
     health: NodeHealth = field(init=False)
@@ -133,6 +139,21 @@ class Node:
                 load.prefill_progress_at = self.clock()
         self.health.tick()
         load.weight = self.health.weight
+
+    def looks_stuck(self, timeout_s: float) -> bool:
+        """Whether one of its threads has been in one round for so long, and so much longer than in
+        any before."""
+        longest_s = min(self.beat.longest_round_s, LONGEST_ROUND_S)
+        return self.beat.stalled_s >= max(timeout_s, ROUND_FACTOR * longest_s)
+
+    def fail_legs(self, why: str) -> None:
+        """End all attempts here: the node does not."""
+        error = RequestError(
+            "UNAVAILABLE", f"{self.registration.role.value} node {self.name} {why}"
+        )
+        for epoch, leg in list(self.legs.items()):
+            delta = RequestDelta(RequestOutput(leg.request_id, 0, ()), epoch, error=error)
+            self.deliver(delta, node_lost=True)
 
     def open_leg(
         self,

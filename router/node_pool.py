@@ -25,13 +25,10 @@ from baton.link import (
     NodeRole,
     PeerReport,
     PeerUpdate,
-    RequestDelta,
-    RequestError,
     RouterBeat,
     SendKVSnapshot,
     StepDeltas,
 )
-from baton.outputs import RequestOutput
 from router.fleet import Fleet
 from router.health import NodeHealth, spared
 from router.join_gate import JoinGate
@@ -39,7 +36,7 @@ from router.lost_nodes import LostNodes
 from router.node import Node
 from router.node_claims import Vocabulary, event_problem, registration_problem
 from router.node_load import SharedRates
-from router.pairing import Reach, incompatibility
+from router.pairing import Reach, incompatibility, why_no_pair
 from router.policies.base import Placement
 from router.prefix_index import PrefixIndex
 from router.prompt_hashes import HashKind
@@ -57,6 +54,8 @@ class NodePool:
         eligibility: a node for which one of these says no gets no new requests. Whoever makes one
             change its mind calls `note_eligibility_change`.
         may_self_prefill: whether decode nodes may be given prompts to compute.
+        engine_timeout_s: a node that beats is taken out when one of its threads has been in one
+            round for so long, and for much longer than in any before.
         vocab_size: of the model; nodes that name other tokens are hung up on.
         clock: seconds that never go back.
 
@@ -75,6 +74,7 @@ class NodePool:
         max_missed_beats: int = 4,
         eligibility: Sequence[Callable[[Node], bool]] = (),
         may_self_prefill: bool = False,
+        engine_timeout_s: float = 10.0,
         vocab_size: int = 2**32,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,6 +92,7 @@ class NodePool:
         self._reach = Reach()
         self._rates = SharedRates()
         self._may_self_prefill = may_self_prefill
+        self._engine_timeout_s = engine_timeout_s
         self._fleet: Fleet | None = None  # None: to be made anew
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
@@ -207,16 +208,8 @@ class NodePool:
             other.reports.pop(node.engine_id, None)
             other.send(PeerUpdate(node.engine_id, removed=True))
         self._note_kv_sizes()
-        self._fail_legs(node, why)
+        node.fail_legs(why)
         self._note_change()
-
-    def _fail_legs(self, node: Node, why: str) -> None:
-        error = RequestError(
-            "UNAVAILABLE", f"{node.registration.role.value} node {node.name} {why}"
-        )
-        for epoch, leg in list(node.legs.items()):
-            delta = RequestDelta(RequestOutput(leg.request_id, 0, ()), epoch, error=error)
-            node.deliver(delta, node_lost=True)
 
     def _note_kv_sizes(self) -> None:
         """What most nodes say of a token's size is what transfers are reckoned with."""
@@ -294,11 +287,29 @@ class NodePool:
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
         was_draining = node.is_draining
         node.load.note_beat(beat)
+        self._watch_progress(node)
         if node.is_draining:
             node.send(DrainSeen())  # every time: it may have served in between
         if node.is_draining is not was_draining:
             logger.info("%s is %s", node.name, beat.serving_state.value)
             self._note_change()
+
+    def _watch_progress(self, node: Node) -> None:
+        """Take a node out one of whose threads stands still, if there is another one for its work.
+
+        Its own process ends itself a little later, or it goes on and is taken back.
+        """
+        is_stuck = node.looks_stuck(self._engine_timeout_s)
+        others = (one for one in self._of(node.registration.role) if one is not node)
+        if is_stuck is node.is_stuck or (is_stuck and not any(map(self.is_eligible, others))):
+            return
+        node.is_stuck = is_stuck
+        self._note_change()
+        if is_stuck:
+            self.lost_nodes.note_loss(node.engine_id)
+            why = f"stands still: its {node.beat.stalled_thread} thread is busy with one thing for "
+            node.fail_legs(f"{why}{node.beat.stalled_s:g} s")
+        logger.warning("%s %s", node.name, "stands still" if is_stuck else "goes on")
 
     # ------------------------------------------------------------------ pairs
 
@@ -332,7 +343,9 @@ class NodePool:
 
     def is_eligible(self, node: Node) -> bool:
         """Whether a node may get new requests."""
-        return not node.is_draining and all(allows(node) for allows in self._eligibility)
+        return not (node.is_draining or node.is_stuck) and all(
+            allows(node) for allows in self._eligibility
+        )
 
     def allow_self_prefill(self, may_self_prefill: bool) -> None:
         """Whether decode nodes may be given prompts to compute, from now on."""
@@ -347,18 +360,7 @@ class NodePool:
         """One line for a client when there is no pair for so many tokens."""
         if self.fleet:
             return f"no pair of nodes takes requests of {num_tokens} tokens"
-        prefills, decodes = self._of(NodeRole.PREFILL), self._of(NodeRole.DECODE)
-        for role, nodes in ((NodeRole.PREFILL, prefills), (NodeRole.DECODE, decodes)):
-            if not nodes:
-                return f"no {role.value} node has joined the router"
-            if not any(self.is_eligible(node) for node in nodes):
-                return f"no {role.value} node takes requests now: they drain or fail"
-        for prefill in prefills:
-            for decode in decodes:
-                report = prefill.reports.get(decode.engine_id)
-                if report is not None and report.problem:
-                    return f"{prefill.name} and {decode.name} are not paired: {report.problem}"
-        return "no prefill node is connected to a decode node yet"
+        return why_no_pair(self._of(NodeRole.PREFILL), self._of(NodeRole.DECODE), self.is_eligible)
 
     def _is_peer(self, node: Node, engine_id: str) -> bool:
         """Whether a node was introduced to another (others are no business of ours)."""

@@ -143,14 +143,17 @@ class OpenCall:
         """Whether an attempt failed because one of its nodes is gone, whoever said so."""
         error, pool = item.delta.error, self._dispatcher.pool
         nodes = [node for node in (attempt.prefill, attempt.decode) if node is not None]
-        is_gone = any(pool.node(node.engine_id) is not node for node in nodes)
+        is_gone = any(pool.node(node.engine_id) is not node or node.is_stuck for node in nodes)
         return item.node_lost or (is_gone and error is not None and error.code == "UNAVAILABLE")
 
     def _suspect(self, attempt: Attempt) -> None:
         """Note which nodes died under an attempt; raises PoisonRequestError if it is why."""
         pool, suspects = self._dispatcher.pool, self._dispatcher.suspects
-        nodes = filter(None, (attempt.prefill, attempt.decode))
-        lost = {node.engine_id for node in nodes if pool.node(node.engine_id) is not node}
+        lost = {
+            node.engine_id
+            for node in filter(None, (attempt.prefill, attempt.decode))
+            if node.is_stuck or pool.node(node.engine_id) is not node
+        }
         lost &= pool.lost_nodes.lost_since(pool.clock() - WINDOW_S)  # not by an operator
         if lost:
             if self._suspicion is None:

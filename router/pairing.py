@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from baton.link import NodeRegistration, PeerReport
+from collections.abc import Callable, Sequence
+
+from baton.link import NodeRegistration, NodeRole, PeerReport
+from router.node import Node
 
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
@@ -12,6 +15,23 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
         if mine != theirs:
             return f"{key} differs: {one.node_name} has {mine}, {other.node_name} has {theirs}"
     return ""
+
+
+def why_no_pair(
+    prefills: Sequence[Node], decodes: Sequence[Node], is_eligible: Callable[[Node], bool]
+) -> str:
+    """One line for a client when no two nodes may work together."""
+    for role, nodes in ((NodeRole.PREFILL, prefills), (NodeRole.DECODE, decodes)):
+        if not nodes:
+            return f"no {role.value} node has joined the router"
+        if not any(map(is_eligible, nodes)):
+            return f"no {role.value} node takes requests now: they drain or fail"
+    for prefill in prefills:
+        for decode in decodes:
+            report = prefill.reports.get(decode.engine_id)
+            if report is not None and report.problem:
+                return f"{prefill.name} and {decode.name} are not paired: {report.problem}"
+    return "no prefill node is connected to a decode node yet"
 
 
 class Reach:

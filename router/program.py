@@ -22,7 +22,7 @@ from baton.errors import ConfigError
 from baton.exposure import is_public
 from baton.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.link import BEAT_INTERVAL_S
-from baton.model_folder import config_digest, find_model_folder, read_limits
+from baton.model_folder import ModelLimits, config_digest, find_model_folder, read_limits
 from baton.process import num_descriptors_allowed, stop_event
 from baton.rpc import RpcLimits, RpcServer
 from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
@@ -60,10 +60,8 @@ from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
 
-# Seconds that load balancers need to hear that a router is not ready; none on one machine.
-DRAIN_DELAY_S = 5.0
-# The largest priority that is taken.
-_LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}
+DRAIN_DELAY_S = 5.0  # until load balancers know that a router is not ready; none on one machine
+_LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}  # taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +92,7 @@ class RouterConfig:
     max_attempts: int = 3
     pair_timeout_s: float = 5.0
     node_timeout_s: float = 1.0
+    engine_timeout_s: float = 10.0
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     node_token: str = field(default="", repr=False)
     admin_token: str = field(default="", repr=False)
@@ -135,6 +134,17 @@ class RouterConfig:
             )
 
 
+def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodePool:
+    return NodePool(
+        model_digest=config_digest(folder),
+        max_model_len=limits.max_position_embeddings,
+        max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
+        may_self_prefill=_may_self_prefill(config, config.policy),
+        engine_timeout_s=config.engine_timeout_s,
+        vocab_size=limits.vocab_size,
+    )
+
+
 async def serve(config: RouterConfig) -> None:
     """Serve until told to stop; raises ConfigError when something is wrong at the start."""
     check_exposure(config)
@@ -143,13 +153,7 @@ async def serve(config: RouterConfig) -> None:
         logger.info("certificate: %s", describe(config.tls, files.current()))
     folder = find_model_folder(config.model, weights=False)
     limits = read_limits(folder)
-    pool = NodePool(
-        model_digest=config_digest(folder),
-        max_model_len=limits.max_position_embeddings,
-        max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
-        may_self_prefill=_may_self_prefill(config, config.policy),
-        vocab_size=limits.vocab_size,
-    )
+    pool = _make_pool(config, folder, limits)
     options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
     admission = Admission(_make_capacity(config.admission, pool), config.admission)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)

@@ -76,6 +76,14 @@ def node_command(
                 min=0,
             ),
         ] = 30.0,
+        engine_timeout_s: Annotated[
+            float,
+            typer.Option(
+                help="The process ends itself, with a dump, when its engine or KV connector "
+                "has been in one step for so long, seconds; 0: never.",
+                min=0,
+            ),
+        ] = 60.0,
         node_token: Annotated[
             str,
             typer.Option(
@@ -263,6 +271,7 @@ def node_command(
                 kv_digests=kv_digests,
                 inject_faults=inject_faults,
                 drain_timeout_s=drain_timeout_s,
+                engine_timeout_s=engine_timeout_s,
                 node_token=node_token,
                 metrics_listen=metrics_listen,
                 admin_token=admin_token,

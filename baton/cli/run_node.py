@@ -39,6 +39,7 @@ class NodeOptions:
     kv_digests: bool | None
     inject_faults: str = ""
     drain_timeout_s: float = 0.0
+    engine_timeout_s: float = 60.0
     node_token: str = field(default="", repr=False)
     metrics_listen: str = ""
     admin_token: str = field(default="", repr=False)
@@ -93,6 +94,7 @@ def run_node(options: NodeOptions, program: str) -> int:
             listen=options.listen,
             join_timeout_s=options.join_timeout_s,
             drain_timeout_s=options.drain_timeout_s,
+            engine_timeout_s=options.engine_timeout_s,
             node_token=options.node_token,
             metrics_listen=options.metrics_listen,
             access=Access(

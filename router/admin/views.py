@@ -28,6 +28,9 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
     if load.step.num_measured:
         description.step_s = load.step_base_s
     description.health, description.health_why = node.health.state.value, node.health.why
+    if node.is_stuck:
+        description.health = "stuck"
+        description.health_why = f"its {node.beat.stalled_thread} thread stands still"
     for peer in pool.nodes:
         report = node.reports.get(peer.engine_id)
         if report is not None:

@@ -27,6 +27,7 @@ from baton.ledger import Ledger
 from baton.link import AbortAll, NodeBeat, NodeEvent, NodeRegistration, NodeRole, RouterCommand
 from baton.model_folder import config_digest
 from baton.node_program import run_node_program
+from baton.round_watch import Rounds
 from baton.rpc import bearer, open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc
@@ -62,6 +63,12 @@ class EmptyNode:
                    overdrawn=())
         )  # fmt: skip
         return done
+
+    def rounds(self) -> dict[str, Rounds]:
+        return {}
+
+    def dump(self, error: Exception) -> None:
+        raise NotImplementedError
 
     def flush_prefix_cache(self) -> Future[int]:
         done: Future[int] = Future()
