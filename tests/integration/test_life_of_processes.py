@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -14,18 +15,24 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton import AsyncClient, SamplingParams
+from baton.errors import NodeUnavailableError
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+
+SOME = SamplingParams(max_tokens=200, ignore_eos=True)
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 
 
 @contextlib.contextmanager
-def baton_up(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+def baton_up(
+    folder: Path, listen: str = ""
+) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A ready `baton up` and its children."""
     process = subprocess.Popen(
         [sys.executable, "-m", "baton", "up", "--model", str(DEMO_MODEL),
-         "--listen", free_address(), "--http-listen", free_address(), "--kv-cache-memory", "64M",
-         "--log-folder", str(folder)],
+         "--listen", listen or free_address(), "--http-listen", free_address(),
+         "--kv-cache-memory", "64M", "--log-folder", str(folder)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
@@ -36,7 +43,7 @@ def baton_up(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.
                 break
             assert time.monotonic() < give_up_at
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 3
+        assert len(psutil.Process(process.pid).children()) == 3
         yield process, children
     finally:
         process.kill()
@@ -59,3 +66,27 @@ def test_ending_up_leaves_nothing(number: signal.Signals, tmp_path: Path) -> Non
         if number is not signal.SIGKILL:
             assert process.wait(15) == 0
     assert shared_memory() <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_open_when_up_is_stopped_ends_by_itself(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    async def run(process: subprocess.Popen[str], address: str) -> list[int]:
+        token_ids: list[int] = []
+        async with AsyncClient(address) as client:
+            async for delta in client.stream([1, 2, 3], SOME):
+                if not token_ids:
+                    os.kill(process.pid, number)
+                token_ids += delta.token_ids
+            with pytest.raises(NodeUnavailableError):  # the router is gone, or refuses
+                await client.generate([1, 2, 3], SOME)
+        return token_ids
+
+    address = free_address()
+    with baton_up(tmp_path, address) as (process, children):
+        token_ids = asyncio.run(asyncio.wait_for(run(process, address), 60))
+        assert len(token_ids) == SOME.max_tokens
+        _, alive = psutil.wait_procs(children, timeout=30)
+        assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert process.wait(15) == 0
