@@ -30,7 +30,7 @@ from environment import record_environment, write_results
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 VOCAB_SIZE = 900
-PROMPT_TOKENS = 480
+PROMPT_TOKENS = 240
 MOST_AUC = 0.55
 LEAST_CONTROL_AUC = 0.9
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -143,8 +143,8 @@ def own_hit_rate(client: Client, num_sessions: int, seed: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--probes", type=int, default=2000)
-    parser.add_argument("--control-probes", type=int, default=200)
-    parser.add_argument("--sessions", type=int, default=20)
+    parser.add_argument("--control-probes", type=int, default=100)
+    parser.add_argument("--sessions", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="JSON in benchmarks/results.")
     args = parser.parse_args()
