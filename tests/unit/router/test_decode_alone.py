@@ -13,7 +13,9 @@ from tests.fakes.nodes import failure, token
 from tests.fakes.router_scene import Scene, asynchronous
 
 LENGTH = FinishReason.LENGTH
-OPTIONS = RetryOptions(pair_timeout_s=0.05, first_pause_s=0.001, longest_pause_s=0.002)
+OPTIONS = RetryOptions(
+    trial_pause_s=0, pair_timeout_s=0.05, first_pause_s=0.001, longest_pause_s=0.002
+)
 
 
 def scene_of(num_decode: int, *, may_self_prefill: bool = True) -> Scene:
