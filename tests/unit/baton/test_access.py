@@ -201,3 +201,11 @@ def test_failures_and_refusals_are_audited_without_the_key_and_not_without_end(
     assert sum(event.get("left_out_before", 0) for event in events) >= 960
     assert (events[-1]["event"], events[-1]["who"]) == ("refused", "alice")
     assert "sesame" not in text
+
+
+def test_ipv4_addresses_are_one_each_where_a_listener_takes_ipv6_too(path: Path) -> None:
+    access = Access(keys_file=path)
+    assert "OverloadedError" in try_wrong_keys(access, "::ffff:10.0.0.7", 50)
+    assert access.principal_of(showing(BOB, "::ffff:10.0.0.8")).name == "bob"
+    with pytest.raises(OverloadedError):  # the same machine, however it is written
+        access.principal_of(showing(ALICE, "10.0.0.7"))
