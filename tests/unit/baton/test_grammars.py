@@ -34,10 +34,10 @@ def trials() -> Iterator[GrammarTrials]:
     "filler", ["\n", " ", "\t\n", "a", "a\n", "start \n", "start", "%", "a ::"]
 )
 def test_a_grammar_is_looked_at_in_time_that_grows_with_its_length_only(filler: str) -> None:
-    tail = 'start: "a"'
+    tail = "?"  # what the blanks lead to is no rule: so each of them was tried as a beginning
     text = filler * ((MAX_TEXT_BYTES - len(tail) - 1) // len(filler)) + "\n" + tail
     began_at = time.process_time()
-    with contextlib.suppress(InvalidRequestError):  # of too many rules
+    with contextlib.suppress(Exception):  # what the library says of it, or too many rules
         make_grammar(StructuredOutput(grammar=text))
     assert time.process_time() - began_at < LINEAR_S
 
