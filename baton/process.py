@@ -19,6 +19,7 @@ from baton.errors import BatonError, ConfigError
 
 PARENT_PIPE_VARIABLE = "BATON_PARENT_PIPE"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_LOG_FORMAT, _LOG_TIME = "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
 _PARENT_GRACE_S = 5.0
 _MAX_DESCRIPTORS = 2**20  # containers have limits that no machine can keep
 
@@ -73,10 +74,22 @@ def set_up_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(),
         stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
         force=True,
     )
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_OneLine(_LOG_FORMAT, _LOG_TIME))
+
+
+class _OneLine(logging.Formatter):
+    """What others said is in messages: none of it begins a line, or moves a terminal's cursor."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # logging's naming
+        if not record.message.isprintable():
+            record.message = "".join(
+                char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+                for char in record.message
+            )
+        return super().formatMessage(record)
 
 
 def change_log_level(level: str) -> str:

@@ -146,7 +146,7 @@ class Peers:
             logger.warning("%s is known, and otherwise than now presented", info.engine_id)
             return
         try:
-            self.channels.learn(info)
+            self.channels.learn(info, self._peers)
             path = self._transport.connect(info)
         except TransferError as error:
             self._report(info.engine_id, str(error))

@@ -4,7 +4,8 @@
     row 1 + slot   what one peer writes
 
 No block of KV lies here. So a write that lands late, of a peer that was given up or has died,
-spoils another peer's test at most: its pattern is not that peer's.
+spoils another peer's test at most: its pattern is not that peer's. (Where a transport can refuse a
+write, not even that: a slot is written by whom it was lent to.)
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Scratch:
         random = np.random.default_rng(xxhash.xxh3_64_intdigest(engine_id.encode()))
         pattern = random.integers(0, 256, slot_bytes, dtype=np.uint8)
         self.digest = xxhash.xxh3_64_digest(pattern.data)
+        self._borrowers: dict[int, str] = {}  # by slot
         shape = (1 + NUM_SLOTS, slot_bytes)
         self.memory = torch.zeros(shape, dtype=torch.uint8, device=kv_cache.device)
         with torch.inference_mode():
@@ -51,8 +53,16 @@ class Scratch:
             self.memory.data_ptr(), self.memory.shape[1], max(self.memory.get_device(), 0)
         )
 
-    def clear(self, slot: int) -> None:
-        """Make sure that what is found there later was written later."""
+    def may_write(self, slot: int, engine_id: str) -> bool:
+        """Whether this peer may write there; for transports that can refuse a write."""
+        return self._borrowers.get(slot, engine_id) == engine_id
+
+    def lend(self, slot: int, engine_id: str) -> None:
+        """Make sure that what is found there later was written later, and by this peer.
+
+        On a transport that writes into memory by itself, others may write there nonetheless.
+        """
+        self._borrowers[slot] = engine_id
         with torch.inference_mode():
             self.memory[1 + slot].zero_()
         self._synchronize()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from enum import Enum
 
 from baton.errors import TransferError
@@ -121,8 +121,11 @@ class Channels:
     def __getitem__(self, engine_id: str) -> Channel:
         return self._channels[engine_id]
 
-    def learn(self, peer: PeerInfo) -> None:
+    def learn(self, peer: PeerInfo, present: Container[str] = ()) -> None:
         """Agree on keys with a peer, once in its life and ours.
+
+        Args:
+            present: engine ids whose channels stay, however many others are learnt.
 
         Raises TransferError if its public key is none, or another than we knew: an engine id is of
         one process start.
@@ -131,8 +134,11 @@ class Channels:
         if known is None:
             keys = self._key_pair.agree(self._own_id, peer.engine_id, peer.public_key)
             known = Channel(peer.public_key, keys, self._numbers)
-            while len(self._channels) >= MAX_CHANNELS:
-                del self._channels[next(iter(self._channels))]
+            if len(self._channels) >= MAX_CHANNELS:
+                gone = next((name for name in self._channels if name not in present), None)
+                if gone is None:
+                    raise TransferError(f"{len(self._channels)} peers are here, the most there may")
+                del self._channels[gone]
         self._channels[peer.engine_id] = known  # the latest learnt is the last to go
         if known.public_key != peer.public_key:
             raise TransferError(f"{peer.engine_id} is known with another public key")

@@ -235,7 +235,7 @@ class TestSlots:
         taken = {offer.slot for offer in self._offers.values()}
         slot = next((slot for slot in range(NUM_SLOTS) if slot not in taken), None)
         if slot is not None:
-            self._scratch.clear(slot)
+            self._scratch.lend(slot, engine_id)
             self._offers[engine_id] = _Offer(test, slot, self._clock())
         return slot
 

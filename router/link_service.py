@@ -19,6 +19,7 @@ from baton.link import (
     RequestError,
     RouterCommand,
 )
+from baton.message_cuts import parts_problem
 from baton.outputs import RequestOutput
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -124,6 +125,10 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     ) -> None:
         try:
             async for message in messages:
+                problem = parts_problem(message)
+                if problem:
+                    self._pool.hang_up(node, problem)
+                    return
                 event = wire.node_event_from_proto(message)
                 if event is not None:
                     self._pool.take(node, event)

@@ -251,15 +251,19 @@ class NodePool:
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
 
+    def hang_up(self, node: Node, problem: str) -> None:
+        """Part with a node that says what cannot be; it may join again."""
+        logger.warning("hung up on %s, which says what cannot be: %s", node.name, problem)
+        self.remove(node, "says what cannot be", on_purpose=True)
+        node.hang_up()
+
     def take(self, node: Node, event: NodeEvent) -> None:
         """Take what a node said; hang up on one that says what cannot be."""
         if self._nodes.get(node.engine_id) is not node:
             return  # it was removed, and its link has not ended yet
         problem = event_problem(node.registration, event, self._vocabulary)
         if problem:
-            logger.warning("hung up on %s, which says what cannot be: %s", node.name, problem)
-            self.remove(node, "says what cannot be", on_purpose=True)
-            node.hang_up()
+            self.hang_up(node, problem)
             return
         node.num_missed_beats = 0
         if isinstance(event, StepDeltas):

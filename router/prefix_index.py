@@ -17,6 +17,7 @@ shorter, or longer, than said here.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,11 +28,14 @@ from baton.link import KVCacheEvents
 from router.placement_memory import PlacementMemory
 from router.prompt_hashes import HashKind, PromptHashes
 
+logger = logging.getLogger(__name__)
+
 MAX_BLOCKS = 2**22
 MAX_PLACED_BLOCKS = 2**18
 PLACEMENT_LIFETIME_S = 600.0
 SWEEP_BLOCKS = 2048
 _MAX_SHARED_SETS = 2**16
+MAX_KINDS = 8  # of names of blocks: every prompt is hashed for each of them
 
 
 @dataclass(slots=True, eq=False)
@@ -105,8 +109,14 @@ class PrefixIndex:
     # ------------------------------------------------------------------ nodes
 
     def add(self, engine_id: str, kind: HashKind) -> None:
-        """A node joined; until its snapshot comes, placements count."""
+        """A node joined; until its snapshot comes, placements count.
+
+        One whose kind is one too many is not here: nothing is known of its cache.
+        """
         self.remove(engine_id)
+        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
+            logger.warning("%s names blocks in one way too many; it is not indexed", engine_id)
+            return
         self._enter(engine_id, kind)
 
     def remove(self, engine_id: str) -> None:

@@ -22,6 +22,8 @@ from cryptography.x509.oid import NameOID
 from baton.errors import ConfigError, TransferError
 from kvconnector.base import CertificateFiles, Certificates
 
+MAX_CERTIFICATE_BYTES = 4096  # ours have some 400
+MAX_FORGOTTEN = 64
 _VALID_DAYS = 36500  # as long as the process; what ends it is that nobody knows it any more
 
 
@@ -37,6 +39,9 @@ class Identity(Protocol):
 
     def learn(self, identity: bytes) -> None:
         """A peer will show this; raises TransferError if that cannot be."""
+
+    def forget(self, identity: bytes) -> None:
+        """No peer will show this any more."""
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
         """What the other end of a connection has shown and proved."""
@@ -70,23 +75,44 @@ class PinnedIdentity:
         self.own = certificate.public_bytes(Encoding.DER)
         pem = certificate.public_bytes(Encoding.PEM)
         key_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        self._contexts = {side: _context(is_server=side) for side in (False, True)}
-        for context in self._contexts.values():
-            _load_pair(context, pem, key_pem)
+        self._pair = pem, key_pem
+        self._known: set[bytes] = set()
+        self._num_forgotten = 0
+        self._contexts = self._make_contexts()
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         return self._contexts[is_server]
 
     def learn(self, identity: bytes) -> None:
-        # A certificate cannot be forgotten again; whose peer is gone, is not in the peers' table.
-        for context in self._contexts.values():
-            try:
+        try:
+            if len(identity) > MAX_CERTIFICATE_BYTES:
+                raise ValueError
+            x509.load_der_x509_certificate(identity)  # one, and nothing behind it
+            for context in self._contexts.values():
                 context.load_verify_locations(cadata=identity)
-            except ssl.SSLError as error:
-                raise TransferError(
-                    "it shows no certificate of its own making, as this node does (--tls-cert is "
-                    "needed on all nodes, or on none)"
-                ) from error
+        except (ssl.SSLError, ValueError) as error:
+            raise TransferError(
+                "it shows no certificate of its own making, as this node does (--tls-cert is "
+                "needed on all nodes, or on none)"
+            ) from error
+        self._known.add(identity)
+
+    def forget(self, identity: bytes) -> None:
+        # A context forgets nothing. Whose peer is gone is not in the peers' table any more; but
+        # nodes come and go, so now and then there are new contexts.
+        self._known.discard(identity)
+        self._num_forgotten += 1
+        if self._num_forgotten > max(MAX_FORGOTTEN, len(self._known)):
+            self._num_forgotten = 0
+            self._contexts = self._make_contexts()
+
+    def _make_contexts(self) -> dict[bool, ssl.SSLContext]:
+        contexts = {side: _context(is_server=side) for side in (False, True)}
+        for context in contexts.values():
+            _load_pair(context, *self._pair)
+            for identity in self._known:
+                context.load_verify_locations(cadata=identity)
+        return contexts
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
         return connection.getpeercert(binary_form=True) or b""
@@ -128,6 +154,9 @@ class NamedIdentity:
                 "it shows a certificate of its own making, and this node wants one of a CA "
                 "(--tls-cert is needed on all nodes, or on none)"
             )
+
+    def forget(self, identity: bytes) -> None:
+        pass  # names are not kept
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
         certificate = connection.getpeercert() or {}

@@ -120,7 +120,11 @@ class TlsTransport:
 
     def disconnect(self, engine_id: str) -> None:
         # What it has dialled and was granted stays if it is learnt again at once, else goes soon.
-        self._peers.pop(engine_id, None)
+        known = self._peers.pop(engine_id, None)
+        if known is not None:
+            shown = known[1].identity
+            if all(where.identity != shown for _, where in self._peers.values()):
+                self._identity.forget(shown)
         self._hang_up(engine_id)
 
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
@@ -235,7 +239,10 @@ class TlsTransport:
         if isinstance(head, ProbeHead):
             if head.slot >= NUM_SLOTS or payload_bytes != self._probes.num_bytes(1, None):
                 raise FrameError("a probe of another size or slot")
-            return self._probes.sink([1 + head.slot], None, lambda: True)
+            slot = head.slot
+            return self._probes.sink(
+                [1 + slot], None, lambda: self.scratch.may_write(slot, engine_id)
+            )
         assert isinstance(head, WriteHead)
         block_ids, layers = head.block_ids, head.layers
         try:

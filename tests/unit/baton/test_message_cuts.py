@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import InvalidRequestError
-from baton.message_cuts import MAX_LINK_MESSAGE_BYTES, cut_message
+from baton.message_cuts import (
+    MAX_LINK_DELTAS,
+    MAX_LINK_MESSAGE_BYTES,
+    MAX_PARTS,
+    MAX_READ_DELTAS,
+    cut_message,
+    parts_problem,
+)
 from baton.prompt import MAX_PROMPT_LOGPROBS, check_prompt_logprobs
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.sampling_params import SamplingParams
@@ -49,3 +56,30 @@ def test_the_most_that_a_request_may_ask_for_fits_in_a_message(num_top: int) -> 
     assert 2 * MAX_LINK_MESSAGE_BYTES <= MAX_CLIENT_MESSAGE_BYTES
     with pytest.raises(InvalidRequestError, match="prompt_logprobs: must be "):
         check_prompt_logprobs(SamplingParams(prompt_logprobs=num_top), num_tokens + 1)
+
+
+def test_what_a_node_cuts_a_router_reads() -> None:
+    step = node_pb2.StepDeltas(deltas=[delta(1, 0)] * (2 * MAX_LINK_DELTAS + 1))
+    step.deltas[0].CopyFrom(delta(1, MAX_PARTS - 1))
+    step.deltas[1].CopyFrom(delta(1, MAX_PARTS))
+    parts = list(cut_message(node_pb2.NodeMessage(deltas=step)))
+    told = [one for part in parts for one in part.deltas.deltas]
+    assert not any(map(parts_problem, parts))
+    assert len(told) == len(step.deltas)
+    assert [place for place, one in enumerate(told) if one.HasField("error")] == [1]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        node_pb2.NodeMessage(
+            deltas=node_pb2.StepDeltas(deltas=[node_pb2.RequestDelta()] * (MAX_READ_DELTAS + 1))
+        ),
+        node_pb2.NodeMessage(deltas=node_pb2.StepDeltas(deltas=[delta(1, MAX_PARTS + 1)])),
+        node_pb2.NodeMessage(deltas=node_pb2.StepDeltas(token_ids=[1] * (MAX_PARTS + 1))),
+        node_pb2.NodeMessage(kv_events=node_pb2.KVCacheEvents(stored=[1] * (MAX_PARTS + 1))),
+    ],
+    ids=["deltas", "logprobs", "rows", "hashes"],
+)
+def test_a_message_of_too_many_parts_is_not_read(message: node_pb2.NodeMessage) -> None:
+    assert " at most " in parts_problem(message)

@@ -171,3 +171,17 @@ def test_what_came_much_too_late_counts_as_lost() -> None:
     assert window.take(2**64 - WINDOW)
     assert not window.take(2**64 - WINDOW - 1)
     assert not window.take(0)
+
+
+def test_no_churn_of_others_takes_the_channel_of_a_peer_that_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvconnector.seals.MAX_CHANNELS", 4)
+    ours, theirs = Channels("p"), Channels("d")
+    sent, _ = meet("p", ours, "d", theirs)
+    for number in range(20):
+        ours.learn(info_of(f"other{number}", theirs), present={"d"})
+    assert ours["d"] is sent
+    everybody = {"d", *(f"other{number}" for number in range(20))}
+    with pytest.raises(TransferError, match="4 peers are here, the most"):
+        ours.learn(info_of("one more", theirs), present=everybody)

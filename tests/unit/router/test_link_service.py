@@ -103,3 +103,14 @@ def test_a_link_that_breaks_by_what_its_node_says_leaves_a_word_in_the_log(
     run()
     assert "the link of d broke by what it said" in caplog.text
     assert pool.nodes == []
+
+
+@asynchronous
+async def test_a_message_of_very_many_parts_is_not_read_and_ends_its_link() -> None:
+    pool = make_pool()
+    async with joined(pool) as link:
+        many = [node_pb2.RequestDelta()] * 200_000  # two bytes each on the wire
+        await link.write(node_pb2.NodeMessage(deltas=node_pb2.StepDeltas(deltas=many)))
+        while await link.read():  # until the router hangs up
+            pass
+        assert pool.nodes == []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from baton.link import KVCacheEvents
-from router.prefix_index import PrefixIndex
+from router.prefix_index import MAX_KINDS, PrefixIndex
 from router.prompt_hashes import HashKind, PromptHashes
 from tests.fakes.virtual_clock import VirtualClock
 
@@ -281,3 +281,20 @@ def test_a_node_is_exact_again_when_nothing_of_it_is_left_out(ends: str) -> None
         scene.snapshot("a", 1, 2)
     assert scene.index.is_exact("a")
     assert scene.index.match([1, 2]) == {"a": 2}
+
+
+def test_nodes_cannot_have_every_prompt_hashed_in_any_number_of_ways() -> None:
+    scene = Scene("a")
+    for size in range(1, 4 * MAX_KINDS):
+        scene.index.add(f"liar{size}", HashKind(100 + size, "sha256"))
+    prompt = PromptHashes(range(1000))
+    scene.index.match_tokens(prompt)
+    assert len(prompt._known) == MAX_KINDS
+    prompt = PromptHashes(range(32))
+    scene.index.add("b", KIND)  # of a kind that is known
+    scene.index.note_placement("b", prompt)
+    assert "b" in scene.index.match_tokens(prompt)
+    scene.index.remove("liar1")
+    scene.index.add("c", HashKind(8, "sha256"))  # there is room again
+    scene.index.note_placement("c", prompt)
+    assert "c" in scene.index.match_tokens(prompt)

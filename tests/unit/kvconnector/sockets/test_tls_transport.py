@@ -8,7 +8,7 @@ import torch
 
 from baton.errors import ConfigError, TransferError
 from kvconnector.base import PendingWrite
-from kvconnector.sockets.identity import PinnedIdentity
+from kvconnector.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
 from kvconnector.sockets.memory import StagedMemory
 from kvconnector.sockets.transport import _Where
 from tests.fakes.tls_ends import (
@@ -272,3 +272,30 @@ def test_peer_info_that_says_nothing_of_where_it_is_is_refused(
         p.transport.connect(bad)
     with pytest.raises(TransferError, match="not connected"):
         p.transport.notify("d-bad", b"x")
+
+
+def test_a_slot_for_self_tests_is_written_by_whom_it_was_lent_to(ends: tuple[End, End]) -> None:
+    p, d = ends
+    meet(p, d)
+    d.transport.scratch.lend(1, "another")
+    write = p.transport.write_scratch(d.id, 1)
+    with pytest.raises(TransferError):
+        done(p, d, write)
+    assert not d.transport.scratch.memory[2].any()
+    d.transport.scratch.lend(1, p.id)
+    done(p, d, p.transport.write_scratch(d.id, 1))
+    assert d.transport.scratch.digest_of(1) == p.transport.scratch.digest
+
+
+def test_certificates_of_nodes_that_came_and_went_are_not_kept(ends: tuple[End, End]) -> None:
+    p, d = ends
+    identity = PinnedIdentity()
+    identity.learn(where_of(d.info).identity)
+    for _ in range(3 * MAX_FORGOTTEN):
+        identity.learn(shown := PinnedIdentity().own)
+        identity.forget(shown)
+    for is_server in (True, False):
+        num_kept = identity.context(is_server=is_server).cert_store_stats()["x509"]
+        assert 1 <= num_kept <= MAX_FORGOTTEN + 2
+    with pytest.raises(TransferError, match="no certificate of its own making"):
+        identity.learn(where_of(d.info).identity + where_of(p.info).identity)
