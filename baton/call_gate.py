@@ -180,7 +180,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
 def _open(handler: Handler) -> Handler:
     """One that anybody may call: what is no message is refused, and not in the log for ever."""
-    answer = handler.unary_unary
+    answer: Callable[..., Any] | None = handler.unary_unary
     if answer is None or handler.request_deserializer is None:
         return handler
 
