@@ -265,11 +265,17 @@ class Access:
 
 
 def _network(address: str) -> str:
-    """What one caller may have many of is one: an IPv6 network of 64 bits."""
+    """What one caller may have many of is one: an IPv6 network of 64 bits.
+
+    All of IPv4 is in one such network where a listener takes both (``::ffff:10.0.0.7``): there each
+    address is one.
+    """
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return address
     if parsed.version == 4:
         return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
     return str(ipaddress.ip_network((int(parsed) >> 64 << 64, 64)))

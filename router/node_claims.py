@@ -12,12 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.link import (
+    AdminReply,
     KVCacheEvents,
     NodeBeat,
     NodeEvent,
     NodeRegistration,
     PeerReport,
     RequestDelta,
+    RequestError,
     StepDeltas,
 )
 from baton.outputs import TokenLogprobs
@@ -100,6 +102,8 @@ def event_problem(registration: NodeRegistration, event: NodeEvent, vocabulary: 
             return _beat_problem(registration, event)
         case PeerReport():
             return _report_problem(event)
+        case AdminReply(error=RequestError() as error):
+            return _error_problem(error)
         case KVCacheEvents():
             num_hashes = len(event.stored) + len(event.removed)
             if num_hashes > MAX_KV_HASHES:
@@ -134,10 +138,15 @@ def _delta_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     given = [*output.logprobs, *(one for one in output.prompt_logprobs if one is not None)]
     if given:
         problem = _logprobs_problem(given, vocabulary)
-    error = delta.error
-    if error is not None and len(error.code) + len(error.message) > MAX_TEXT_CHARS:
-        return f"error: must have at most {MAX_TEXT_CHARS} characters"
+    if delta.error is not None:
+        problem = problem or _error_problem(delta.error)
     return problem or _receipts_problem(delta, vocabulary)
+
+
+def _error_problem(error: RequestError) -> str:
+    if len(error.code) + len(error.message) > MAX_TEXT_CHARS:
+        return f"error: must have at most {MAX_TEXT_CHARS} characters"
+    return ""
 
 
 def _ids_problem(token_ids: Sequence[int], vocabulary: Vocabulary) -> str:

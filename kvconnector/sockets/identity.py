@@ -110,6 +110,9 @@ class PinnedIdentity:
         contexts = {side: _context(is_server=side) for side in (False, True)}
         for context in contexts.values():
             _load_pair(context, *self._pair)
+            # Two certificates may have one subject if somebody means it: the very same one counts,
+            # and not the first of its subject.
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             for identity in self._known:
                 context.load_verify_locations(cadata=identity)
         return contexts

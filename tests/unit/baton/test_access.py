@@ -224,3 +224,11 @@ def test_a_client_does_not_flood_the_audit_log_by_what_it_may_do(
     assert sum(event["who"] == "bob" for event in events) == 100
     assert events[-1]["event"] == "failed"
     assert sum(event.get("left_out_before", 0) for event in events) >= 1900
+
+
+def test_ipv4_addresses_are_one_each_where_a_listener_takes_ipv6_too(path: Path) -> None:
+    access = Access(keys_file=path)
+    assert "OverloadedError" in try_wrong_keys(access, "::ffff:10.0.0.7", 50)
+    assert access.principal_of(showing(BOB, "::ffff:10.0.0.8")).name == "bob"
+    with pytest.raises(OverloadedError):  # the same machine, however it is written
+        access.principal_of(showing(ALICE, "10.0.0.7"))

@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 
 from baton import wire
-from baton.link import CancelCommand, DecodeCommand, NodeRole
+from baton.link import (
+    AdminReply,
+    CancelCommand,
+    DecodeCommand,
+    NodeRole,
+    RequestDelta,
+    RequestError,
+)
+from baton.outputs import RequestOutput
 from baton.rpc import RpcServer, open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.link_service import NodeLinkService
 from router.node import LegDelta
+from router.node_claims import MAX_TEXT_CHARS, Vocabulary, event_problem
 from router.node_pool import NodePool
 from tests.fakes.nodes import make_pool, make_registration
 from tests.fakes.router_scene import asynchronous
@@ -114,3 +123,11 @@ async def test_a_message_of_very_many_parts_is_not_read_and_ends_its_link() -> N
         while await link.read():  # until the router hangs up
             pass
         assert pool.nodes == []
+
+
+def test_an_error_of_a_node_is_bounded_whatever_it_answers() -> None:
+    error = RequestError("INTERNAL", "x" * MAX_TEXT_CHARS)
+    delta = RequestDelta(RequestOutput("a", 0, ()), 1, error=error)
+    for event in ((delta,), AdminReply(1, error=error)):
+        problem = event_problem(make_registration("d", NodeRole.DECODE), event, Vocabulary(9, 9))
+        assert problem == f"error: must have at most {MAX_TEXT_CHARS} characters"
