@@ -169,7 +169,7 @@ def test_what_strangers_send_to_health_is_not_in_the_log(
     @asynchronous
     async def run() -> None:
         async with served(Access(keys_file=keys_file)) as (_, channel):
-            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            check = channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await check(b"\xff" * 100, timeout=5)
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
