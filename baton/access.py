@@ -87,6 +87,8 @@ class Access:
         self._refusal_lines = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
         self._all_lines = Allowance(_ALL_BURST, _ALL_PER_SECOND)
         self._looks = Allowance(1, 1 / _SAME_LOOK_S)
+        self._new_looks = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
+        self._own_changes = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
 
     def warn_of_gaps(self, roles: Iterable[Role]) -> None:
         """Log what nobody may do: a program that denies by default says so at its start.
@@ -219,12 +221,22 @@ class Access:
         problem: str = "",
     ) -> None:
         """Tell what somebody did, or tried; the same look is told once a minute."""
+        is_client = principal.may(Role.INFER)  # (What a router asks of its node has no role there.)
         told = {name: clip(value) for name, value in (arguments or {}).items()}
         if kind is AuditKind.LOOKED:
             same = f"{principal.name} {address} {call} {told} {problem}"
             if not self._looks.take(same):
                 return
+            # Clients look at their own only; asking for ever new ids must not hide others' lines.
+            if is_client and not principal.is_operator and not self._new_looks.take(principal.name):
+                self.audit.note_suppressed()
+                return
             if not self._all_lines.take(""):
+                self.audit.note_suppressed()
+                return
+        elif kind is AuditKind.CHANGED and is_client and not principal.may(Role.OPERATE):
+            # A client that ended a request of its own, or says so: it may do that all day.
+            if not (self._own_changes.take(principal.name) and self._all_lines.take("")):
                 self.audit.note_suppressed()
                 return
         elif kind is AuditKind.REFUSED and not self._refusal_lines.take(_network(address)):

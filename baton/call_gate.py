@@ -106,7 +106,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         method: str = handler_call_details.method
         roles = ROLES_OF_CALL.get(method, _NOBODY)
         if handler is not None and roles is OPEN:
-            return handler
+            return _open(handler)
         # As a stream of messages, however many there are to be: so it is ours when the first one is
         # read. On the wire there is no difference.
         deserialize = handler.request_deserializer if handler else None
@@ -176,6 +176,24 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             for field, value in request.ListFields()
         }
         self._access.note(kind, context.principal, context.address, method, arguments, problem)
+
+
+def _open(handler: Handler) -> Handler:
+    """One that anybody may call: what is no message is refused, and not in the log for ever."""
+    answer: Callable[..., Any] | None = handler.unary_unary
+    if answer is None or handler.request_deserializer is None:
+        return handler
+
+    async def answer_message(request: Any, context: _Raw) -> Any:
+        if isinstance(request, InvalidRequestError):
+            await _abort(context, request)
+        return await answer(request, context)
+
+    return grpc.unary_unary_rpc_method_handler(
+        answer_message,
+        request_deserializer=forgiving(handler.request_deserializer),
+        response_serializer=handler.response_serializer,
+    )
 
 
 async def _only(requests: AsyncIterator[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,15 +15,15 @@ from baton.identity import Credentials
 
 def grpc_credentials(context: Any) -> Credentials:
     """Of a call, given gRPC's own context, while it is open."""
-    metadata = dict(context.invocation_metadata() or ())
-    address = address_of(context.peer())
-    return _credentials(str(metadata.get("authorization", "")), context, address)
+    metadata = context.invocation_metadata() or ()
+    shown = [str(value) for name, value in metadata if name == "authorization"]
+    return _credentials(shown, context, address_of(context.peer()))
 
 
 def http_credentials(request: web.BaseRequest) -> Credentials:
     """Of a request."""
-    authorization = request.headers.get(hdrs.AUTHORIZATION, "")
-    return _credentials(authorization, request.transport, request.remote or "")
+    shown = request.headers.getall(hdrs.AUTHORIZATION, [])
+    return _credentials(shown, request.transport, request.remote or "")
 
 
 def address_of(peer: str) -> str:
@@ -31,15 +32,21 @@ def address_of(peer: str) -> str:
     return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else rest
 
 
-def _credentials(authorization: str, source: Any, address: str) -> Credentials:
-    """``source``: what a certificate came with; None: the connection is gone."""
+def _credentials(shown: Sequence[str], source: Any, address: str) -> Credentials:
+    """What a call shows.
+
+    Args:
+        shown: its authorizations. Of several none counts: what is in front of a program may have
+            looked at another one than the program would.
+        source: what a certificate came with; None: the connection is gone.
+    """
     certificate, problem = None, ""
     try:
         certificate = None if source is None else certificate_principal(source)
     except UnauthenticatedError as error:
         problem = str(error)
     return Credentials(
-        authorization=authorization,
+        authorization=shown[0] if len(shown) == 1 else ", ".join(shown),
         certificate=certificate,
         certificate_problem=problem,
         address=address,

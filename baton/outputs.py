@@ -213,6 +213,11 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
     )
 
 
+def count_logprobs(delta: TextDelta) -> int:
+    """Of tokens and of what else there was in their places."""
+    return sum(1 + len(one.top) for one in (*delta.logprobs, *delta.prompt_logprobs) if one)
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished output. ``text`` is empty when there is no tokenizer.

@@ -1,7 +1,7 @@
 """GrammarCompiler: from what a request asks for to the state of its grammar, off the step loop.
 
 Each grammar is compiled in a worker process first, within limits; here, then, on threads of its
-own; equal grammars once. Knows no queue and no step.
+own; equal grammars of one tenant once. Knows no queue and no step.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class _Compiled:
 class GrammarCompiler:
     """Compiles grammars for one checkpoint; equal ones once, while they are remembered.
 
+    Tenants, by what their KV depends on besides tokens, take turns, and none finds what another one
+    had compiled: it would say in no time what that one sent, and whoever asks first, behind much
+    else, would hold up the others.
+
     Args:
         model_folder: of the checkpoint; its tokenizer is read when the first grammar comes.
         vocab_size: of the logits.
@@ -74,7 +78,7 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._loop: asyncio.AbstractEventLoop | None = None  # of the trials; on its own thread
         # Least recently used first.
-        self._cache: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, StructuredOutput], _Compiled] = OrderedDict()
         self._ready: deque[tuple[Request, Future[LLMatcher]]] = deque()
 
     def submit(self, request: Request) -> None:
@@ -86,7 +90,8 @@ class GrammarCompiler:
             self._ready.append((request, future))
             self.on_ready()
 
-        self._compile(structured_output).add_done_callback(on_done)
+        caller = b"".join(request.extra_keys).hex()
+        self._compile(structured_output, caller).add_done_callback(on_done)
 
     def take_ready(self) -> list[tuple[Request, Outcome]]:
         """What was compiled since the last call, or why it cannot be."""
@@ -112,13 +117,14 @@ class GrammarCompiler:
             )  # raised once, not time and again
         return GrammarState(future.result().deep_copy(), params, self._vocab_size)
 
-    def _compile(self, structured_output: StructuredOutput) -> Future[LLMatcher]:
-        compiled = self._cache.get(structured_output)
+    def _compile(self, structured_output: StructuredOutput, caller: str = "") -> Future[LLMatcher]:
+        key = caller, structured_output
+        compiled = self._cache.get(key)
         if compiled is None or compiled.may_pass_later:
-            compiled = self._cache[structured_output] = _Compiled()
-            making = self._make_matcher(structured_output, compiled)
+            compiled = self._cache[key] = _Compiled()
+            making = self._make_matcher(structured_output, compiled, caller)
             asyncio.run_coroutine_threadsafe(making, self._running_loop())
-        self._cache.move_to_end(structured_output)
+        self._cache.move_to_end(key)
         while len(self._cache) > MAX_CACHED or (
             len(self._cache) > 1
             and sum(one.num_bytes for one in self._cache.values()) > MAX_CACHED_BYTES
@@ -126,10 +132,12 @@ class GrammarCompiler:
             self._cache.popitem(last=False)
         return compiled.future
 
-    async def _make_matcher(self, structured_output: StructuredOutput, compiled: _Compiled) -> None:
+    async def _make_matcher(
+        self, structured_output: StructuredOutput, compiled: _Compiled, caller: str
+    ) -> None:
         """Try it in a worker process; only what passes there is compiled in this one."""
         try:
-            trial = await self._trials.run(structured_output)
+            trial = await self._trials.run(structured_output, caller=caller)
             compiled.num_bytes = trial.num_bytes
             matcher = await self._on_thread(structured_output, trial.grammar)
         except InvalidRequestError as error:

@@ -10,6 +10,7 @@ import msgspec
 from baton.identity import ANYBODY, Principal
 from baton.outputs import Receipt, RequestOutput
 from baton.sampling_params import SamplingParams
+from router.prompt_hashes import PromptHashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Call:
         priority: where calls wait, smaller goes first.
         principal: who asks.
         cache_salt: of who shares the prompt's KV; empty: everybody.
+        hashes: of the prompt; calls that are made of this one have the same ones.
     """
 
     request_id: str
@@ -35,6 +37,14 @@ class Call:
     priority: int = 0
     principal: Principal = ANYBODY
     cache_salt: bytes = field(default=b"", repr=False)
+    hashes: PromptHashes = field(default=None, repr=False)  # type: ignore[assignment]  # see below
+
+    def __post_init__(self) -> None:
+        # A long prompt's take a twentieth of a second: outputs of one prompt must not each make
+        # them. (`dataclasses.replace` hands them on.)
+        if self.hashes is None or not self.hashes.are_of(self.prompt_token_ids, self.cache_salt):
+            hashes = PromptHashes(self.prompt_token_ids, self.cache_salt)
+            object.__setattr__(self, "hashes", hashes)
 
     @property
     def scoped_id(self) -> str:

@@ -89,9 +89,14 @@ async def merge_streams(
         finally:
             queue.put_nowait(index)  # it has ended
 
-    tasks = [asyncio.create_task(pump(index)) for index in range(len(streams))]
-    num_open = len(tasks)
+    tasks: list[asyncio.Task[None]] = []
+    num_open = len(streams)
     try:
+        for index in range(len(streams)):
+            tasks.append(asyncio.create_task(pump(index)))
+            # It looks at a long prompt as a whole before it waits: one at a time, or nothing else
+            # is served until all have.
+            await asyncio.sleep(0)
         while num_open:
             taken = await queue.get()
             if isinstance(taken, int):

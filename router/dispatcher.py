@@ -23,7 +23,6 @@ from router.decisions import DecisionLog
 from router.node_pool import NodePool
 from router.open_call import OpenCall
 from router.policies.base import RoutingPolicy
-from router.prompt_hashes import PromptHashes
 from router.request_log import Following, RequestLog
 from router.retry_budget import RetryBudget, RetryOptions
 from router.running_calls import RunningCalls
@@ -123,8 +122,7 @@ class Dispatcher:
 
     def _num_cached(self, call: Call) -> int:
         """How much of a prompt some node has in its prefix cache."""
-        hashes = PromptHashes(call.prompt_token_ids, call.cache_salt)
-        return max(self.pool.prefix_index.match_tokens(hashes).values(), default=0)
+        return max(self.pool.prefix_index.match_tokens(call.hashes).values(), default=0)
 
     async def _run(
         self, call: Call, ticket: Ticket, following: Following

@@ -1,6 +1,6 @@
 """GrammarChecks: whether a structured output can be had from this checkpoint, and within limits.
 
-What was found is remembered, so that a schema costs its trial once. Knows no request.
+What was found is remembered, so that a schema costs each tenant its trial once. Knows no request.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class GrammarChecks:
         """Raise what `GrammarTrials.run` does if it cannot be had.
 
         Args:
-            caller: who asks; whoever asks first waits in his own queue, others with him.
+            caller: who asks. What was found for others is not used: it would say in no time what
+                they sent, and who asked for a thing first, behind much else, would hold up others.
         """
-        digest = _digest(structured_output)
+        digest = _digest(structured_output, caller)
         check = self._checks.get(digest)
         if check is None or not check.may_be_asked(time.monotonic()):
             trial = asyncio.create_task(self._try(structured_output, caller))
@@ -78,10 +79,10 @@ class GrammarChecks:
         self._trials.close()
 
 
-def _digest(structured_output: StructuredOutput) -> bytes:
+def _digest(structured_output: StructuredOutput, caller: str) -> bytes:
     found = hashlib.sha256(structured_output.kind.encode())
-    for text in (structured_output.text, *structured_output.choice):
-        data = text.encode()
+    for text in (caller, structured_output.text, *structured_output.choice):
+        data = text.encode(errors="surrogatepass")
         found.update(len(data).to_bytes(8, "little") + data)
     return found.digest()
 

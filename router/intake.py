@@ -113,6 +113,10 @@ class Intake:
         """What is left of the limits of a caller; empty if it has none."""
         return self._dispatcher.admission.rates_of(principal)
 
+    def check_key(self, principal: Principal) -> None:
+        """Raise OverloadedError if a caller can have no request now, whatever it is."""
+        self._dispatcher.admission.check_key(principal)
+
     def start(self) -> None:
         """Start what reads long texts and conversations, so that the first need not wait for it.
 
@@ -133,7 +137,7 @@ class Intake:
             return await self._check(request)
 
     async def _check(self, request: GenerationRequest) -> Call:
-        self._dispatcher.admission.check_key(request.principal)  # before anything costs time
+        self.check_key(request.principal)  # before anything costs time
         check_name("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
         check_name("session_id", request.session_id, MAX_SESSION_ID_CHARS)
         principal = request.principal

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, InvalidRequestError, OverloadedError
-from baton.outputs import TextDelta, join_deltas
+from baton.outputs import TextDelta, count_logprobs, join_deltas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,8 @@ class JournalOptions:
 
     Attributes:
         grace_s: how long a stream that nobody reads is kept, running or at its end.
+        max_streams: of all tenants; one may have half of them.
+        max_bytes: the same; one stream may have a quarter.
     """
 
     grace_s: float = 10.0
@@ -87,7 +89,7 @@ class Journal:
 
         Raises OverloadedError when full.
         """
-        self._make_room()
+        self._make_room(tenant)
         key = (tenant, request_id)
         stream = self._streams[key] = _Stream(_digest(content))
         stream.task = asyncio.create_task(self._run(stream, deltas))
@@ -134,6 +136,11 @@ class Journal:
                 stream.deltas.append(delta)
                 stream.num_bytes += _num_bytes(delta)
                 _note_change(stream)
+                if stream.num_bytes > self._options.max_bytes // 4:
+                    raise OverloadedError(
+                        "resumable: no more of this request fits: "
+                        f"{stream.num_bytes} bytes are kept"
+                    )
         except BatonError as error:
             stream.error = error
         finally:
@@ -156,19 +163,32 @@ class Journal:
         if stream.task is not None:
             stream.task.cancel()  # cancels the request on its nodes
 
-    def _make_room(self) -> None:
-        """Forget streams that have ended and that nobody reads, oldest first, if there must be."""
-        options, num_bytes = self._options, self.num_bytes
-        for key, stream in list(self._streams.items()):
-            if self.num_streams < options.max_streams and num_bytes < options.max_bytes:
-                return
-            if stream.is_done and stream.num_readers == 0:
-                num_bytes -= stream.num_bytes
-                self._forget(key, stream)
-        if self.num_streams >= options.max_streams or num_bytes >= options.max_bytes:
-            raise OverloadedError(
-                f"resumable: no more fit: {self.num_streams} requests, {num_bytes} bytes"
-            )
+    def _make_room(self, tenant: str) -> None:
+        """Forget streams that have ended and that nobody reads, oldest first, if there must be.
+
+        A tenant that has its half makes room among its own; what others have is forgotten only if
+        all together have too much. So nobody keeps others from having any.
+        """
+        own = {key: stream for key, stream in self._streams.items() if key[0] == tenant}
+        parts = (
+            [(own, 2, "of this tenant")] if tenant else []
+        )  # without tenants there are no others
+        for part, share, whose in (*parts, (self._streams, 1, "of all")):
+            max_streams = max(self._options.max_streams // share, 1)
+            max_bytes = self._options.max_bytes // share
+            num_streams = len(part)
+            num_bytes = sum(stream.num_bytes for stream in part.values())
+            for key, stream in list(part.items()):
+                if num_streams < max_streams and num_bytes < max_bytes:
+                    break
+                if stream.is_done and stream.num_readers == 0:
+                    num_streams -= 1
+                    num_bytes -= stream.num_bytes
+                    self._forget(key, stream)
+            if num_streams >= max_streams or num_bytes >= max_bytes:
+                raise OverloadedError(
+                    f"resumable: no more fit: {num_streams} requests, {num_bytes} bytes {whose}"
+                )
 
 
 def _digest(content: bytes) -> bytes:
@@ -191,8 +211,8 @@ def _position(deltas: Sequence[TextDelta], output_index: int) -> int:
 
 
 def _num_bytes(delta: TextDelta) -> int:
-    num_logprobs = sum(1 + len(one.top) for one in (*delta.logprobs, *delta.prompt_logprobs) if one)
-    return 300 + 36 * len(delta.token_ids) + 4 * len(delta.text) + 150 * num_logprobs
+    num_bytes = 300 + 36 * len(delta.token_ids) + 4 * len(delta.text)
+    return num_bytes + 150 * count_logprobs(delta)
 
 
 def _note_change(stream: _Stream) -> None:

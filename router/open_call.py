@@ -244,7 +244,9 @@ class OpenCall:
         call, dispatcher = self._call, self._dispatcher
         pool = dispatcher.pool
         token_ids = [*call.prompt_token_ids, *self._output_token_ids]
-        hashes = PromptHashes(token_ids, call.cache_salt)
+        hashes = call.hashes
+        if self._output_token_ids:
+            hashes = PromptHashes(token_ids, call.cache_salt)
         query = RouteQuery(
             num_prompt_tokens=len(token_ids),
             max_tokens=call.sampling_params.max_tokens - len(self._output_token_ids),

@@ -30,8 +30,14 @@ class PromptHashes:
 
     def __init__(self, token_ids: Sequence[int], cache_salt: bytes = b"") -> None:
         self._token_ids = token_ids
+        self._cache_salt = cache_salt
         self._extra_keys = extra_keys_of(cache_salt)
         self._known: dict[HashKind, tuple[ShortHash, ...]] = {}
+        self._salted: dict[bytes, PromptHashes] = {}
+
+    def are_of(self, token_ids: Sequence[int], cache_salt: bytes) -> bool:
+        """Whether they are of this very prompt with this salt."""
+        return token_ids is self._token_ids and cache_salt == self._cache_salt
 
     def of(self, kind: HashKind) -> tuple[ShortHash, ...]:
         """The names of the prompt's full blocks, the first one first."""
@@ -42,4 +48,11 @@ class PromptHashes:
                 hasher = BlockHasher(kind.block_size, kind.algorithm)
                 hasher.extend(whole, self._token_ids, self._extra_keys)
             hashes = self._known[kind] = shorten(whole)
+        return hashes
+
+    def salted(self, cache_salt: bytes) -> PromptHashes:
+        """Those of the same prompt with another salt."""
+        hashes = self._salted.get(cache_salt)
+        if hashes is None:
+            hashes = self._salted[cache_salt] = PromptHashes(self._token_ids, cache_salt)
         return hashes

@@ -13,7 +13,7 @@ from baton.outputs import Receipt
 from router.cache_salts import CacheSalts
 from router.call import Call
 from router.placement_memory import PlacementMemory
-from router.prompt_hashes import HashKind, PromptHashes
+from router.prompt_hashes import HashKind
 
 MAX_BLOCKS = 2**18
 LIFETIME_S = 3600.0
@@ -76,7 +76,7 @@ class OwnPrompts:
 
     def _hashes(self, call: Call) -> tuple[int, ...]:
         salt = self._salts.of_tenant(call.principal)
-        return PromptHashes(call.prompt_token_ids, salt).of(_KIND)
+        return call.hashes.salted(salt).of(_KIND)
 
 
 def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:

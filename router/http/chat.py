@@ -107,6 +107,7 @@ async def chat_completions(
     body = await read_body(request, ChatRequest, model_name=model_name)
     with as_client_wrote(body):
         forced = forced_call(body)
+    intake.check_key(request[PRINCIPAL])  # before anything costs time
     prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
     params = sampling_params(
         body,

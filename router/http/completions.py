@@ -19,6 +19,11 @@ from router.http.schema import CompletionRequest
 from router.intake import Intake
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+# Of prompts in a response, once for each output: a prompt comes once, and could go out a hundred
+# times.
+MAX_ECHOED_CHARS = 2**23
+
+_Echo = tuple[list[int], str]  # a prompt's token ids and text
 
 
 class CompletionDialect:
@@ -33,7 +38,7 @@ class CompletionDialect:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, echoes: Sequence[tuple[list[int], str]], texts: TokenTexts | None) -> None:
+    def __init__(self, echoes: Sequence[_Echo], texts: TokenTexts | None) -> None:
         self._echoes = list(echoes)
         self._texts = texts
         self._offsets = [0] * len(echoes)  # of the next token, in characters
@@ -86,9 +91,9 @@ async def completions(request: web.Request, intake: Intake, model_name: str) -> 
     generation = generation_request(request, body, prompts[0], params, received_at)
     with as_client_wrote(body):
         calls = await accept_choices(intake, generation, prompts[1:])
-    echoes = [
-        _echo(intake, *pair) for pair in zip(prompts, given, strict=True) for _ in range(params.n)
-    ]
+    echoes: list[_Echo] = [([], "")] * len(calls)
+    if body.echo:
+        echoes = await _echoes(intake, prompts, given, params.n)
     return await Exchange(
         request=request,
         intake=intake,
@@ -96,7 +101,7 @@ async def completions(request: web.Request, intake: Intake, model_name: str) -> 
         calls=calls,
         num_choices=params.n,
         dialect=CompletionDialect(
-            echoes if body.echo else [([], "")] * len(calls),
+            echoes,
             TokenTexts(intake.tokenizer) if body.logprobs is not None else None,
         ),
     ).respond()
@@ -124,7 +129,21 @@ def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return prompts
 
 
-def _echo(intake: Intake, token_ids: list[int], given: str | list[int]) -> tuple[list[int], str]:
-    if isinstance(given, str):
-        return token_ids, given
-    return token_ids, intake.tokenizer.decode(token_ids) if intake.tokenizer else ""
+async def _echoes(
+    intake: Intake, prompts: list[list[int]], given: Sequence[str | list[int]], n: int
+) -> list[_Echo]:
+    """What comes before each output; raises InvalidRequestError when it is too much."""
+    echoes: list[_Echo] = []
+    num_chars = 0
+    for token_ids, prompt in zip(prompts, given, strict=True):
+        text = prompt if isinstance(prompt, str) else ""
+        if not isinstance(prompt, str) and intake.tokenizer is not None:
+            text = intake.tokenizer.decode(token_ids)
+            await asyncio.sleep(0)  # a long prompt takes a twentieth of a second
+        num_chars += len(text) * n
+        if num_chars > MAX_ECHOED_CHARS:
+            raise InvalidRequestError(
+                "echo", f"prompts of all outputs must have at most {MAX_ECHOED_CHARS} characters"
+            )
+        echoes += [(token_ids, text)] * n
+    return echoes

@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from aiohttp import hdrs, web
 
+from baton.errors import InvalidRequestError
 from baton.identity import Principal
-from baton.outputs import Receipt, TextDelta, join_deltas
+from baton.outputs import Receipt, TextDelta, count_logprobs, join_deltas
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.sampling_params import SamplingParams
 from router.call import Call
@@ -35,6 +36,9 @@ BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
 # A client that takes nothing for so long after its deadline is cut off.
 READ_GRACE_S = 30.0
+# Of all outputs of a response that is made as a whole: they take much memory, and time in which
+# nothing else is served.
+MAX_LOGPROBS_AT_ONCE = 300_000
 _MAX_SHOWN_CHARS = 256  # of what a client wrote, in an error about it
 
 
@@ -82,10 +86,17 @@ class Exchange:
         if self.body.stream:
             return await self._respond_in_events()
         deltas: list[list[TextDelta]] = [[] for _ in self.calls]
+        num_logprobs = 0
         with as_client_wrote(self.body):
             async with contextlib.aclosing(self._merged()) as merged:
                 async for index, delta in merged:
                     deltas[index].append(delta)
+                    num_logprobs += count_logprobs(delta)
+                    if num_logprobs > MAX_LOGPROBS_AT_ONCE:
+                        raise InvalidRequestError(
+                            "logprobs",
+                            f"a response without stream may have {MAX_LOGPROBS_AT_ONCE} together",
+                        )
         outputs = [join_deltas(parts) for parts in deltas]
         receipts = [_receipt_of(output) for output in outputs]
         response = self._response(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 import time
 import uuid
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.access import Access
 from baton.audit_log import AuditKind
@@ -111,6 +113,7 @@ class HttpServer:
             keepalive_timeout=limits.idle_timeout_s,
             lingering_time=_LINGERING_S,
             auto_decompress=False,  # a few bytes would become megabytes
+            logger=_logger_of_protocol(),
         )
         self._listener = Listener(self._make_protocol, limits)
 
@@ -257,6 +260,22 @@ class HttpServer:
 
     def _model_object(self) -> ModelObject:
         return ModelObject(self._model_name, self._created, self._intake.max_model_len)
+
+
+def _logger_of_protocol() -> logging.Logger:
+    """A log without requests that are not HTTP.
+
+    Their senders are told. Who wrote them is unknown, nothing bounds how many come, and what they
+    say in the wrong place may be a key.
+    """
+    logger = logging.getLogger("router.http.protocol")
+    logger.addFilter(_is_no_wrong_request)
+    return logger
+
+
+def _is_no_wrong_request(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
 
 
 def _json(value: msgspec.Struct) -> web.Response:

@@ -11,7 +11,7 @@ import pytest
 from baton.access import ADMIN_TOKEN, NODE_TOKEN, Access
 from baton.allowance import Allowance
 from baton.api_keys import entry_text
-from baton.audit_log import AuditLog
+from baton.audit_log import AuditKind, AuditLog
 from baton.call_roles import INFER, JOIN, LOOK, OPERATE
 from baton.errors import OverloadedError, PermissionDeniedError, UnauthenticatedError
 from baton.identity import ANYBODY, ANYBODY_HERE, Credentials, Principal, Role
@@ -201,6 +201,29 @@ def test_failures_and_refusals_are_audited_without_the_key_and_not_without_end(
     assert sum(event.get("left_out_before", 0) for event in events) >= 960
     assert (events[-1]["event"], events[-1]["who"]) == ("refused", "alice")
     assert "sesame" not in text
+
+
+def test_a_client_does_not_flood_the_audit_log_by_what_it_may_do(
+    path: Path, tmp_path: Path
+) -> None:
+    log = AuditLog(str(tmp_path / "audit.jsonl"), program="router")
+    access = Access(keys_file=path, audit=log)
+    alice, bob = (access.principal_of(showing(key)) for key in (ALICE, BOB))
+    for number in range(1000):
+        arguments = {"request_id": f"{number}"}
+        access.note(AuditKind.CHANGED, alice, "10.0.0.1", "Abort", arguments, "is not open")
+        access.note(AuditKind.LOOKED, alice, "10.0.0.1", "Trace", arguments)
+    for number in range(100):  # what operators do is told, always
+        access.note(AuditKind.CHANGED, bob, "10.0.0.2", "Drain", {"node": f"d{number}"})
+    with pytest.raises(UnauthenticatedError):
+        access.admit(showing("open sesame", "10.0.0.9"), LOOK, "GET /metrics")
+    log.close()
+    text = (tmp_path / "audit.jsonl").read_text(encoding="utf-8")
+    events = [json.loads(line) for line in text.splitlines()]
+    assert 40 <= sum(event["who"] == "alice" for event in events) <= 60
+    assert sum(event["who"] == "bob" for event in events) == 100
+    assert events[-1]["event"] == "failed"
+    assert sum(event.get("left_out_before", 0) for event in events) >= 1900
 
 
 def test_ipv4_addresses_are_one_each_where_a_listener_takes_ipv6_too(path: Path) -> None:

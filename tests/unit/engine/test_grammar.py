@@ -122,10 +122,23 @@ def test_bans_that_leave_nothing_are_a_problem_of_this_request_alone(
 def test_equal_grammars_are_compiled_once_and_not_all_are_kept(compiler: GrammarCompiler) -> None:
     once = compiler._compile(StructuredOutput(regex="[ab]"))
     assert compiler._compile(StructuredOutput(regex="[ab]")) is once
+    assert compiler._compile(StructuredOutput(regex="[ab]"), "another tenant") is not once
     for number in range(MAX_CACHED):
         compiler._compile(StructuredOutput(choice=(f"{number}",))).result()
     assert len(compiler._cache) == MAX_CACHED
     assert compiler._compile(StructuredOutput(regex="[ab]")) is not once
+
+
+def test_many_grammars_of_one_tenant_do_not_hold_up_anothers(compiler: GrammarCompiler) -> None:
+    compiler._compile(StructuredOutput(regex="[ab]"), "a").result(60)  # the processes are there
+    many = [
+        compiler._compile(StructuredOutput(regex=f"(x|yz){{1,{number}}}"), "a")
+        for number in range(200, 250)
+    ]
+    compiler._compile(StructuredOutput(regex="[cd]"), "b").result(60)
+    assert sum(not one.done() for one in many) > len(many) // 2
+    for one in many:
+        one.exception(60)
 
 
 @pytest.mark.parametrize(

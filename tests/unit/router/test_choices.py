@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -18,6 +19,7 @@ from router.choices import accept_choices, check_num_outputs, merge_streams
 from router.dispatcher import Dispatcher
 from router.intake import GenerationRequest, Intake, Prompt
 from router.policies.least_tokens import LeastTokens
+from router.prompt_hashes import HashKind
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import asynchronous
 
@@ -176,3 +178,34 @@ def test_the_error_of_one_ends_all(num_streams: int) -> None:
 def test_joined_deltas_are_one_output() -> None:
     parts = [TextDelta("a", 0, (1,), "x"), TextDelta("a", 1, (2, 3), "yz", FinishReason.STOP)]
     assert join_deltas(parts) == TextDelta("a", 0, (1, 2, 3), "xyz", FinishReason.STOP)
+
+
+def test_outputs_of_one_prompt_name_its_blocks_once() -> None:
+    calls = accept(SamplingParams(n=2), "a", [3])
+    assert calls[0].hashes is calls[1].hashes
+    assert calls[1].hashes is not calls[2].hashes
+    other = dataclasses.replace(calls[0], prompt_token_ids=[5] * 32)
+    assert other.hashes.of(HashKind(16, "sha256")) != calls[0].hashes.of(HashKind(16, "sha256"))
+
+
+@asynchronous
+async def test_streams_begin_one_at_a_time_so_that_others_are_served_in_between() -> None:
+    begun: list[int] = []
+    most_at_once = 0
+
+    async def stream(number: int) -> AsyncGenerator[TextDelta, None]:
+        begun.append(number)  # here a call looks at its whole prompt
+        yield TextDelta("r", number, (), "")
+
+    async def watch() -> None:
+        nonlocal most_at_once
+        while len(begun) < 50:
+            before = len(begun)
+            await asyncio.sleep(0)
+            most_at_once = max(most_at_once, len(begun) - before)
+
+    watching = asyncio.create_task(watch())
+    merged = [item async for item in merge_streams([stream(number) for number in range(50)])]
+    await watching
+    assert len(merged) == 50
+    assert most_at_once <= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -160,6 +161,21 @@ def test_each_role_may_call_what_the_table_says_and_nothing_else(keys_file: Path
             )
 
     run()
+
+
+def test_what_strangers_send_to_health_is_not_in_the_log(
+    keys_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @asynchronous
+    async def run() -> None:
+        async with served(Access(keys_file=keys_file)) as (_, channel):
+            check = channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await check(b"\xff" * 100, timeout=5)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_health_is_open_so_that_probes_need_no_key(keys_file: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from baton.access import Access
 from baton.api_keys import entry_text
@@ -92,3 +93,34 @@ async def test_headers_that_are_no_text_are_refused_before_they_reach_a_node(
             assert reply.startswith(b"HTTP/1.1 400 ")
             assert b'"%s: must have printable characters only, got ' % name in reply
     assert scene.dispatcher.calls == []
+
+
+def test_of_two_authorizations_none_counts(tmp_path: Path) -> None:
+    @on_http(access=keys_of(tmp_path))
+    async def run(scene: HttpScene) -> None:
+        right, wrong = ("Authorization", "Bearer secret-1"), ("Authorization", "Bearer secret")
+        for headers in ([right, wrong], [wrong, right], [right, right]):
+            async with scene.session.get(f"{scene.url}/v1/models", headers=headers) as response:
+                await check_refused(response)
+
+    run()
+
+
+def test_what_is_not_http_is_not_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @on_http(access=keys_of(tmp_path))
+    async def run(scene: HttpScene) -> None:
+        host, _, port = scene.url.removeprefix("http://").partition(":")
+        for wrong in (
+            b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization:\r\n Bearer secret-1\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(wrong)
+            assert (await reader.read()).split(b" ")[1] == b"400"
+            writer.close()
+
+    run()
+    assert caplog.records == []
