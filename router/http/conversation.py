@@ -8,7 +8,7 @@ import msgspec
 
 from baton.errors import InvalidRequestError
 from baton.structured_output import StructuredOutput
-from router.http.schema import ChatRequest, Message, NamedToolChoice, Tool
+from router.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
 from router.http.tool_calls import OneCall, OutputParser, PlainText, TaggedCalls
 from router.texts import ChatPrompt, check_num_messages
 
@@ -56,7 +56,8 @@ def forced_call(request: ChatRequest) -> StructuredOutput | None:
         name = choice.function.name
         tools = [tool for tool in tools if tool.function.name == name]
         if not tools:
-            raise InvalidRequestError("tool_choice", f"{name!r} is not one of the tools")
+            shown = name[:MAX_SHOWN_CHARS]
+            raise InvalidRequestError("tool_choice", f"{shown!r} is not one of the tools")
     if not tools:
         raise InvalidRequestError("tool_choice", "is 'required', but there are no tools")
     schemas = [_call_schema(tool) for tool in tools]
@@ -102,7 +103,8 @@ def _text(message: Message, field: str) -> str:
     for i, part in enumerate(message.content):
         if part.type != "text" or part.text is None:
             raise InvalidRequestError(
-                f"{field}.content[{i}]", f"must be of type text with a text, got {part.type!r}"
+                f"{field}.content[{i}]",
+                f"must be of type text with a text, got {part.type[:MAX_SHOWN_CHARS]!r}",
             )
         texts.append(part.text)
     return "\n".join(texts)

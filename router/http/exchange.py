@@ -22,7 +22,7 @@ from router.choices import merge_streams
 from router.http.errors import ApiError, known_error
 from router.http.responses import Receipts, Response, usage_of
 from router.http.sampling import as_client_wrote
-from router.http.schema import SamplingRequest, decode
+from router.http.schema import MAX_SHOWN_CHARS, SamplingRequest, decode
 from router.http.sse import EventStream
 from router.intake import GenerationRequest, Intake, Prompt
 
@@ -39,7 +39,6 @@ READ_GRACE_S = 30.0
 # Of all outputs of a response that is made as a whole: they take much memory, and time in which
 # nothing else is served.
 MAX_LOGPROBS_AT_ONCE = 300_000
-_MAX_SHOWN_CHARS = 256  # of what a client wrote, in an error about it
 
 
 class Dialect(Protocol):
@@ -234,5 +233,5 @@ def _receipt_of(delta: TextDelta) -> Receipt:
 
 def unknown_model(model: str, model_name: str) -> ApiError:
     """Another model than the one that is served."""
-    message = f"model: {model[:_MAX_SHOWN_CHARS]!r} does not exist here, {model_name!r} is served"
+    message = f"model: {model[:MAX_SHOWN_CHARS]!r} does not exist here, {model_name!r} is served"
     return ApiError(404, message, param="model", code="model_not_found")

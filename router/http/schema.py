@@ -13,10 +13,11 @@ import msgspec
 from baton.errors import InvalidRequestError
 
 T = TypeVar("T")
-# What a body may cost to be read: about a tenth of a second, in which nothing else is served. A
-# million token ids, or a hundred thousand messages. (Bytes in texts count, too: it is a bound.)
-MAX_READING_COST = 2_000_000
+# What a body may cost to be read, in which time nothing else is served: some tenth of a second. A
+# million token ids, or some fifty thousand messages. (Bytes in texts count, too: it is a bound.)
+MAX_READING_COST = 1_100_000
 _COST_OF = {b",": 1, b":": 8, b"[": 10, b"{": 10}
+MAX_SHOWN_CHARS = 256  # of what a client wrote, in an error about it
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _SURROGATE = re.compile(r"surrogate pair \(byte (\d+)\)")
 _KEY = re.compile(rb'"(\w{1,64})"[ \t\r\n]*+:')
