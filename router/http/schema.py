@@ -15,7 +15,7 @@ from baton.errors import InvalidRequestError
 T = TypeVar("T")
 # What a body may cost to be read, in which time nothing else is served: some tenth of a second. A
 # million token ids, or some fifty thousand messages. (Bytes in texts count, too: it is a bound.)
-MAX_READING_COST = 1_100_000
+MAX_READING_COST = 1_500_000
 _COST_OF = {b",": 1, b":": 8, b"[": 10, b"{": 10}
 MAX_SHOWN_CHARS = 256  # of what a client wrote, in an error about it
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
