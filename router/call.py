@@ -47,7 +47,12 @@ class Call:
             object.__setattr__(self, "hashes", hashes)
 
     @property
-    class CallOutput(msgspec.Struct, frozen=True, gc=False):
+    def scoped_id(self) -> str:
+        """Its name among the requests of all tenants."""
+        return scoped_id(self.request_id, self.principal.tenant)
+
+
+class CallOutput(msgspec.Struct, frozen=True, gc=False):
     """New tokens, strictly in order; the last one carries the receipt."""
 
     output: RequestOutput

@@ -20,7 +20,6 @@ from loadtest.faults import Fault
 from loadtest.schedule import Schedule
 from loadtest.site import Site
 
-
 # As nodes name it: a tenant's request, of one of the routers.
 R2 = node_request_id(scoped_id("r2", "t"), "router-0")
 
