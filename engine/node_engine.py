@@ -11,7 +11,8 @@ import torch
 
 from baton.engine_config import EngineConfig
 from baton.link import NodeRegistration, NodeRole
-from baton.model_folder import config_digest, find_model_folder, weights_digest
+from baton.model_folder import find_model_folder, weights_digest
+from baton.model_identity import NONE, folder_identity
 from baton.version import __version__
 from engine.engine import Engine
 
@@ -76,8 +77,9 @@ def load_engine(
         torch.get_num_threads(),
     )
     compatibility = {
-        "model": config_digest(folder),
+        **folder_identity(folder),
         "weights": weights_digest(folder),
+        "adapters": NONE,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(spec.dtype).removeprefix("torch."),
         "block_size": str(spec.block_size),

@@ -22,7 +22,8 @@ from baton.errors import ConfigError
 from baton.exposure import is_public
 from baton.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.link import BEAT_INTERVAL_S
-from baton.model_folder import ModelLimits, config_digest, find_model_folder, read_limits
+from baton.model_folder import ModelLimits, find_model_folder, read_limits
+from baton.model_identity import folder_identity
 from baton.process import num_descriptors_allowed, stop_event
 from baton.rpc import RpcLimits, RpcServer
 from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
@@ -136,7 +137,7 @@ class RouterConfig:
 
 def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodePool:
     return NodePool(
-        model_digest=config_digest(folder),
+        own_identity=folder_identity(folder),
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
         may_self_prefill=_may_self_prefill(config, config.policy),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from baton.model_folder import (
     read_limits,
     weights_digest,
 )
+from baton.weights_samples import SAMPLE_EVERY_BYTES, WHOLE_FILE_BYTES
 
 CONFIG = {"vocab_size": 10, "max_position_embeddings": 64, "hidden_size": 8, "dtype": "float32"}
 
@@ -134,14 +136,32 @@ def test_the_weights_digest_sees_content_size_and_file_names(tmp_path: Path) -> 
     assert weights_digest(tmp_path / "copy") == weights_digest(tmp_path / "original")
 
 
-def test_the_weights_digest_samples_large_files_everywhere(tmp_path: Path) -> None:
-    size = 64 * 2**17  # twice what is sampled
+def test_every_tensor_of_a_large_file_is_seen(tmp_path: Path) -> None:
+    """(The file is sparse.)"""
+    small, large = 4096, 2 * SAMPLE_EVERY_BYTES
+    ends = list(itertools.accumulate([large, small] * 10))
+    tensors = {
+        f"t{index}": {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for index, (begin, end) in enumerate(itertools.pairwise([0, *ends]))
+    }
+    header = json.dumps(tensors).encode()
     path = tmp_path / "model.safetensors"
-    content = bytearray(size)
-    path.write_bytes(content)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + ends[-1])
+    assert path.stat().st_size > WHOLE_FILE_BYTES
     before = weights_digest(tmp_path)
-    for start in (0, size // 2, size * 63 // 64):
-        changed = content.copy()
-        changed[start + 100] = 1
-        path.write_bytes(changed)
-        assert weights_digest(tmp_path) != before
+    for index, end in enumerate(ends):
+        with path.open("r+b") as file:  # a small tensor's last byte; anywhere near all of a large
+            length = 1 if index % 2 else SAMPLE_EVERY_BYTES
+            file.seek(8 + len(header) + end - length)
+            file.write(b"\1" * length)
+            file.flush()
+            assert weights_digest(tmp_path) != before, f"t{index}"
+            file.seek(8 + len(header) + end - length)
+            file.write(b"\0" * length)
+    assert weights_digest(tmp_path) == before
+    # What is no safetensors has samples alone.
+    with path.open("r+b") as file:
+        file.write(b"\xff" * 8)
+    assert weights_digest(tmp_path) != before
