@@ -68,7 +68,9 @@ def foreign_node(router: str, folder: Path) -> Iterator[Callable[[], admin_pb2.N
         stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
 
         def describe() -> admin_pb2.NodeDescription:
-            return stub.GetNode(admin_pb2.NodeRequest(node="foreign"), timeout=10)
+            request = admin_pb2.NodeRequest(node="foreign")
+            found: admin_pb2.NodeDescription = stub.GetNode(request, timeout=10)
+            return found
 
         with subprocess.Popen([sys.executable, "-m", "baton", *arguments]) as process:
             try:

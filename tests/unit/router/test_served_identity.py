@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+from collections.abc import Mapping
 
 import pytest
 
@@ -48,9 +49,11 @@ class Fleet:
         )
         self.nodes: dict[str, HandNode] = {}
 
-    def join(self, *names: str, settled: bool = True, **differs: str) -> None:
+    def join(
+        self, *names: str, settled: bool = True, differs: Mapping[str, str] | None = None
+    ) -> None:
         for name in names:
-            entries = {"tokenizer": "t", "weights": name[0], **differs}
+            entries = {"tokenizer": "t", "weights": name[0], **(differs or {})}
             registration = dataclasses.replace(
                 make_registration(name, D, differs=entries),
                 computes_prompts=True,
@@ -165,14 +168,14 @@ def test_a_lost_node_that_an_operator_removes_makes_room() -> None:
 def test_whatever_decides_tokens_is_compared(key: str) -> None:
     fleet = Fleet()
     fleet.join("a0")
-    fleet.join("a1", **{key: "odd"})
+    fleet.join("a1", differs={key: "odd"})
     assert fleet.serving == ["a0"]
     assert fleet.pool.identity.problem(fleet.nodes["a1"].node).startswith(f"{key} differs: ")
 
 
 def test_nodes_with_another_tokenizer_than_the_router_never_serve() -> None:
     fleet = Fleet()
-    fleet.join("a0", tokenizer="odd")
+    fleet.join("a0", differs={"tokenizer": "odd"})
     assert fleet.serving == []
     fleet.join("a1")
     fleet.say("a1", DRAINED)
@@ -181,7 +184,7 @@ def test_nodes_with_another_tokenizer_than_the_router_never_serve() -> None:
 
 def test_simulated_nodes_fit_any_folder_and_no_real_ones() -> None:
     fleet = Fleet("a")
-    fleet.join("s0", weights=SIMULATED)
+    fleet.join("s0", differs={"weights": SIMULATED})
     assert fleet.serving == ["s0"]
     fleet.join("a0")
     assert fleet.serving == ["s0"]
