@@ -76,9 +76,11 @@ def load_engine(
         engine.num_blocks * spec.block_bytes / 2**20,
         torch.get_num_threads(),
     )
+    identity = folder_identity(folder)
+    if "weights" not in identity:  # an index names files that are not needed
+        identity["weights"] = weights_digest(folder)
     compatibility = {
-        **folder_identity(folder),
-        "weights": weights_digest(folder),
+        **identity,
         "adapters": NONE,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(spec.dtype).removeprefix("torch."),

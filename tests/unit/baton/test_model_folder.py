@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def test_the_weights_digest_sees_content_size_and_file_names(tmp_path: Path) -> 
 
 def test_every_tensor_of_a_large_file_is_seen(tmp_path: Path) -> None:
     """(The file is sparse.)"""
-    small, large = 4096, 2 * SAMPLE_EVERY_BYTES
+    small, large = 4096, WHOLE_FILE_BYTES // 8
     ends = list(itertools.accumulate([large, small] * 10))
     tensors = {
         f"t{index}": {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
@@ -149,19 +150,29 @@ def test_every_tensor_of_a_large_file_is_seen(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + ends[-1])
-    assert path.stat().st_size > WHOLE_FILE_BYTES
     before = weights_digest(tmp_path)
     for index, end in enumerate(ends):
-        with path.open("r+b") as file:  # a small tensor's last byte; anywhere near all of a large
-            length = 1 if index % 2 else SAMPLE_EVERY_BYTES
-            file.seek(8 + len(header) + end - length)
-            file.write(b"\1" * length)
-            file.flush()
+        for back in [1, small] if index % 2 else [1, large // 2, large]:
+            at = 8 + len(header) + end - back
+            write_at(path, at, b"\1")
             assert weights_digest(tmp_path) != before, f"t{index}"
-            file.seek(8 + len(header) + end - length)
-            file.write(b"\0" * length)
+            write_at(path, at, b"\0")
     assert weights_digest(tmp_path) == before
-    # What is no safetensors has samples alone.
+
+
+@pytest.mark.parametrize("head", [b"GGUF", b"\x02" + bytes(7) + b"[]", b"\xff" * 8])
+def test_a_large_file_of_another_kind_is_sampled_everywhere(tmp_path: Path, head: bytes) -> None:
+    path, size = tmp_path / "model.safetensors", WHOLE_FILE_BYTES + 1000
+    path.write_bytes(head)
+    os.truncate(path, size)
+    before = weights_digest(tmp_path)
+    for at in (SAMPLE_EVERY_BYTES, size // SAMPLE_EVERY_BYTES * SAMPLE_EVERY_BYTES, size - 1):
+        write_at(path, at, b"\1")
+        assert weights_digest(tmp_path) != before
+        write_at(path, at, b"\0")
+
+
+def write_at(path: Path, position: int, content: bytes) -> None:
     with path.open("r+b") as file:
-        file.write(b"\xff" * 8)
-    assert weights_digest(tmp_path) != before
+        file.seek(position)
+        file.write(content)
