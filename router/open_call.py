@@ -158,6 +158,8 @@ class OpenCall:
                     await pool.wait_for_change()
         self._remaining_s()
         self._suspect(attempt)
+        if self._retries.needs_pause:
+            await self._pause()
         if not self._retries.may_begin():
             if budget.is_storm(self._remaining_s()):
                 raise NodeUnavailableError(f"{error.message} (too many retries in the cluster)")

@@ -30,6 +30,8 @@ class RetryOptions:
     Attributes:
         max_attempts: that fail before the call does; those that end in a preemption, or because a
             node is gone, do not count.
+        failing_for_s: a call whose attempts fail as nodes do not reach each other ends only when
+            the first of them did so long ago.
         max_preemptions: after so many the call fails.
         max_losses: of attempts that end because a node is gone; with one more the call fails.
         trial_pause_s: what a node had begun to compute when it was lost is tried again when no node
@@ -40,6 +42,7 @@ class RetryOptions:
     """
 
     max_attempts: int = 3
+    failing_for_s: float = 15.0
     max_preemptions: int = 20
     max_losses: int = 10
     trial_pause_s: float = 1.0
@@ -77,7 +80,7 @@ class RetryBudget:
     ) -> None:
         self._ratio = ratio
         self._floor = floor
-        self._clock = clock
+        self.clock = clock
         self.num_waiting = 0
         self._seconds: deque[list[int]] = deque()  # [second, calls, retries], oldest first
 
@@ -113,7 +116,7 @@ class RetryBudget:
         return self._floor + int(self._ratio * sum(second[1] for second in self._seconds))
 
     def _now(self) -> list[int]:
-        second = int(self._clock())
+        second = int(self.clock())
         while self._seconds and self._seconds[0][0] <= second - WINDOW_S:
             self._seconds.popleft()
         if not self._seconds or self._seconds[-1][0] != second:
@@ -135,6 +138,7 @@ class CallRetries:
         self._num_preemptions = 0
         self._num_losses = 0
         self._failures: list[Callable[[], bool]] = []  # that were no losses yet: are they now?
+        self._failing_since = 0.0
         self._latest: Callable[[], bool] | None = None  # None: a preemption
 
     @property
@@ -163,12 +167,14 @@ class CallRetries:
             if self._num_preemptions > options.max_preemptions:
                 raise OverloadedError(f"{error.message} (preempted {self._num_preemptions} times)")
             return
+        if not self._failures:
+            self._failing_since = self._budget.clock()
         self._failures.append(was_loss)
         self._latest = was_loss
         num_failures = self._count_failures()
         if self._num_losses > options.max_losses:
             raise NodeUnavailableError(f"{error.message} (lost {self._num_losses} nodes)")
-        if num_failures >= options.max_attempts:
+        if num_failures >= options.max_attempts and not self._may_pass(error):
             raise NodeUnavailableError(
                 f"{error.message} (attempt {num_failures} of {options.max_attempts})"
             )
@@ -177,6 +183,17 @@ class CallRetries:
         """Whether the next attempt may begin now; else this is to be asked again in a while."""
         self._count_failures()
         return self._latest not in self._failures or self._budget.take()
+
+    @property
+    def needs_pause(self) -> bool:
+        """Whether it failed so often that the next attempt is not to begin at once."""
+        return self._latest in self._failures and len(self._failures) >= self._options.max_attempts
+
+    def _may_pass(self, error: RequestError) -> bool:
+        """Whether what is wrong is between nodes, and not for long."""
+        if error.code != "UNAVAILABLE" or self._options.max_attempts == 1:
+            return False
+        return self._budget.clock() - self._failing_since < self._options.failing_for_s
 
     def _count_failures(self) -> int:
         """Without those that turned out to be losses, which they then stay."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 
 import pytest
 
-from baton.errors import RequestCancelledError
+from baton.errors import NodeUnavailableError, RequestCancelledError
 from baton.link import NodeBeat
 from router.node import SILENT_BEATS
 from router.retry_budget import RetryBudget
 from tests.fakes.nodes import HandNode, failure
-from tests.fakes.router_scene import asynchronous
-from tests.unit.router.test_retries import last, scene_of, until_attempt
+from tests.fakes.router_scene import Scene, asynchronous
+from tests.unit.router.test_retries import OPTIONS, last, scene_of, until_attempt
 
 
 def make_silent(hand: HandNode) -> None:
@@ -110,3 +111,21 @@ def test_it_is_a_storm_when_the_next_turn_would_be_too_late() -> None:
             waiting.enter_context(budget.waiting())
         assert budget.is_storm(600.0)  # nobody waits longer than a minute for a turn
     assert not budget.is_storm(5.0)
+
+
+@asynchronous
+async def test_nodes_that_do_not_reach_each_other_for_a_while_are_tried_again_for_so_long() -> None:
+    now = 100.0
+    options = dataclasses.replace(OPTIONS, failing_for_s=10.0)
+    budget = RetryBudget(clock=lambda: now)
+    scene = Scene(options=options, num_decode=2, budget=budget)
+    await scene.call()
+    for number in range(1, 6):  # more than may fail otherwise
+        _, decode, command = await until_attempt(scene, number)
+        decode.say(failure("a", "UNAVAILABLE", "no beat", epoch=command.epoch))
+        now += 1.0
+    _, decode, command = await until_attempt(scene, 6)
+    now = 110.0
+    decode.say(failure("a", "UNAVAILABLE", "no beat", epoch=command.epoch))
+    with pytest.raises(NodeUnavailableError, match=r"no beat \(attempt 6 of 3\)"):
+        await scene.end()
