@@ -125,7 +125,7 @@ async def test_nodes_that_do_not_reach_each_other_for_a_while_are_tried_again_fo
         decode.say(failure("a", "UNAVAILABLE", "no beat", epoch=command.epoch))
         now += 1.0
     _, decode, command = await until_attempt(scene, 6)
-    now = 110.0
+    now = 120.0
     decode.say(failure("a", "UNAVAILABLE", "no beat", epoch=command.epoch))
     with pytest.raises(NodeUnavailableError, match=r"no beat \(attempt 6 of 3\)"):
         await scene.end()
