@@ -6,8 +6,9 @@ Torch-free, so that the router, the engine's offline front and the client's test
 from __future__ import annotations
 
 import datetime
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,14 +78,16 @@ class Tokenizer:
         """Whether the checkpoint brings a tokenizer; without one it serves token ids."""
         return (folder / "tokenizer.json").is_file()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text prompt, with the special tokens the checkpoint adds to one."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_long(self, text: str) -> list[int]:
+    def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The same ids in about half the time; holds the GIL as long as it takes."""
-        ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
+        ids: list[int] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )[0].ids
         return ids
 
     def encode_chat(
@@ -127,9 +130,9 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids, without special tokens if not said otherwise."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -152,8 +155,10 @@ class Detokenizer:
     seldom: all that is decoded is a small multiple of what the output has.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._decode: Callable[[Sequence[int]], str] = tokenizer.decode
+        if not skip_special_tokens:
+            self._decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         self._ids: list[int] = []
         self._start = 0  # decoding starts a little earlier: some tokens depend on the one before
         self._shown = 0
@@ -168,8 +173,8 @@ class Detokenizer:
         self._ids.extend(token_ids)
         if len(self._ids) < self._look_at and not last:
             return ""
-        before = self._tokenizer.decode(self._ids[self._start : self._shown])
-        now = self._tokenizer.decode(self._ids[self._start :])
+        before = self._decode(self._ids[self._start : self._shown])
+        now = self._decode(self._ids[self._start :])
         if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not last):
             num_held = len(self._ids) - self._shown
             self._look_at = len(self._ids) + 1 + num_held // _HELD_PER_SKIPPED
@@ -183,7 +188,7 @@ class Detokenizer:
     def _shorten_context(self, now: str) -> None:
         """Do not decode a long piece again with each one behind it, if its end says as much."""
         start = len(self._ids) - _CONTEXT_TOKENS
-        if now.endswith(self._tokenizer.decode(self._ids[start:])):
+        if now.endswith(self._decode(self._ids[start:])):
             self._start = start
 
 

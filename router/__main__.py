@@ -154,6 +154,13 @@ def router(
     served_model_name: Annotated[
         str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
     ] = "",
+    strict_fields: Annotated[
+        bool,
+        typer.Option(
+            help="Refuse HTTP requests with fields that have no effect here, instead of naming "
+            "these in a header of the answer (X-Baton-Ignored-Fields)."
+        ),
+    ] = False,
     api_keys_file: Annotated[
         str,
         typer.Option(
@@ -264,6 +271,7 @@ def router(
                 http_listen=http_listen,
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
+                strict_fields=strict_fields,
                 api_keys_file=api_keys_file,
                 audit_log=audit_log,
                 tls=TlsOptions(

@@ -39,11 +39,7 @@ from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
 from router.cache_salts import CacheSalts, read_secret
 from router.capacity import Capacity
-from router.connection_budget import (
-    ConnectionBudget,
-    ConnectionOptions,
-    share_descriptors,
-)
+from router.connection_budget import ConnectionBudget, ConnectionOptions, share_descriptors
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
@@ -71,6 +67,7 @@ class RouterConfig:
     Attributes:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
+        strict_fields: fields of HTTP requests that have no effect are errors.
         api_keys_file: who may call; without it, tokens and CAs: anybody.
         audit_log: "-": standard output; empty: none.
         connections: what clients' connections may cost.
@@ -102,6 +99,7 @@ class RouterConfig:
     http_listen: str = ""
     http_cors_origin: str = ""
     served_model_name: str = ""
+    strict_fields: bool = False
     api_keys_file: str = ""
     audit_log: str = ""
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
@@ -280,6 +278,7 @@ async def _serving_http(
         pool,
         metrics,
         model_name=config.served_model_name or config.model,
+        strict_fields=config.strict_fields,
         access=access,
         cors_origin=config.http_cors_origin,
         grace_s=LAST_WORDS_S,
