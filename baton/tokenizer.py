@@ -36,6 +36,7 @@ class Tokenizer:
         folder, template_file: as given.
         chat_template: what conversations go through; None if there is none.
         longest_token_chars: no token stands for more characters of a text.
+        special_token_ids: tokens that `decode` leaves out.
         has_chat_template: whether `encode_chat` can be used.
         takes_tools: whether the chat template looks at tools.
     """
@@ -54,7 +55,9 @@ class Tokenizer:
             self._tokenizer.no_padding()
         except Exception as error:  # the library raises bare Exception
             raise ModelLoadError(f"tokenizer: {path} is broken: {error}") from error
-        self._added_token_ids = frozenset(self._tokenizer.get_added_tokens_decoder())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added_token_ids = frozenset(added)
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         description = json.loads(self._tokenizer.to_str())
         self._bytes_of = piece_decoder(description.get("decoder"))
         self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
