@@ -53,7 +53,7 @@ class LLM:
 
     Args:
         model: a folder in Hugging Face format, or a hub id.
-        chat_template: a Jinja file that `chat` uses instead of the checkpoint's template.
+        chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 
     Raises:
@@ -61,9 +61,7 @@ class LLM:
         ConfigError: an option is wrong.
     """
 
-    def __init__(
-        self, model: str, *, chat_template: str | Path | None = None, **options: Any
-    ) -> None:
+    def __init__(self, model: str, *, chat_template: Any = None, **options: Any) -> None:
         folder = find_model_folder(str(model))
         template_file = None if chat_template is None else Path(chat_template).expanduser()
         self.tokenizer = (
