@@ -9,8 +9,9 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.detokenizer import Detokenizer
 from baton.sampling_params import SamplingParams
-from baton.tokenizer import Detokenizer, Tokenizer
+from baton.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,7 @@ class OutputText:
         options: DetokenizeOptions = DEFAULT_TEXT,
     ) -> None:
         self.num_tokens = 0
-        self._detokenizer = Detokenizer(tokenizer, options.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer.shown(options.skip_special_tokens))
         self._min_tokens = params.min_tokens
         self._stop_strings = (
             StopStrings(params.stop, include=options.include_stop) if params.stop else None

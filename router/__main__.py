@@ -23,6 +23,7 @@ from router.admission import AdmissionOptions
 from router.connection_budget import ConnectionOptions
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
+from router.text_options import TextOptions
 
 ADMISSION = AdmissionOptions()
 CONNECTIONS = ConnectionOptions()
@@ -161,6 +162,10 @@ def router(
             "these in a header of the answer (X-Baton-Ignored-Fields)."
         ),
     ] = False,
+    chat_template: Annotated[
+        str,
+        typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
+    ] = "",
     api_keys_file: Annotated[
         str,
         typer.Option(
@@ -272,6 +277,7 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 strict_fields=strict_fields,
+                texts=TextOptions(chat_template=chat_template),
                 api_keys_file=api_keys_file,
                 audit_log=audit_log,
                 tls=TlsOptions(

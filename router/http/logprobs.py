@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 
 from baton.outputs import TokenLogprobs
+from baton.token_pieces import OutputPieces
 from baton.tokenizer import Tokenizer
 from router.http.responses import (
     ChatLogprobs,
@@ -36,12 +37,10 @@ class TokenTexts:
         """Whether a text shows it only if that is asked for."""
         return self._tokenizer is None or token_id in self._tokenizer.special_token_ids
 
-    def first_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token that begins a text: some tokenizers leave out a blank there."""
-        spelling = self.token_bytes(token_id)
-        if self._tokenizer is not None and spelling[:1] == b" ":
-            return spelling[not self._tokenizer.decode([token_id]).startswith(" ") :]
-        return spelling
+    @property
+    def pieces(self) -> OutputPieces | None:
+        """What tokens add to a text; None when that is not known of each."""
+        return self._tokenizer.pieces if self._tokenizer is not None else None
 
     def text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
@@ -121,25 +120,31 @@ class TextOffsets:
         self, texts: TokenTexts, start: int = 0, *, shows_special: bool = False, text: str = ""
     ) -> None:
         self._texts = texts
+        self._pieces = pieces = texts.pieces
         self._num_chars = start
         self._shows_special = shows_special
         self._text = text
-        self._is_first = True
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._has_begun = False
+        self._num_to_strip = pieces.num_stripped if pieces is not None else 0
+        # As the detokenizer counts bytes that are part of no character.
+        has_byte_tokens = pieces is not None and pieces.has_byte_tokens
+        errors = "surrogateescape" if has_byte_tokens else "replace"
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
 
     def take(self, token_id: int) -> int:
         """Where the next token begins."""
         shown = self._shown_bytes(token_id)
         if not shown:
             return self._num_chars
-        self._is_first = False
-        begins_at = self._num_chars
         num_held = len(self._decoder.getstate()[0])
         first = self._decoder.decode(shown[:1])
+        num_own = 0 if self._decoder.getstate()[0] else 1
         goes_on = 0x80 <= shown[0] < 0xC0 and len(first) < 2
-        if num_held and not goes_on:  # what was held is no character, and shown as one of its own
-            begins_at += 1
-        self._num_chars += len(first) + len(self._decoder.decode(shown[1:]))
+        # What was held and is no character is shown as such, before this token.
+        num_broken = len(first) - num_own if num_held and not goes_on else 0
+        begins_at = self._num_chars + num_broken
+        text = first + self._decoder.decode(shown[1:])
+        self._num_chars += len(text) - self._num_stripped(text)
         return begins_at
 
     def _shown_bytes(self, token_id: int) -> bytes:
@@ -149,10 +154,26 @@ class TextOffsets:
             is_shown = self._shows_special
             if self._text:
                 is_shown = self._text.startswith(spelling, self._num_chars)
+            self._has_begun |= is_shown
             return spelling.encode() if is_shown else b""
-        if self._is_first:
-            return self._texts.first_bytes(token_id)
-        return self._texts.token_bytes(token_id)
+        if self._pieces is None:
+            return self._texts.token_bytes(token_id)
+        if self._has_begun:
+            return self._pieces.later((token_id,))
+        first = self._pieces.first(token_id)
+        self._has_begun = first is not None
+        return first or b""
+
+    def _num_stripped(self, text: str) -> int:
+        """How much of the next text is taken away from the whole one's beginning."""
+        number = 0
+        while self._num_to_strip and number < len(text):
+            if self._pieces is None or text[number] != self._pieces.stripped:
+                self._num_to_strip = 0
+                break
+            number += 1
+            self._num_to_strip -= 1
+        return number
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
