@@ -63,7 +63,8 @@ async def test_names_of_fields_in_headers_and_logs_are_bounded(
 ) -> None:
     caplog.set_level(logging.WARNING)
     names = ["x" * 200_000, "a\r\nSet-Cookie: b", "ä", *(f"f{i}" for i in range(3000))]
-    response = await scene.post(**dict.fromkeys(names, 1), n=0)
+    fields: dict[str, Any] = dict.fromkeys(names, 1)
+    response = await scene.post(**fields, n=0)
     assert response.status == 400  # errors tell it, too
     header = response.headers[IGNORED_FIELDS_HEADER]
     assert header.startswith(f"{'x' * 64}, ?, ?, f0, f1")
@@ -276,9 +277,12 @@ async def test_offsets_of_an_echo_that_shows_special_tokens_count_them(scene: Ht
 async def test_what_the_chat_template_is_told(scene: HttpScene) -> None:
     """(The demo model's looks at add_generation_prompt alone; the others do it no harm.)"""
     lengths = []
-    for number, fields in enumerate(
-        [{}, {"add_generation_prompt": False}, {"reasoning_effort": "none", "documents": [{}]}]
-    ):
+    given: list[dict[str, Any]] = [
+        {},
+        {"add_generation_prompt": False},
+        {"reasoning_effort": "none", "documents": [{}]},
+    ]
+    for number, fields in enumerate(given):
         reply = scene.post(CHAT, messages=MESSAGES, modalities=["text"], **fields)
         command = await scene.command(number + 1)
         lengths.append(len(command.prompt_token_ids))

@@ -150,5 +150,6 @@ def test_what_would_be_missed_is_refused_unless_it_asks_for_nothing(name: str) -
     with pytest.raises(InvalidRequestError) as caught:
         decode(body_of(**{name: [1]}), ChatRequest)
     assert caught.value.field == name
-    for nothing in (None, False, []):
+    nothings: list[Any] = [None, False, []]
+    for nothing in nothings:
         assert decode(body_of(**{name: nothing}), ChatRequest)[1] == []
