@@ -71,11 +71,15 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _chat_template_digest(folder: Path) -> str:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return _file_digest(path)
-    template = _read_object(folder / "tokenizer_config.json").get("chat_template")
-    return _digest(json.dumps(template, sort_keys=True).encode()) if template else NONE
+    """Of all the places where a template may be; which of them counts is `chat_template.py`'s."""
+    parts = [
+        _read_object(folder / name).get("chat_template")
+        for name in ("tokenizer_config.json", "chat_template.json")
+    ]
+    files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
+    parts += [[path.name, _file_digest(path)] for path in sorted(files) if path.is_file()]
+    found = [part for part in parts if part]
+    return _digest(json.dumps(found, sort_keys=True).encode()) if found else NONE
 
 
 def _generation_digest(path: Path) -> str:
