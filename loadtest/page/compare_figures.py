@@ -95,7 +95,7 @@ def comparison_cdfs(document: Document, look: Look) -> Figure:
         axes.set_title(f"{title}, first repeat")
         axes.set_xlabel("milliseconds")
         axes.set_ylabel("% of values at or below")
-        make_logarithmic(axes.xaxis)
+        make_logarithmic(axes, is_x=True)
         axes.set_ylim(0, 101)
         look.put_legend(axes)
     return figure

@@ -66,7 +66,7 @@ def latency_cdfs(document: Document, look: Look) -> Figure:
         axes.set_ylabel("% of values at or below")
         axes.set_ylim(0, 101)
         if values_ms[0] > 0 and max(marks_ms) > 20 * min(marks_ms):
-            make_logarithmic(axes.xaxis)
+            make_logarithmic(axes, is_x=True)
         else:
             axes.set_xlim(0, max(marks_ms) * 1.05)
         look.put_legend(axes)

@@ -89,9 +89,15 @@ class Look:
         line(limit, color=self.purple, linestyle=(0, (5, 2)), linewidth=1.5, label=text)
 
 
-def make_logarithmic(axis: Axis) -> None:
+def make_logarithmic(axes: Axes, *, is_x: bool) -> None:
     """With plain numbers at 1, 2 and 5, and no others."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis: Axis
+    if is_x:
+        axes.set_xscale("log")
+        axis = axes.xaxis
+    else:
+        axes.set_yscale("log")
+        axis = axes.yaxis
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

@@ -54,7 +54,7 @@ def throughput_latency(
         axes.set_title(title)
         axes.set_xlabel(f"output tokens/s (beside the points: {variable})")
         axes.set_ylabel("milliseconds")
-        make_logarithmic(axes.yaxis)
+        make_logarithmic(axes, is_x=False)
         axes.margins(x=0.1, y=0.15)
         axes.set_xlim(left=0)
         look.put_legend(axes)

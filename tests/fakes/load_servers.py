@@ -133,8 +133,8 @@ class HttpScript(ScriptedServer):
         async with contextlib.aclosing(self._frames(call, answer)) as frames:  # type: ignore[type-var]
             async for num_tokens in frames:
                 total += num_tokens
-                said = "word " * num_tokens
-                own = {"delta": {"content": said}} if is_chat else {"text": said}
+                text = "word " * num_tokens
+                own = {"delta": {"content": text}} if is_chat else {"text": text}
                 event: dict[str, Any] = {"choices": [own | {"finish_reason": None}]}
                 if "logprobs" in body:
                     event["choices"][0]["logprobs"] = {"tokens": ["word "] * num_tokens}

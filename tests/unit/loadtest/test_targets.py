@@ -99,7 +99,9 @@ def test_what_is_measured_is_what_the_server_did(
     result, serving, began_at = play(server, random_answers(3, [1, 1, 4, 2, 5]), options)
     calls: list[tuple[float, ServedCall]] = []
     for record in result.records:
-        call = serving.call_of(record.planned.prompt.make(1000))
+        prompt = record.planned.prompt.make(1000)
+        assert isinstance(prompt, list)
+        call = serving.call_of(prompt)
         calls.append((began_at + record.scheduled_s, call))
     assert result.summary.lag.loop is not None
     late_s = 0.002 + 2 * result.summary.lag.loop.max

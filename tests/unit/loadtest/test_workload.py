@@ -33,6 +33,12 @@ def made(**options: Any) -> list[PlannedRequest]:
     return list(planned_requests(plan(**options)))
 
 
+def token_ids(request: PlannedRequest, vocab_size: int) -> list[int]:
+    prompt = request.prompt.make(vocab_size)
+    assert isinstance(prompt, list)
+    return prompt
+
+
 def gaps(requests: list[PlannedRequest]) -> list[float]:
     times = [request.due_s for request in requests]
     return [after - before for before, after in itertools.pairwise(times)]  # type: ignore[operator]
@@ -86,7 +92,7 @@ def test_turns_go_on_from_what_was_said() -> None:
             continue
         assert after.due_s is None
         assert after.think_s > 0
-        history, prompt = before.prompt.make(999), after.prompt.make(999)
+        history, prompt = token_ids(before, 999), token_ids(after, 999)
         assert prompt[: len(history)] == history
         assert after.prompt.num_tokens is not None
         assert before.prompt.num_tokens is not None
@@ -112,7 +118,7 @@ def test_duration_and_number_end_a_plan() -> None:
 
 def test_prompts_of_a_group_begin_alike_and_no_two_are_equal() -> None:
     requests = made(prefix_groups=4, prefix_tokens=30, num_requests=200)
-    prompts = [request.prompt.make(500) for request in requests]
+    prompts = [token_ids(request, 500) for request in requests]
     assert [len(prompt) for prompt in prompts] == [r.prompt.num_tokens for r in requests]
     assert all(35 <= len(prompt) <= 120 for prompt in prompts)
     assert len({tuple(prompt[:30]) for prompt in prompts}) == 4
