@@ -13,11 +13,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import uvloop
+from baton.child_processes import PARENT_PIPE_VARIABLE
+from baton.errors import ConfigError
 
-from baton.errors import BatonError, ConfigError
-
-PARENT_PIPE_VARIABLE = "BATON_PARENT_PIPE"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOG_FORMAT, _LOG_TIME = "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
 _PARENT_GRACE_S = 5.0
@@ -27,16 +25,16 @@ _MAX_DESCRIPTORS = 2**20  # containers have limits that no machine can keep
 def run_program(main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str) -> int:
     """Run a program's main coroutine to its end; returns the exit code.
 
-    What is wrong with options, files or peers is one line on standard error, without a traceback.
+    Raises:
+        BatonError: what is wrong with options, files or peers.
     """
+    import uvloop  # here: who asks for help does not wait for it
+
     watch_parent()
     try:
         set_up_logging(log_level)
         raise_descriptor_limit()
         uvloop.run(main())
-    except BatonError as error:
-        print_error(error)
-        return 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from baton.access import Access
+from baton.addresses import DEFAULT_ADDRESS
 from baton.audit_log import AuditLog
 from baton.call_gate import CallGate
-from baton.client import DEFAULT_ADDRESS
-from baton.connection_limits import ConnectionLimits
+from baton.connection_limits import ConnectionLimits, RpcLimits
 from baton.errors import ConfigError
 from baton.exposure import is_public
 from baton.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import ModelLimits, config_digest, find_model_folder, read_limits
 from baton.process import num_descriptors_allowed, stop_event
-from baton.rpc import RpcLimits, RpcServer
+from baton.rpc import RpcServer
 from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
 from baton.tokenizer import Tokenizer
 from baton.v1 import (

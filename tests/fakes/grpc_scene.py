@@ -11,9 +11,10 @@ from pathlib import Path
 from baton.access import Access
 from baton.call_gate import CallGate
 from baton.client import AsyncClient
+from baton.connection_limits import RpcLimits
 from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, RouterCommand
 from baton.outputs import FinishReason
-from baton.rpc import RpcLimits, RpcServer
+from baton.rpc import RpcServer
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
