@@ -23,6 +23,7 @@ from baton.tls_options import TlsOptions
 from router.admission import AdmissionOptions
 from router.connection_budget import ConnectionOptions
 from router.policies import POLICIES
+from router.text_options import TextOptions
 
 ADMISSION = AdmissionOptions()
 CONNECTIONS = ConnectionOptions()
@@ -152,6 +153,10 @@ def router(
     served_model_name: Annotated[
         str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
     ] = "",
+    chat_template: Annotated[
+        str,
+        typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
+    ] = "",
     api_keys_file: Annotated[
         str,
         typer.Option(
@@ -263,6 +268,7 @@ def router(
                 http_listen=http_listen,
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
+                texts=TextOptions(chat_template=chat_template),
                 api_keys_file=api_keys_file,
                 audit_log=audit_log,
                 tls=TlsOptions(

@@ -61,9 +61,10 @@ class Texts:
             wall_s=20.0 + 1e-4 * max_model_len,
             memory_bytes=128 * 2**20 + 1024 * max_model_len,
         )
-        self._workers = WorkerProcesses(
-            "router.texts:make_work", {"folder": str(tokenizer.folder)}, limits
-        )
+        options = {"folder": str(tokenizer.folder)}
+        if tokenizer.template_file is not None:
+            options["chat_template"] = str(tokenizer.template_file)
+        self._workers = WorkerProcesses("router.texts:make_work", options, limits)
 
     def start(self) -> None:
         """Start the worker processes, so that the first chat need not wait for them."""
@@ -140,7 +141,8 @@ def check_num_messages(number: int) -> None:
 
 def make_work(options: Mapping[str, str]) -> Work:
     """In a worker template: the function that tokenizes."""
-    tokenizer = Tokenizer(Path(options["folder"]))
+    template_file = Path(options["chat_template"]) if "chat_template" in options else None
+    tokenizer = Tokenizer(Path(options["folder"]), chat_template=template_file)
 
     def work(frame: bytes) -> bytes:
         if frame[:1] == _TEXT:

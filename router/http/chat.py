@@ -46,7 +46,7 @@ class ChatDialect:
         self._num_calls = [0] * len(parsers)
         self._begun = [False] * len(parsers)
 
-    def chunk(self, index: int, delta: TextDelta) -> ChatChunkChoice | None:
+    def chunk(self, index: int, delta: TextDelta) -> ChatChunkChoice:
         text, calls = self._parse(index, delta)
         first_call = self._num_calls[index] - len(calls)
         message = MessageDelta()
@@ -62,8 +62,8 @@ class ChatDialect:
             ]
         logprobs = self._logprobs(delta)
         finish_reason = self._finish_reason(index, delta.finish_reason)
-        if message == MessageDelta() and logprobs is None and finish_reason is None:
-            return None
+        if message == MessageDelta() and finish_reason is None:
+            message.content = ""  # a token without text is a step all the same
         return ChatChunkChoice(index, message, logprobs, finish_reason)
 
     def choice(self, index: int, delta: TextDelta) -> ChatChoice:

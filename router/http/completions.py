@@ -12,7 +12,7 @@ from baton.errors import InvalidRequestError
 from baton.outputs import TextDelta
 from router.choices import accept_choices, check_num_outputs
 from router.http.exchange import PRINCIPAL, Exchange, generation_request, read_body
-from router.http.logprobs import TokenTexts
+from router.http.logprobs import TextOffsets, TokenTexts, joined
 from router.http.responses import CompletionChoice, CompletionLogprobs
 from router.http.sampling import as_client_wrote, sampling_params
 from router.http.schema import CompletionRequest
@@ -41,12 +41,12 @@ class CompletionDialect:
     def __init__(self, echoes: Sequence[_Echo], texts: TokenTexts | None) -> None:
         self._echoes = list(echoes)
         self._texts = texts
-        self._offsets = [0] * len(echoes)  # of the next token, in characters
+        self._offsets: list[TextOffsets] = []
+        if texts is not None:
+            self._offsets = [TextOffsets(texts, len(echoed)) for _, echoed in echoes]
 
-    def chunk(self, index: int, delta: TextDelta) -> CompletionChoice | None:
-        choice = self.choice(index, delta)
-        says = choice.text or choice.logprobs is not None or choice.finish_reason is not None
-        return choice if says else None
+    def chunk(self, index: int, delta: TextDelta) -> CompletionChoice:
+        return self.choice(index, delta)
 
     def choice(self, index: int, delta: TextDelta) -> CompletionChoice:
         echoed_ids, echoed_text = self._echoes[index]
@@ -62,22 +62,27 @@ class CompletionDialect:
     def _logprobs(
         self, index: int, echoed_ids: list[int], delta: TextDelta
     ) -> CompletionLogprobs | None:
-        if self._texts is None or not delta.token_ids:
+        if self._texts is None or not (echoed_ids or delta.token_ids):
             return None
-        echoed = delta.prompt_logprobs if echoed_ids else ()
-        found, self._offsets[index] = self._texts.completion(
-            [*echoed_ids, *delta.token_ids], [*echoed, *delta.logprobs], self._offsets[index]
+        found = self._texts.completion(delta.token_ids, delta.logprobs, self._offsets[index])
+        if not echoed_ids:
+            return found
+        return joined(
+            self._texts.completion(echoed_ids, delta.prompt_logprobs, TextOffsets(self._texts)),
+            found,
         )
-        return found
 
 
 async def completions(request: web.Request, intake: Intake, model_name: str) -> web.StreamResponse:
     """Raises what `web.middleware` turns into a response."""
     received_at = time.perf_counter()
     body = await read_body(request, CompletionRequest, model_name=model_name)
+    # The engine makes no output without a token: one is drawn, and left out of the answer.
+    scores_only = bool(body.echo) and body.max_tokens == 0
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(
         body,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=1 if scores_only else max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
@@ -100,6 +105,7 @@ async def completions(request: web.Request, intake: Intake, model_name: str) -> 
         body=body,
         calls=calls,
         num_choices=params.n,
+        prompt_only=scores_only,
         dialect=CompletionDialect(
             echoes,
             TokenTexts(intake.tokenizer) if body.logprobs is not None else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -14,13 +15,13 @@ from aiohttp import hdrs, web
 
 from baton.errors import InvalidRequestError
 from baton.identity import Principal
-from baton.outputs import Receipt, TextDelta, count_logprobs, join_deltas
+from baton.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.sampling_params import SamplingParams
 from router.call import Call
 from router.choices import merge_streams
 from router.http.errors import ApiError, known_error
-from router.http.responses import Receipts, Response, usage_of
+from router.http.responses import Receipts, Response, usage_of, usage_up_to
 from router.http.sampling import as_client_wrote
 from router.http.schema import MAX_SHOWN_CHARS, SamplingRequest, decode
 from router.http.sse import EventStream
@@ -54,8 +55,11 @@ class Dialect(Protocol):
     object: str
     chunk_object: str
 
-    def chunk(self, index: int, delta: TextDelta) -> msgspec.Struct | None:
-        """The next piece of an output; None when there is nothing to say yet."""
+    def chunk(self, index: int, delta: TextDelta) -> msgspec.Struct:
+        """The next piece of an output, with or without a text.
+
+        Each makes a chunk: clients take the time between two for that between tokens.
+        """
         ...
 
     def choice(self, index: int, delta: TextDelta) -> msgspec.Struct:
@@ -70,6 +74,7 @@ class Exchange:
     Attributes:
         calls: one per output; those of one prompt next to each other.
         num_choices: outputs per prompt.
+        prompt_only: whether the client wants to know about its prompts and no output.
     """
 
     request: web.Request
@@ -78,6 +83,7 @@ class Exchange:
     calls: list[Call]
     num_choices: int
     dialect: Dialect
+    prompt_only: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def respond(self) -> web.StreamResponse:
@@ -126,6 +132,7 @@ class Exchange:
     async def _send_events(self, events: EventStream) -> None:
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
+        wants_all_usage = options is not None and bool(options.continuous_usage_stats)
         receipts: dict[int, Receipt] = {}
         async with contextlib.aclosing(self._merged()) as merged:
             async for index, delta in merged:
@@ -134,11 +141,13 @@ class Exchange:
                     ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
                 choice = self.dialect.chunk(index, delta)
-                if choice is not None:
-                    chunk = self._response(self.dialect.chunk_object, [choice], ended)
-                    if wants_usage:
-                        chunk.usage = None
-                    await events.send(chunk)
+                chunk = self._response(self.dialect.chunk_object, [choice], ended)
+                if wants_all_usage:
+                    num_prompt_tokens = len(self.calls[index].prompt_token_ids)
+                    chunk.usage = usage_up_to(num_prompt_tokens, delta)
+                elif wants_usage:
+                    chunk.usage = None
+                await events.send(chunk)
         if wants_usage:
             chunk = self._response(self.dialect.chunk_object, [], [])
             in_order = [receipts[index] for index in range(len(self.calls))]
@@ -147,7 +156,8 @@ class Exchange:
         await events.finish()
 
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        return merge_streams([self.intake.stream(call) for call in self.calls])
+        streams = [self.intake.stream(call) for call in self.calls]
+        return merge_streams([without_output(s) for s in streams] if self.prompt_only else streams)
 
     def _response(self, kind: str, choices: list[Any], receipts: list[Receipt]) -> Response:
         response = Response(
@@ -194,6 +204,8 @@ async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> 
             415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {request.content_type}"
         )
     body = decode(await _read_in_time(request), kind)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options", "is for stream: true only")
     if body.model != model_name:
         raise unknown_model(body.model, model_name)
     return body
@@ -223,6 +235,22 @@ async def _read_in_time(request: web.Request) -> bytes:
         got = declared or f"more than {limit}"
         raise ApiError(413, f"body: must have at most {limit} bytes, got {got}")
     return b"".join(parts)
+
+
+async def without_output(
+    stream: AsyncGenerator[TextDelta, None],
+) -> AsyncGenerator[TextDelta, None]:
+    """What an output of one token says of its prompt."""
+    async with contextlib.aclosing(stream) as deltas:
+        async for delta in deltas:
+            yield dataclasses.replace(
+                delta,
+                token_ids=(),
+                text="",
+                finish_reason=FinishReason.LENGTH,
+                receipt=dataclasses.replace(_receipt_of(delta), num_output_tokens=0),
+                logprobs=(),
+            )
 
 
 def _receipt_of(delta: TextDelta) -> Receipt:

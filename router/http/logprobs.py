@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from baton.outputs import TokenLogprobs
@@ -25,6 +26,19 @@ class TokenTexts:
             return f"token_id:{token_id}".encode()
         return self._tokenizer.token_bytes(token_id)
 
+    def shown_bytes(self, token_id: int, *, is_first: bool) -> bytes:
+        """What a token adds to a text; special tokens add nothing.
+
+        Args:
+            is_first: whether the text begins with it; some tokenizers leave out a blank there.
+        """
+        if self._tokenizer is None or token_id in self._tokenizer.special_token_ids:
+            return b""
+        spelling = self._tokenizer.token_bytes(token_id)
+        if is_first and spelling[:1] == b" ":
+            return spelling[not self._tokenizer.decode([token_id]).startswith(" ") :]
+        return spelling
+
     def text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
 
@@ -43,28 +57,72 @@ class TokenTexts:
         return TopLogprob(spelling.decode(errors="replace"), logprob, list(spelling))
 
     def completion(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
-    ) -> tuple[CompletionLogprobs, int]:
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        offsets: TextOffsets,
+    ) -> CompletionLogprobs:
         """Logprobs of completions.
 
         Args:
-            offset: of the first token in the text, in characters.
-
-        Returns:
-            Them, and the offset behind the last token.
+            offsets: of the text that the tokens belong to, up to them.
         """
         found = CompletionLogprobs([], [], [], [])
         for token_id, entry in zip(token_ids, logprobs, strict=True):
-            text = self.text(token_id)
-            found.tokens.append(text)
-            found.text_offset.append(offset)
+            found.tokens.append(self.text(token_id))
+            found.text_offset.append(offsets.take(token_id))
             found.token_logprobs.append(entry.logprob if entry else None)
             found.top_logprobs.append(self._by_text(entry) if entry else None)
-            offset += len(text)
-        return found, offset
+        return found
 
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
         by_text: dict[str, float] = {}
         for token_id, logprob in entry.top:
             by_text.setdefault(self.text(token_id), logprob)  # of those with one text the best
         return by_text
+
+
+class TextOffsets:
+    """Where in a growing text its tokens begin, in characters.
+
+    token    "a " | E2 | 82 | AC | <special> | "b"
+    text     "a "   €                          "b"
+    offset   0      2    2    2    3           3
+
+    A token that goes on with a character begins where the character does, one without text where
+    the text goes on.
+
+    Args:
+        start: where the first token begins.
+    """
+
+    def __init__(self, texts: TokenTexts, start: int = 0) -> None:
+        self._texts = texts
+        self._num_chars = start
+        self._is_first = True
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def take(self, token_id: int) -> int:
+        """Where the next token begins."""
+        shown = self._texts.shown_bytes(token_id, is_first=self._is_first)
+        if not shown:
+            return self._num_chars
+        self._is_first = False
+        begins_at = self._num_chars
+        num_held = len(self._decoder.getstate()[0])
+        first = self._decoder.decode(shown[:1])
+        goes_on = 0x80 <= shown[0] < 0xC0 and len(first) < 2
+        if num_held and not goes_on:  # what was held is no character, and shown as one of its own
+            begins_at += 1
+        self._num_chars += len(first) + len(self._decoder.decode(shown[1:]))
+        return begins_at
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Logprobs of tokens that follow each other."""
+    return CompletionLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        first.top_logprobs + second.top_logprobs,
+        first.text_offset + second.text_offset,
+    )

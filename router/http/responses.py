@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from baton.outputs import Receipt
+from baton.outputs import Receipt, TextDelta
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -16,12 +16,16 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a request; those of a prompt with several outputs count once."""
+    """Tokens of a request; those of a prompt with several outputs count once.
+
+    Attributes:
+        prompt_tokens_details: None before the output is at its end.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class Receipts(msgspec.Struct):
@@ -155,3 +159,12 @@ def usage_of(receipts: Iterable[Receipt], num_choices: int) -> Usage:
         prompt_tokens + completion_tokens,
         PromptTokensDetails(cached_tokens),
     )
+
+
+def usage_up_to(num_prompt_tokens: int, delta: TextDelta) -> Usage:
+    """What one output has cost when a delta of it has come, as vLLM counts it."""
+    num_tokens = delta.output_index + len(delta.token_ids)
+    usage = Usage(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens)
+    if delta.receipt is not None:
+        usage.prompt_tokens_details = PromptTokensDetails(delta.receipt.num_cached_tokens)
+    return usage

@@ -29,10 +29,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """How to stream.
 
     Attributes:
+        include_usage: in a last chunk without a choice.
+        continuous_usage_stats: vLLM's; in every chunk what its choice has cost up to there.
         include_obfuscation: of OpenAI's; it costs bandwidth and hides little here. Not done.
     """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
