@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from baton.detokenizer import Detokenizer
 from baton.sampling_params import SamplingParams
-from baton.tokenizer import Detokenizer, Tokenizer
+from baton.tokenizer import Tokenizer
 
 
 class StopStrings:

@@ -13,17 +13,13 @@ from typing import Any
 import tokenizers
 
 from baton.chat_template import load_chat_template, read_chat_template
+from baton.detokenizer import Detokenizer
 from baton.errors import InvalidRequestError, ModelLoadError
-from baton.token_pieces import piece_decoder
+from baton.token_pieces import OutputPieces, output_pieces, piece_decoder
 
 # So many characters may become one before a text is cut into tokens (Unicode's NFC and NFKC).
 _MAX_SHRINKAGE = 4
-# A character has at most 4 bytes, so 8 tokens that are no text are no beginning of one.
-_HELD_PER_SKIPPED = 8
 _SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
-_LONG_PIECE_TOKENS = 64
-_CONTEXT_TOKENS = 16
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
@@ -36,6 +32,7 @@ class Tokenizer:
         folder, template_file: as given.
         chat_template: what conversations go through; None if there is none.
         longest_token_chars: no token stands for more characters of a text.
+        pieces: what each token adds to a text; None when that depends on its neighbours.
         special_token_ids: tokens that `decode` leaves out.
         has_chat_template: whether `encode_chat` can be used.
         takes_tools: whether the chat template looks at tools.
@@ -59,7 +56,11 @@ class Tokenizer:
         self._added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         description = json.loads(self._tokenizer.to_str())
-        self._bytes_of = piece_decoder(description.get("decoder"))
+        decoder = description.get("decoder")
+        self._bytes_of = piece_decoder(decoder)
+        self.pieces: OutputPieces | None = output_pieces(
+            self._tokenizer, decoder, self.special_token_ids
+        )
         self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         if description.get("normalizer") is not None:
             self.longest_token_chars *= _MAX_SHRINKAGE
@@ -129,7 +130,15 @@ class Tokenizer:
         return self.chat_template.render(messages, tools=tools, options=template_options)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
+        """Text of token ids, without special tokens: what a `Detokenizer` makes of all of them.
+
+        It is what the library makes of them, but for byte fallback: there one byte that is part of
+        no character makes the library lose all bytes beside it.
+        """
+        return Detokenizer(self).push(token_ids, last=True)
+
+    def decode_at_once(self, token_ids: Sequence[int]) -> str:
+        """What the library makes of them."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
@@ -141,51 +150,6 @@ class Tokenizer:
         if token_id in self._added_token_ids:
             return piece.encode()
         return self._bytes_of(piece)
-
-
-class Detokenizer:
-    """Text of a growing output, piece by piece; a piece never ends in half a character.
-
-    token ids   [ ...... | shown before | new ]
-                         ^ _start       ^ _shown
-
-    An output that stays incomplete, of bytes that are no characters, is looked at ever more
-    seldom: all that is decoded is a small multiple of what the output has.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._start = 0  # decoding starts a little earlier: some tokens depend on the one before
-        self._shown = 0
-        self._look_at = 0  # when there are so many ids
-
-    def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
-        """What ``token_ids`` add to the text; empty while a character is incomplete.
-
-        With ``last``, what is left is given as it is, so that all pieces joined are the decoded
-        output.
-        """
-        self._ids.extend(token_ids)
-        if len(self._ids) < self._look_at and not last:
-            return ""
-        before = self._tokenizer.decode(self._ids[self._start : self._shown])
-        now = self._tokenizer.decode(self._ids[self._start :])
-        if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not last):
-            num_held = len(self._ids) - self._shown
-            self._look_at = len(self._ids) + 1 + num_held // _HELD_PER_SKIPPED
-            return ""
-        self._start = self._shown
-        if len(self._ids) - self._start > _LONG_PIECE_TOKENS:
-            self._shorten_context(now)
-        self._shown = len(self._ids)
-        return now[len(before) :]
-
-    def _shorten_context(self, now: str) -> None:
-        """Do not decode a long piece again with each one behind it, if its end says as much."""
-        start = len(self._ids) - _CONTEXT_TOKENS
-        if now.endswith(self._tokenizer.decode(self._ids[start:])):
-            self._start = start
 
 
 def _read_json(path: Path) -> dict[str, Any]:
