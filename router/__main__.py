@@ -23,7 +23,6 @@ from baton.tls_options import TlsOptions
 from router.admission import AdmissionOptions
 from router.connection_budget import ConnectionOptions
 from router.policies import POLICIES
-from router.text_options import TextOptions
 
 ADMISSION = AdmissionOptions()
 CONNECTIONS = ConnectionOptions()
@@ -240,6 +239,7 @@ def router(
     def run() -> Coroutine[None, None, None]:
         # Imported here: who asks for help does not wait for it.
         from router.program import RouterConfig, serve
+        from router.text_options import TextOptions
 
         return serve(
             RouterConfig(

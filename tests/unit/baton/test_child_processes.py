@@ -77,8 +77,12 @@ def test_where_another_fleet_listens_nothing_is_started(option: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        addresses = {"listen": free_address(), option: address}
-        deployment = LocalDeployment(LocalDeploymentConfig(model="./no/such/model", **addresses))
+        config = LocalDeploymentConfig(
+            model="./no/such/model",
+            listen=address if option == "listen" else free_address(),
+            http_listen=address if option == "http_listen" else "",
+        )
+        deployment = LocalDeployment(config)
         with pytest.raises(ConfigError, match=rf"^{option}: cannot listen on {address} \(Address"):
             deployment.__enter__()
         assert deployment.children == []
