@@ -102,6 +102,10 @@ class LocalDeployment:
         self._tokens = _tokens(config)
 
     def __enter__(self) -> LocalDeployment:
+        # Or our nodes would join whoever is there, before our router says that it is in use.
+        check_is_free("listen", self.config.listen)
+        if self.config.http_listen:
+            check_is_free("http_listen", self.config.http_listen)
         folder = self.config.log_folder
         if folder is None:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
@@ -111,10 +115,6 @@ class LocalDeployment:
         except OSError as error:
             raise ConfigError(f"log_folder: cannot write to {folder}: {error.strerror}") from error
         self._log_folder = folder
-        # Or our nodes would join whoever is there, before our router says that it is in use.
-        check_is_free("listen", self.config.listen)
-        if self.config.http_listen:
-            check_is_free("http_listen", self.config.http_listen)
         self._read_end, self._write_end = os.pipe()
         try:
             self._start_all()
