@@ -1,7 +1,7 @@
 """The engine that prefill and decode nodes share. It knows no gRPC, no NIXL and no roles."""
 
 # What the extra `node` brings, and the engine cannot do without.
-_OF_EXTRA = ("numpy", "safetensors", "torch")
+_OF_EXTRA = ("numpy", "torch")
 
 try:
     from engine.llm import LLM

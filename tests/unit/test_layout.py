@@ -48,7 +48,7 @@ def test_every_package_says_that_it_is_typed() -> None:
     assert [name for name in packages if not (ROOT / name / "py.typed").exists()] == []
 
 
-@pytest.mark.parametrize("missing", ["numpy", "torch", "safetensors"])
+@pytest.mark.parametrize("missing", ["numpy", "torch"])
 def test_without_the_extra_the_engine_says_which_one_it_needs(missing: str) -> None:
     code = (
         f"import sys\nsys.modules[{missing!r}] = None\n"
