@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 _AUTHORIZATION = "authorization"
+TRACEPARENT = "traceparent"  # of W3C
 
 
 def grpc_credentials(context: Any) -> Credentials:
@@ -21,6 +22,12 @@ def grpc_credentials(context: Any) -> Credentials:
     metadata = context.invocation_metadata() or ()
     shown = [str(value) for name, value in metadata if name == _AUTHORIZATION]
     return _credentials(shown, context, address_of(context.peer()))
+
+
+def traceparent(context: Any) -> str:
+    """Of a call: the trace that its caller says it is part of; empty: of none."""
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for name, value in metadata if name == TRACEPARENT), "")
 
 
 def http_credentials(request: web.BaseRequest) -> Credentials:

@@ -11,6 +11,7 @@ from baton.addresses import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.audit_log import HELP as AUDIT_LOG_HELP
 from baton.audit_log import STANDARD_OUTPUT
 from baton.cli.command_line import CommandLine
+from baton.cli.log_options import LogFormatOption, LogLevelOption
 from baton.cli.tls_options import (
     InsecureOption,
     RequireClientCertsOption,
@@ -232,7 +233,11 @@ def router(
             "then find what they have cached on nodes through this router only, until it ends.",
         ),
     ] = "",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    access_log: Annotated[
+        bool, typer.Option(help="A line in the log for each request, when it has ended.")
+    ] = True,
+    log_level: LogLevelOption = "info",
+    log_format: LogFormatOption = "text",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
 
@@ -271,6 +276,7 @@ def router(
                 texts=TextOptions(chat_template=chat_template),
                 api_keys_file=api_keys_file,
                 audit_log=audit_log,
+                access_log=access_log,
                 tls=TlsOptions(
                     cert=tls_cert,
                     key=tls_key,
@@ -293,7 +299,7 @@ def router(
             )
         )
 
-    raise typer.Exit(run_program(run, log_level=log_level))
+    raise typer.Exit(run_program(run, log_level=log_level, log_format=log_format))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import secrets
 from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.identity import Principal
+
+logger = logging.getLogger(__name__)
 
 MIN_SECRET_BYTES = 16
 _DOMAIN = b"baton/cache-salt/1"
@@ -61,3 +64,21 @@ def read_secret(path: str) -> bytes:
             f"got {len(secret)}"
         )
     return secret
+
+
+def make_salts(secret_file: str, *, has_keys: bool) -> CacheSalts:
+    """The salts of a router, given the file of its secret; empty: it draws one.
+
+    Args:
+        has_keys: whether there can be tenants.
+
+    Raises ConfigError.
+    """
+    if secret_file:
+        return CacheSalts(read_secret(secret_file))
+    if has_keys:
+        logger.info(
+            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
+            "through this router only, until it ends"
+        )
+    return CacheSalts()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.access import Access
+from baton.access_log import AccessLog
 from baton.addresses import DEFAULT_ADDRESS
 from baton.audit_log import AuditLog
 from baton.call_gate import CallGate
@@ -36,7 +37,7 @@ from baton.v1 import (
 )
 from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
-from router.cache_salts import CacheSalts, read_secret
+from router.cache_salts import make_salts
 from router.capacity import Capacity
 from router.connection_budget import ConnectionBudget, ConnectionOptions, share_descriptors
 from router.dispatcher import Dispatcher
@@ -70,6 +71,7 @@ class RouterConfig:
         texts: how conversations become prompts, and outputs messages.
         api_keys_file: who may call; without it, tokens and CAs: anybody.
         audit_log: "-": standard output; empty: none.
+        access_log: whether the log has a line for each request.
         connections: what clients' connections may cost.
         max_request_timeout_s: a deadline that a client sets itself is at most this far away.
         drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
@@ -102,6 +104,7 @@ class RouterConfig:
     texts: TextOptions = field(default_factory=TextOptions)
     api_keys_file: str = ""
     audit_log: str = ""
+    access_log: bool = True
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     max_request_timeout_s: float = 3600.0
     drain_delay_s: float | None = None
@@ -163,7 +166,7 @@ async def serve(config: RouterConfig) -> None:
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
-        cache_salts=_make_salts(config),
+        cache_salts=make_salts(config.cache_salt_secret_file, has_keys=bool(config.api_keys_file)),
     )
     intake.start()  # its processes end with this one
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
@@ -241,17 +244,6 @@ def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
     )
 
 
-def _make_salts(config: RouterConfig) -> CacheSalts:
-    if config.cache_salt_secret_file:
-        return CacheSalts(read_secret(config.cache_salt_secret_file))
-    if config.api_keys_file:
-        logger.info(
-            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
-            "through this router only, until it ends"
-        )
-    return CacheSalts()
-
-
 @contextlib.asynccontextmanager
 async def _serving_http(
     config: RouterConfig,
@@ -284,6 +276,7 @@ async def _serving_http(
         limits=limits,
         overload=overload,
         tls=tls,
+        access_log=_make_access_log(config),
     )
     metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)
@@ -363,6 +356,7 @@ def _make_servers(
                 access,
                 ANYBODY if is_public("listen", listen) else ANYBODY_HERE,
                 check_load=overload.check,
+                access_log=access_log,
             ),
             limits=limits,
             tls=files,
@@ -370,6 +364,7 @@ def _make_servers(
             **options,
         )
 
+    access_log = _make_access_log(config)
     private = config.node_listen or config.listen
     if not config.node_listen:
         all_services = [inference, link, admin]
@@ -379,6 +374,10 @@ def _make_servers(
         private: make(private, [link, admin], add_private, budget.nodes),
         config.listen: make(config.listen, [inference], add_public, budget.public, reuse_port=own),
     }
+
+
+def _make_access_log(config: RouterConfig) -> AccessLog:
+    return AccessLog(config.served_model_name or config.model, is_on=config.access_log)
 
 
 def _make_admin(

@@ -11,6 +11,7 @@ import typer
 from baton.addresses import DEFAULT_ADDRESS
 from baton.block_hash import HASH_ALGORITHMS
 from baton.cli.command_line import CommandLine
+from baton.cli.log_options import LogFormatOption, LogLevelOption
 from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
 from baton.exposure import split_address
 from baton.process import run_program, stop_event
@@ -105,7 +106,8 @@ def sim_node(
     tls_cert: TlsCertOption = "",
     tls_key: TlsKeyOption = "",
     tls_ca: TlsCaOption = "",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: LogLevelOption = "info",
+    log_format: LogFormatOption = "text",
 ) -> None:
     """Simulate prefill and decode nodes: the node protocol with a timing model, and no model."""
 
@@ -135,7 +137,7 @@ def sim_node(
         )
         await simulate(cluster)
 
-    raise typer.Exit(run_program(run, log_level=log_level))
+    raise typer.Exit(run_program(run, log_level=log_level, log_format=log_format))
 
 
 if __name__ == "__main__":

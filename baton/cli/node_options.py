@@ -14,6 +14,7 @@ from baton.addresses import DEFAULT_ADDRESS
 from baton.audit_log import HELP as AUDIT_LOG_HELP
 from baton.audit_log import STANDARD_OUTPUT
 from baton.block_hash import HASH_ALGORITHMS
+from baton.cli.log_options import LogFormatOption, LogLevelOption
 from baton.cli.run_node import NodeOptions, run_node
 from baton.cli.tls_options import InsecureOption, TlsCaOption, TlsCertOption, TlsKeyOption
 from baton.engine_config import DTYPES, KV_CACHE_DTYPES, WEIGHTS, EngineConfig
@@ -213,7 +214,8 @@ def node_command(
                 "nodes. If not given: where UCX_NET_DEVICES lets KV leave loopback."
             ),
         ] = None,
-        log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+        log_level: LogLevelOption = "info",
+        log_format: LogFormatOption = "text",
         inject_faults: Annotated[
             str,
             typer.Option(
@@ -260,6 +262,7 @@ def node_command(
                 native_kernels=native_kernels,
             ),
             log_level=log_level,
+            log_format=log_format,
             push=push,
             layer_groups=layer_groups,
             kv_digests=kv_digests,

@@ -34,6 +34,7 @@ class NodeOptions:
     kv_listen: str
     engine: EngineConfig
     log_level: str
+    log_format: str
     push: PushMode
     layer_groups: int
     kv_digests: bool | None
@@ -112,4 +113,4 @@ def run_node(options: NodeOptions, program: str) -> int:
             insecure=options.insecure,
         )
 
-    return run_program(main, log_level=options.log_level)
+    return run_program(main, log_level=options.log_level, log_format=options.log_format)
