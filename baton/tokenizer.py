@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from baton.chat_template import load_chat_template, read_chat_template
-from baton.detokenizer import Detokenizer
+from baton.detokenizer import Decodes, Detokenizer
 from baton.errors import InvalidRequestError, ModelLoadError
 from baton.token_pieces import OutputPieces, output_pieces, piece_decoder
 
@@ -58,8 +58,9 @@ class Tokenizer:
         description = json.loads(self._tokenizer.to_str())
         decoder = description.get("decoder")
         self._bytes_of = piece_decoder(decoder)
-        self.pieces: OutputPieces | None = output_pieces(
-            self._tokenizer, decoder, self.special_token_ids
+        self.pieces = output_pieces(self._tokenizer, decoder, self.special_token_ids)
+        self._with_special = _WithSpecialTokens(
+            self._tokenizer, output_pieces(self._tokenizer, decoder, ())
         )
         self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         if description.get("normalizer") is not None:
@@ -87,14 +88,16 @@ class Tokenizer:
         """Whether the checkpoint brings a tokenizer; without one it serves token ids."""
         return (folder / "tokenizer.json").is_file()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text prompt, with the special tokens the checkpoint adds to one."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_long(self, text: str) -> list[int]:
+    def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The same ids in about half the time; holds the GIL as long as it takes."""
-        ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
+        ids: list[int] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )[0].ids
         return ids
 
     def encode_chat(
@@ -129,13 +132,17 @@ class Tokenizer:
             raise InvalidRequestError("chat", "this checkpoint has no chat template")
         return self.chat_template.render(messages, tools=tools, options=template_options)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids, without special tokens: what a `Detokenizer` makes of all of them.
 
         It is what the library makes of them, but for byte fallback: there one byte that is part of
         no character makes the library lose all bytes beside it.
         """
-        return Detokenizer(self).push(token_ids, last=True)
+        return Detokenizer(self.shown(skip_special_tokens)).push(token_ids, last=True)
+
+    def shown(self, skip_special_tokens: bool) -> Decodes:
+        """What a `Detokenizer` needs for texts without special tokens, or with them."""
+        return self if skip_special_tokens else self._with_special
 
     def decode_at_once(self, token_ids: Sequence[int]) -> str:
         """What the library makes of them."""
@@ -150,6 +157,18 @@ class Tokenizer:
         if token_id in self._added_token_ids:
             return piece.encode()
         return self._bytes_of(piece)
+
+
+class _WithSpecialTokens:
+    """Makes texts that show special tokens; see `Decodes`."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, pieces: OutputPieces | None) -> None:
+        self._tokenizer = tokenizer
+        self.pieces = pieces
+
+    def decode_at_once(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:
