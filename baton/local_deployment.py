@@ -321,6 +321,8 @@ def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
 
 def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]]:
     """Each process's share of the cores: disjoint while there are enough, else one each in turn."""
+    if not num_processes:
+        return
     if num_processes >= len(cores):
         for index in range(num_processes):
             yield [cores[index % len(cores)]]

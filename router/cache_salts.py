@@ -65,6 +65,18 @@ class CacheSalts:
         return hmac.digest(self._secret, framed, hashlib.sha256)
 
 
+def make_salts(secret_file: str, *, has_tenants: bool) -> CacheSalts:
+    """The salts of a router; raises ConfigError for a file that holds no secret."""
+    if secret_file:
+        return CacheSalts(read_secret(secret_file))
+    if has_tenants:
+        logger.info(
+            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
+            "through this router only, until it ends"
+        )
+    return CacheSalts()
+
+
 def read_secret(path: str) -> bytes:
     """The secret in a file, without white space around it; raises ConfigError."""
     try:
@@ -77,21 +89,3 @@ def read_secret(path: str) -> bytes:
             f"got {len(secret)}"
         )
     return secret
-
-
-def make_salts(secret_file: str, *, has_keys: bool) -> CacheSalts:
-    """The salts of a router, given the file of its secret; empty: it draws one.
-
-    Args:
-        has_keys: whether there can be tenants.
-
-    Raises ConfigError.
-    """
-    if secret_file:
-        return CacheSalts(read_secret(secret_file))
-    if has_keys:
-        logger.info(
-            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
-            "through this router only, until it ends"
-        )
-    return CacheSalts()

@@ -23,7 +23,8 @@ from baton.errors import ConfigError
 from baton.exposure import is_public
 from baton.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.link import BEAT_INTERVAL_S
-from baton.model_folder import ModelLimits, config_digest, find_model_folder, read_limits
+from baton.model_folder import ModelLimits, find_model_folder, read_limits
+from baton.model_identity import folder_identity
 from baton.process import num_descriptors_allowed, stop_event
 from baton.rpc import RpcServer
 from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
@@ -139,7 +140,7 @@ class RouterConfig:
 
 def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodePool:
     return NodePool(
-        model_digest=config_digest(folder),
+        own_identity=folder_identity(folder),
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
         may_self_prefill=_may_self_prefill(config, config.policy),
@@ -168,7 +169,9 @@ async def serve(config: RouterConfig) -> None:
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
-        cache_salts=make_salts(config.cache_salt_secret_file, has_keys=bool(config.api_keys_file)),
+        cache_salts=make_salts(
+            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
+        ),
     )
     intake.start()  # its processes end with this one
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
@@ -267,11 +270,12 @@ async def _serving_http(
     tls = None
     if files is not None:
         tls = ServerContext.of(files, require_client_certs=config.tls.require_client_certs)
+    model_name = config.served_model_name or config.model
     server = HttpServer(
         intake,
         pool,
         metrics,
-        model_name=config.served_model_name or config.model,
+        model_name=model_name,
         strict_fields=config.strict_fields,
         access=access,
         cors_origin=config.http_cors_origin,
@@ -279,7 +283,7 @@ async def _serving_http(
         limits=limits,
         overload=overload,
         tls=tls,
-        access_log=_make_access_log(config),
+        access_log=AccessLog(model_name, is_on=config.access_log),
     )
     metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)
@@ -367,7 +371,7 @@ def _make_servers(
             **options,
         )
 
-    access_log = _make_access_log(config)
+    access_log = AccessLog(model_name, is_on=config.access_log)
     private = config.node_listen or config.listen
     if not config.node_listen:
         return {private: make(private, [inference, link, admin], add_all, budget.public)}
@@ -376,10 +380,6 @@ def _make_servers(
         private: make(private, [link, admin], add_private, budget.nodes),
         config.listen: make(config.listen, [inference], add_public, budget.public, reuse_port=own),
     }
-
-
-def _make_access_log(config: RouterConfig) -> AccessLog:
-    return AccessLog(config.served_model_name or config.model, is_on=config.access_log)
 
 
 def _make_admin(
