@@ -25,7 +25,7 @@ from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
 from baton.identity import ANYBODY_HERE, Principal, Role
 from baton.stall_watch import StallWatch
-from baton.wire_reading import forgiving
+from baton.wire_reading import MAX_LINK_PARTS, MAX_PARTS, forgiving
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +110,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         # As a stream of messages, however many there are to be: so it is ours when the first one is
         # read. On the wire there is no difference.
         deserialize = handler.request_deserializer if handler else None
-        if deserialize is not None and not handler.request_streaming:
-            deserialize = forgiving(deserialize)
+        if deserialize is not None:  # (Nodes are who sends streams.)
+            max_parts = MAX_LINK_PARTS if handler.request_streaming else MAX_PARTS
+            deserialize = forgiving(deserialize, max_parts)
         return grpc.stream_stream_rpc_method_handler(
             self._guard(method, handler, ANY if handler is None or roles is OPEN else roles),
             deserialize,
@@ -130,7 +131,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return
                 context = Context(raw, principal, shown.address)
-                request = requests if handler.request_streaming else await _only(requests)
+                messages = _readable(requests)
+                request = messages if handler.request_streaming else await _only(messages)
                 behavior = _behavior(handler)
                 if inspect.isasyncgenfunction(behavior):
                     watch = StallWatch(
@@ -202,9 +204,15 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
         request = await anext(requests)
     except StopAsyncIteration:
         raise InvalidRequestError("request", "no message came") from None
-    if isinstance(request, InvalidRequestError):  # it could not be read
-        raise request
     return request
+
+
+async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The messages of a call; raises the error of one that could not be read."""
+    async for request in requests:
+        if isinstance(request, InvalidRequestError):
+            raise request
+        yield request
 
 
 async def _say_last(context: _Raw, problem: str) -> None:

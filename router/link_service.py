@@ -11,6 +11,7 @@ from baton.access import Access
 from baton.audit_log import AuditKind
 from baton.call_gate import Context
 from baton.certificates import certificate_identity
+from baton.errors import InvalidRequestError
 from baton.link import (
     DecodeCommand,
     NodeRegistration,
@@ -132,6 +133,8 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                 event = wire.node_event_from_proto(message)
                 if event is not None:
                     self._pool.take(node, event)
+        except InvalidRequestError as error:  # it could not be read
+            self._pool.hang_up(node, str(error))
         except Exception:  # else nobody would hear of it: a link just ends
             logger.exception("the link of %s broke by what it said", node.name)
         finally:
