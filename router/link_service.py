@@ -14,6 +14,7 @@ from baton.certificates import certificate_identity
 from baton.errors import InvalidRequestError
 from baton.link import (
     DecodeCommand,
+    NodeEvent,
     NodeRegistration,
     PrefillCommand,
     RequestDelta,
@@ -25,12 +26,16 @@ from baton.outputs import RequestOutput
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.node import Node
+from router.node_claims import event_problem
 from router.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
+# A longer message takes longer to be read than to be given to a thread and back.
+MAX_BYTES_AT_ONCE = 2**16
+HEARD_INTERVAL_S = 0.1
 # Far more than a node that listens ever has before it.
 MAX_QUEUED_COMMANDS = 50_000
 
@@ -130,6 +135,9 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                 if problem:
                     self._pool.hang_up(node, problem)
                     return
+                if message.deltas.deltas and message.ByteSize() > MAX_BYTES_AT_ONCE:
+                    await self._take_long(node, message)
+                    continue
                 event = wire.node_event_from_proto(message)
                 if event is not None:
                     self._pool.take(node, event)
@@ -140,6 +148,27 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         finally:
             self._pool.remove(node)
             outgoing.put_nowait(None)
+
+    async def _take_long(self, node: Node, message: node_pb2.NodeMessage) -> None:
+        """Read what takes long in a thread: logprobs of a prompt may be 250,000 objects.
+
+        What the node says behind it waits, the rest of the router does not.
+        """
+
+        def read() -> tuple[NodeEvent, str]:
+            event = wire.node_event_from_proto(message)
+            assert event is not None
+            return event, event_problem(node.registration, event, self._pool.vocabulary)
+
+        reading = asyncio.create_task(asyncio.to_thread(read))
+        while not reading.done():
+            node.num_missed_beats = 0  # it is not silent; we are slow
+            await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)
+        event, problem = reading.result()
+        if problem:
+            self._pool.hang_up(node, problem)
+        else:
+            self._pool.take(node, event, is_checked=True)
 
 
 def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | None:

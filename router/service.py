@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 import uuid
@@ -20,6 +21,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from router.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake import GenerationRequest, Intake, Prompt
 from router.journal import Journal
+from router.long_answers import made_of
 from router.texts import ChatPrompt, check_num_messages
 
 
@@ -65,7 +67,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for delta in deltas:
                 if delta.receipt is not None:
                     context.set_trailing_metadata((receipt_trailer(delta.receipt),))
-                yield wire.text_delta_to_proto(delta)
+                yield await _to_proto(delta)
 
     async def Resume(  # gRPC's naming
         self, request: inference_pb2.ResumeRequest, context: Context
@@ -77,7 +79,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for delta in deltas:
                 if delta.receipt is not None:
                     context.set_trailing_metadata((receipt_trailer(delta.receipt),))
-                yield wire.text_delta_to_proto(delta)
+                yield await _to_proto(delta)
 
     async def GenerateBatch(  # gRPC's naming
         self, request: inference_pb2.GenerateBatchRequest, context: Context
@@ -90,7 +92,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with contextlib.aclosing(merge_streams(streams)) as merged:
             async for number, delta in merged:
                 prompt_index, choice_index = divmod(number, request.n or 1)
-                yield wire.text_delta_to_proto(
+                yield await _to_proto(
                     dataclasses.replace(delta, prompt_index=prompt_index, choice_index=choice_index)
                 )
 
@@ -140,6 +142,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if timeout_s is not None:
             timeout_s = min(timeout_s, self._max_timeout_s)
         return _Arrival(time.perf_counter(), timeout_s, context.principal)
+
+
+async def _to_proto(delta: TextDelta) -> inference_pb2.GenerateResponse:
+    return await made_of(delta, functools.partial(wire.text_delta_to_proto, delta))
 
 
 def _request_from_proto(

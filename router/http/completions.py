@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from baton.errors import InvalidRequestError
-from baton.outputs import TextDelta
+from baton.outputs import TextDelta, TokenLogprobs
 from router.choices import accept_choices, check_num_outputs
 from router.http.exchange import PRINCIPAL, Exchange, generation_request, read_body
 from router.http.logprobs import TokenTexts
@@ -64,11 +64,19 @@ class CompletionDialect:
     ) -> CompletionLogprobs | None:
         if self._texts is None or not delta.token_ids:
             return None
-        echoed = delta.prompt_logprobs if echoed_ids else ()
+        # (A node may give none.)
+        echoed = _as_many(delta.prompt_logprobs if echoed_ids else (), len(echoed_ids))
+        own = _as_many(delta.logprobs, len(delta.token_ids))
         found, self._offsets[index] = self._texts.completion(
-            [*echoed_ids, *delta.token_ids], [*echoed, *delta.logprobs], self._offsets[index]
+            [*echoed_ids, *delta.token_ids], [*echoed, *own], self._offsets[index]
         )
         return found
+
+
+def _as_many(
+    logprobs: Sequence[TokenLogprobs | None], num_tokens: int
+) -> Sequence[TokenLogprobs | None]:
+    return logprobs if len(logprobs) == num_tokens else [None] * num_tokens
 
 
 async def completions(request: web.Request, intake: Intake, model_name: str) -> web.StreamResponse:

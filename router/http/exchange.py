@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from router.http.sampling import as_client_wrote
 from router.http.schema import MAX_SHOWN_CHARS, SamplingRequest, decode
 from router.http.sse import EventStream
 from router.intake import GenerationRequest, Intake, Prompt
+from router.long_answers import made_of
 
 T = TypeVar("T", bound=SamplingRequest)
 
@@ -100,7 +102,10 @@ class Exchange:
         receipts = [_receipt_of(output) for output in outputs]
         response = self._response(
             self.dialect.object,
-            [self.dialect.choice(index, output) for index, output in enumerate(outputs)],
+            [
+                await made_of(output, functools.partial(self.dialect.choice, index, output))
+                for index, output in enumerate(outputs)
+            ],
             receipts,
         )
         response.usage = usage_of(receipts, self.num_choices)
@@ -133,7 +138,7 @@ class Exchange:
                 if delta.finish_reason is not None:
                     ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
-                choice = self.dialect.chunk(index, delta)
+                choice = await made_of(delta, functools.partial(self.dialect.chunk, index, delta))
                 if choice is not None:
                     chunk = self._response(self.dialect.chunk_object, [choice], ended)
                     if wants_usage:

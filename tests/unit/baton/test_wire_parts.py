@@ -31,10 +31,10 @@ def test_every_field_and_every_message_is_a_part_and_texts_are_one_however_long(
     assert count(inference_pb2.Prompt(chat=empty)) == 1 + 1000
 
 
-def test_packed_numbers_count_by_their_bytes() -> None:
-    ids = types_pb2.TokenIds(ids=[1] * 1600)
-    assert 100 <= count(inference_pb2.Prompt(token_ids=ids)) <= 102
-    assert 100 <= count(node_pb2.StepDeltas(token_ids=[1] * 1600)) <= 102
+def test_32_packed_numbers_are_a_part() -> None:
+    ids = types_pb2.TokenIds(ids=[100_000] * 32_000)
+    assert 1000 <= count(inference_pb2.Prompt(token_ids=ids)) <= 1002
+    assert 1000 <= count(node_pb2.StepDeltas(token_ids=[1] * 32_000)) <= 1002
 
 
 def test_it_stops_where_there_are_too_many() -> None:
@@ -89,7 +89,7 @@ def test_eight_megabytes_of_tiny_parts_from_a_node_are_refused_unread(delta: byt
     message = b"\x12" + _varint(len(body)) + body
     error = forgiving(node_pb2.NodeMessage.FromString, MAX_LINK_PARTS)(message)
     assert isinstance(error, InvalidRequestError)
-    assert "must have at most 393216 parts" in str(error)
+    assert "must have at most 327680 parts" in str(error)
 
 
 def _varint(value: int) -> bytes:
