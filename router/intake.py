@@ -221,6 +221,17 @@ class Intake:
             raise InvalidRequestError("tools", "this checkpoint's chat template takes none")
         return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
 
+    async def tokenize_only(self, prompt: Prompt, principal: Principal) -> list[int]:
+        """Token ids for who wants nothing else: they count in its key's limits like a request.
+
+        Raises OverloadedError, and what `tokenize` does.
+        """
+        admission = self._dispatcher.admission
+        admission.charge(principal)
+        token_ids = await self.tokenize(prompt, principal)
+        admission.charge_tokens(principal, len(token_ids) - 1)
+        return token_ids
+
     def _text_delta(self, call: Call, item: CallOutput, text: OutputText | None) -> TextDelta:
         """New tokens with what they add to the text; ends the output where a stop string does."""
         output = item.output

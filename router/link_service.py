@@ -86,7 +86,13 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     outgoing.get_nowait()
                 call.cancel()  # the call waits for its reading, and for nothing else
 
-        node = Node(registration, send, hang_up=lambda: outgoing.put_nowait(None))
+        del first  # it would be kept as long as the link
+        node = Node(
+            registration,
+            send,
+            hang_up=lambda: outgoing.put_nowait(None),
+            address=context.address,
+        )
         self._pool.add(node)
         self._note(AuditKind.JOINED, context, registration)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))

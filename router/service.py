@@ -101,7 +101,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """The tokens of a prompt as `Generate` would see them."""
         prompt = _prompt_from_proto(request.prompt)
-        token_ids = await self._intake.tokenize(prompt, context.principal)
+        token_ids = await self._intake.tokenize_only(prompt, context.principal)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def CountTokens(  # gRPC's naming
@@ -109,7 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.CountTokensResponse:
         """How many tokens a prompt has."""
         prompt = _prompt_from_proto(request.prompt)
-        token_ids = await self._intake.tokenize(prompt, context.principal)
+        token_ids = await self._intake.tokenize_only(prompt, context.principal)
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
 
     async def ListModels(  # gRPC's naming

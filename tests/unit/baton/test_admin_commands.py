@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from baton.cli.admin.app import app
 from baton.cli.admin.connection import ExitCode
+from baton.cli.admin.nodes import kv_bar
 from baton.cli.admin.output import (
     enum_word,
     format_bar,
@@ -104,3 +105,13 @@ def test_json_has_numbers_as_numbers_absent_values_as_null_and_every_field(
     assert found.keys() == {field.name for field in stats.DESCRIPTOR.fields}
     assert (found["num_finished"], found["num_failed"]) == (2**40, {"CANCELLED": 3})
     assert found["admission"] is None
+
+
+def test_a_nodes_kv_in_use_is_not_known_before_its_first_beat() -> None:
+    """It was shown as 100 %."""
+    node = admin_pb2.NodeDescription(node_name="d0", num_blocks=100)
+    assert kv_bar(node) == "?"
+    node.beat.CopyFrom(node_pb2.NodeBeat(num_free_blocks=100))
+    assert kv_bar(node).endswith(" 0%")
+    node.beat.num_free_blocks = 0
+    assert kv_bar(node).endswith(" 100%")

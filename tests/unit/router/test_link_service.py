@@ -23,7 +23,6 @@ from baton.outputs import RequestOutput, TokenLogprobs
 from baton.rpc import RpcServer, open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
-from router import link_service
 from router.link_service import NodeLinkService
 from router.node import LegDelta
 from router.node_claims import MAX_TEXT_CHARS, Vocabulary, event_problem
@@ -153,14 +152,14 @@ def test_logprobs_of_a_long_prompt_are_read_in_a_thread_and_before_what_comes_be
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that one message may have held up everybody for a second and more."""
-    pool, threads = make_pool(), []
-    check = link_service.event_problem
+    pool = make_pool()
+    threads: list[threading.Thread] = []
 
     def noting(*arguments: Any) -> str:
         threads.append(threading.current_thread())
-        return check(*arguments)
+        return event_problem(*arguments)
 
-    monkeypatch.setattr(link_service, "event_problem", noting)
+    monkeypatch.setattr("router.link_service.event_problem", noting)
 
     @asynchronous
     async def run() -> None:
