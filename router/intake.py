@@ -30,6 +30,7 @@ from router.cache_salts import CacheSalts
 from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
 from router.grammar_checks import GrammarChecks
+from router.long_answers import LongAnswers
 from router.metrics import RouterMetrics
 from router.rate_limits import Rate
 from router.texts import ChatPrompt, Texts
@@ -79,6 +80,7 @@ class Intake:
 
     Attributes:
         tokenizer, cache_salts: as given.
+        long_answers: makes what clients get of many logprobs.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Intake:
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
         self.cache_salts = cache_salts or CacheSalts()
+        self.long_answers = LongAnswers()
         self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
@@ -126,7 +129,8 @@ class Intake:
             self._texts.start()
 
     def close(self) -> None:
-        """End the processes that read texts and grammars."""
+        """End the processes that read texts and grammars, and the thread of long answers."""
+        self.long_answers.close()
         for part in (self._texts, self._grammar_checks):
             if part is not None:
                 part.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 from baton import wire
 from baton.access import Access
@@ -47,6 +48,8 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         """Args: access: hears who joined, left or was refused."""
         self._pool = pool
         self._access = access or Access()
+        # One: several would take most turns of the interpreter from the loop.
+        self._thread = ThreadPoolExecutor(1, "long-messages")
 
     async def Link(  # gRPC's naming
         self,
@@ -166,7 +169,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             assert event is not None
             return event, event_problem(node.registration, event, self._pool.vocabulary)
 
-        reading = asyncio.create_task(asyncio.to_thread(read))
+        reading = asyncio.get_running_loop().run_in_executor(self._thread, read)
         while not reading.done():
             node.num_missed_beats = 0  # it is not silent; we are slow
             await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)

@@ -21,7 +21,6 @@ from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from router.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake import GenerationRequest, Intake, Prompt
 from router.journal import Journal
-from router.long_answers import made_of
 from router.texts import ChatPrompt, check_num_messages
 
 
@@ -67,7 +66,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for delta in deltas:
                 if delta.receipt is not None:
                     context.set_trailing_metadata((receipt_trailer(delta.receipt),))
-                yield await _to_proto(delta)
+                yield await self._to_proto(delta)
 
     async def Resume(  # gRPC's naming
         self, request: inference_pb2.ResumeRequest, context: Context
@@ -79,7 +78,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for delta in deltas:
                 if delta.receipt is not None:
                     context.set_trailing_metadata((receipt_trailer(delta.receipt),))
-                yield await _to_proto(delta)
+                yield await self._to_proto(delta)
 
     async def GenerateBatch(  # gRPC's naming
         self, request: inference_pb2.GenerateBatchRequest, context: Context
@@ -92,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with contextlib.aclosing(merge_streams(streams)) as merged:
             async for number, delta in merged:
                 prompt_index, choice_index = divmod(number, request.n or 1)
-                yield await _to_proto(
+                yield await self._to_proto(
                     dataclasses.replace(delta, prompt_index=prompt_index, choice_index=choice_index)
                 )
 
@@ -137,15 +136,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 self._journal.keep(request_id, content, deltas, tenant=tenant)
         return self._journal.read(request_id, 0, tenant=tenant)
 
+    async def _to_proto(self, delta: TextDelta) -> inference_pb2.GenerateResponse:
+        make = functools.partial(wire.text_delta_to_proto, delta)
+        return await self._intake.long_answers.make(delta, make)
+
     def _arrival(self, context: Context) -> _Arrival:
         timeout_s = context.time_remaining()
         if timeout_s is not None:
             timeout_s = min(timeout_s, self._max_timeout_s)
         return _Arrival(time.perf_counter(), timeout_s, context.principal)
-
-
-async def _to_proto(delta: TextDelta) -> inference_pb2.GenerateResponse:
-    return await made_of(delta, functools.partial(wire.text_delta_to_proto, delta))
 
 
 def _request_from_proto(

@@ -26,7 +26,6 @@ from router.http.sampling import as_client_wrote
 from router.http.schema import MAX_SHOWN_CHARS, SamplingRequest, decode
 from router.http.sse import EventStream
 from router.intake import GenerationRequest, Intake, Prompt
-from router.long_answers import made_of
 
 T = TypeVar("T", bound=SamplingRequest)
 
@@ -100,10 +99,11 @@ class Exchange:
                         )
         outputs = [join_deltas(parts) for parts in deltas]
         receipts = [_receipt_of(output) for output in outputs]
+        make = self.intake.long_answers.make
         response = self._response(
             self.dialect.object,
             [
-                await made_of(output, functools.partial(self.dialect.choice, index, output))
+                await make(output, functools.partial(self.dialect.choice, index, output))
                 for index, output in enumerate(outputs)
             ],
             receipts,
@@ -138,7 +138,9 @@ class Exchange:
                 if delta.finish_reason is not None:
                     ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
-                choice = await made_of(delta, functools.partial(self.dialect.chunk, index, delta))
+                choice = await self.intake.long_answers.make(
+                    delta, functools.partial(self.dialect.chunk, index, delta)
+                )
                 if choice is not None:
                     chunk = self._response(self.dialect.chunk_object, [choice], ended)
                     if wants_usage:
