@@ -17,6 +17,8 @@ MAX_LINK_DELTAS = 2**13
 # What a router reads of one message: more than a node that cuts its steps ever says.
 MAX_READ_DELTAS = 2 * MAX_LINK_DELTAS
 MAX_PARTS = 2**18  # tokens and their logprobs; rows; hashes
+# That a delta has besides: all are counted before a message is read (`baton.wire_parts`).
+_MORE_PARTS = 32
 
 
 def cut_message(
@@ -43,7 +45,7 @@ def cut_message(
             part, num_bytes, num_parts = node_pb2.StepDeltas(), 0, 0
         part.deltas.append(delta)
         num_bytes += delta_bytes
-        num_parts += delta_parts
+        num_parts += delta_parts + _MORE_PARTS
     yield node_pb2.NodeMessage(deltas=part)
 
 

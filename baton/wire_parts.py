@@ -5,7 +5,8 @@ as many bytes of empty messages most of a second, in which nothing else is serve
 their size in memory.
 
     [tag len [tag len text] [tag len text] ...]     one for each tag that is met
-    [tag len 7 8 9 ...]                             one more for every 32 packed numbers
+    [tag len 7 8 9 ...]                             one more for every 16 packed numbers
+    [a number of many bytes ...]                    some more: they take long to be counted
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import TypeAlias, Union
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-_NUMBERS_OF_A_PART = 32  # at least so many are read in the time of one message
+_NUMBERS_OF_A_PART = 16  # at least so many are read in the time of one message
+_LONG_NUMBER, _LONG_TAG = 2, 8  # more parts
 _NOT_THE_LAST = bytes(range(128, 256))  # of a number's bytes
 _MAX_VARINT_BYTES = 10
 
@@ -63,12 +65,18 @@ def _count(data: bytes, fields: _Inside, limit: int) -> int:
                 position += 1
             else:
                 tag, position = _varint(data, position - 1)
+                num_parts += _LONG_TAG
         kind = tag & 7
         if kind == 2:
             length = data[position]
             position += 1
             if length > 127:
-                length, position = _varint(data, position - 1)
+                if data[position] < 128:
+                    length = length & 127 | data[position] << 7
+                    position += 1
+                else:
+                    length, position = _varint(data, position - 1)
+                    num_parts += _LONG_NUMBER
             inside = fields.get(tag, _PASSED_OVER)
             if inside is None:
                 num_parts += _num_numbers(data, position, length) // _NUMBERS_OF_A_PART
@@ -82,8 +90,11 @@ def _count(data: bytes, fields: _Inside, limit: int) -> int:
         elif kind == 0:
             if data[position] < 128:
                 position += 1
+            elif data[position + 1] < 128:
+                position += 2
             else:
                 _, position = _varint(data, position)
+                num_parts += _LONG_NUMBER
         elif kind == 5:
             position += 4
         elif kind == 1:

@@ -16,7 +16,7 @@ from baton.wire_parts import count_parts
 
 # Of one message of a client: it is read in less than a tenth of a second, in which nothing else is
 # served.
-MAX_PARTS = 2**16
+MAX_PARTS = 2**16 + 2**10
 # Of one message of a node, which has a part for each logprob of a prompt, and thousands of deltas.
 MAX_LINK_PARTS = 2**18 + 2**16
 # Less cannot have so many that it matters.
@@ -57,7 +57,7 @@ def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:
     if count_parts(data, kind, max_parts) > max_parts:
         raise InvalidRequestError(
             "request",
-            f"must have at most {max_parts} parts (32 token ids are one)",
+            f"must have at most {max_parts} parts (16 token ids are one)",
         )
 
 

@@ -24,17 +24,29 @@ def count(message: Message) -> int:
 
 def test_every_field_and_every_message_is_a_part_and_texts_are_one_however_long() -> None:
     assert count(inference_pb2.GenerateRequest()) == 0
-    messages = [inference_pb2.ChatMessage(role="user", content="x" * 10**6)] * 3
+    messages = [inference_pb2.ChatMessage(role="user", content="x" * 1000)] * 3
     chat = inference_pb2.Chat(messages=messages)
-    assert count(inference_pb2.GenerateRequest(chat=chat, priority=-1)) == 1 + 3 * 3 + 1
+    assert count(inference_pb2.GenerateRequest(chat=chat, priority=7)) == 1 + 3 * 3 + 1
     empty = inference_pb2.Chat(messages=[inference_pb2.ChatMessage()] * 1000)
     assert count(inference_pb2.Prompt(chat=empty)) == 1 + 1000
 
 
-def test_32_packed_numbers_are_a_part() -> None:
+def test_16_packed_numbers_are_a_part() -> None:
     ids = types_pb2.TokenIds(ids=[100_000] * 32_000)
-    assert 1000 <= count(inference_pb2.Prompt(token_ids=ids)) <= 1002
-    assert 1000 <= count(node_pb2.StepDeltas(token_ids=[1] * 32_000)) <= 1002
+    assert 2000 <= count(inference_pb2.Prompt(token_ids=ids)) <= 2005
+    assert 2000 <= count(node_pb2.StepDeltas(token_ids=[1] * 32_000)) <= 2005
+
+
+def test_the_longest_prompts_of_today_are_read() -> None:
+    ids = types_pb2.TokenIds(ids=[200_000] * 2**20)
+    request = inference_pb2.GenerateRequest(token_ids=ids, request_id="r")
+    read = forgiving(inference_pb2.GenerateRequest.FromString)(request.SerializeToString())
+    assert len(read.token_ids.ids) == 2**20
+
+
+def test_numbers_that_are_written_longer_than_needed_count_for_more() -> None:
+    data = b"\x8a\x80\x80\x80\x00\x00" * 1000  # field 1, empty
+    assert count_parts(data, inference_pb2.Chat, MANY) >= 8000
 
 
 def test_it_stops_where_there_are_too_many() -> None:

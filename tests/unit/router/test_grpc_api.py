@@ -332,7 +332,7 @@ async def test_the_journal_is_bounded_and_forgets_what_has_ended_first() -> None
         assert scene.journal.num_streams == 2
 
 
-TOO_MANY_PARTS = "request: must have at most 65536 parts (32 token ids are one)"
+TOO_MANY_PARTS = "request: must have at most 66560 parts (16 token ids are one)"
 PACKED_IDS = inference_pb2.GenerateRequest(
     token_ids=types_pb2.TokenIds(ids=[128] * 3_000_000)
 ).SerializeToString()
