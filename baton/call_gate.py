@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from baton.access import Access
 from baton.audit_log import AuditKind
-from baton.call_roles import ANY, OPEN, ROLES_OF_CALL, Roles
+from baton.call_roles import ANY, JOIN, OPEN, ROLES_OF_CALL, Roles
 from baton.credentials import grpc_credentials
 from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
@@ -33,6 +33,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
+# Of a message that anybody may send: names of services.
+MAX_OPEN_BYTES = 2**16
 _NOT_TOLD = ("prompt",)  # what clients wrote is nobody's business
 
 
@@ -110,8 +112,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         # As a stream of messages, however many there are to be: so it is ours when the first one is
         # read. On the wire there is no difference.
         deserialize = handler.request_deserializer if handler else None
-        if deserialize is not None:  # (Nodes are who sends streams.)
-            max_parts = MAX_LINK_PARTS if handler.request_streaming else MAX_PARTS
+        if deserialize is not None:
+            max_parts = MAX_LINK_PARTS if roles == JOIN else MAX_PARTS
             deserialize = forgiving(deserialize, max_parts)
         return grpc.stream_stream_rpc_method_handler(
             self._guard(method, handler, ANY if handler is None or roles is OPEN else roles),
@@ -193,7 +195,7 @@ def _open(handler: Handler) -> Handler:
 
     return grpc.unary_unary_rpc_method_handler(
         answer_message,
-        request_deserializer=forgiving(handler.request_deserializer),
+        request_deserializer=forgiving(handler.request_deserializer, max_bytes=MAX_OPEN_BYTES),
         response_serializer=handler.response_serializer,
     )
 

@@ -26,17 +26,22 @@ _MAX_FIELDS_LOOKED_AT = 4_096
 
 
 def forgiving(
-    deserialize: Callable[[bytes], Any], max_parts: int = MAX_PARTS
+    deserialize: Callable[[bytes], Any], max_parts: int = MAX_PARTS, max_bytes: int = 2**31
 ) -> Callable[[bytes], Any]:
     """A deserializer that gives an InvalidRequestError, not raised, for what is no message.
 
     Args:
         max_parts: a message that has more is not read; see `baton.wire_parts`.
+        max_bytes: nor is one that is longer.
     """
     kind: type[Message] | None = getattr(deserialize, "__self__", None)
     descriptor: Descriptor | None = getattr(kind, "DESCRIPTOR", None)
 
     def read(data: bytes) -> Any:
+        if len(data) > max_bytes:
+            return InvalidRequestError(
+                "request", f"must have at most {max_bytes} bytes, got {len(data)}"
+            )
         try:
             if len(data) > _SMALL_BYTES and kind is not None:
                 _check_parts(data, kind, max_parts)
