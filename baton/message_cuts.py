@@ -7,8 +7,10 @@ message have too many parts: the smallest has two bytes, and who reads it makes 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
+from baton.sampling_params import MAX_LOGPROBS
 from baton.v1 import node_pb2
 
 # Half of what a router takes in one message (`baton.rpc.MAX_CLIENT_MESSAGE_BYTES`).
@@ -61,6 +63,15 @@ def parts_problem(message: node_pb2.NodeMessage) -> str:
     num_parts += len(events.stored) + len(events.removed) + sum(map(_num_parts, step.deltas))
     if num_parts > MAX_PARTS:
         return f"message: must have at most {MAX_PARTS} parts, got {num_parts}"
+    return ""
+
+
+def tops_problem(message: node_pb2.NodeMessage) -> str:
+    """Why a long message is not to be read: its tokens have too many others; empty: it may be."""
+    for delta in message.deltas.deltas:
+        for one in itertools.chain(delta.logprobs, delta.prompt_logprobs):
+            if len(one.top_token_ids) > MAX_LOGPROBS:
+                return f"logprobs: must have at most {MAX_LOGPROBS} others of a token"
     return ""
 
 

@@ -22,7 +22,7 @@ from baton.link import (
     RequestError,
     RouterCommand,
 )
-from baton.message_cuts import parts_problem
+from baton.message_cuts import parts_problem, tops_problem
 from baton.outputs import RequestOutput
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -165,6 +165,9 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         """
 
         def read() -> tuple[NodeEvent, str]:
+            problem = tops_problem(message)
+            if problem:
+                return (), problem
             event = wire.node_event_from_proto(message)
             assert event is not None
             return event, event_problem(node.registration, event, self._pool.vocabulary)

@@ -22,7 +22,7 @@ from baton.link import (
 from baton.outputs import RequestOutput, TokenLogprobs
 from baton.rpc import RpcServer, open_channel
 from baton.sampling_params import SamplingParams
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.v1 import node_pb2, node_pb2_grpc, types_pb2
 from router.link_service import NodeLinkService
 from router.node import LegDelta
 from router.node_claims import MAX_TEXT_CHARS, Vocabulary, event_problem
@@ -181,17 +181,35 @@ def test_logprobs_of_a_long_prompt_are_read_in_a_thread_and_before_what_comes_be
     assert thread is not threading.main_thread()
 
 
+@pytest.mark.parametrize(
+    ("delta", "number", "problem"),
+    [
+        (node_pb2.RequestDelta(), 400_000, "request: must have at most 327680 parts"),
+        (
+            node_pb2.RequestDelta(
+                logprobs=[
+                    types_pb2.TokenLogprobs(
+                        top_token_ids=[1] * 100_000, top_logprobs=[-1.0] * 100_000
+                    )
+                ]
+            ),
+            1,
+            "logprobs: must have at most 20 others of a token",
+        ),
+    ],
+    ids=["many", "long"],
+)
 def test_a_message_that_cannot_be_read_ends_the_link_with_a_line(
-    caplog: pytest.LogCaptureFixture,
+    delta: node_pb2.RequestDelta, number: int, problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = make_pool()
 
     @asynchronous
     async def run() -> None:
         async with joined(pool) as link:
-            empty = [node_pb2.RequestDelta()] * 400_000
-            await link.write(node_pb2.NodeMessage(deltas=node_pb2.StepDeltas(deltas=empty)))
+            step = node_pb2.StepDeltas(deltas=[delta] * number)
+            await link.write(node_pb2.NodeMessage(deltas=step))
             await until(lambda: not pool.nodes)
 
     run()
-    assert "hung up on d, which says what cannot be: request: must have at most" in caplog.text
+    assert f"hung up on d, which says what cannot be: {problem}" in caplog.text
