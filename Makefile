@@ -32,10 +32,11 @@ setup: .venv/.ready ## create .venv and install the project for development
 demo: setup ## start router, prefill and decode node; send prompts; show the receipts; stop
 	$(BIN)/python examples/demo.py
 
-# Tests of real processes want the machine for themselves; all others share it.
+# First all that needs one process, the quicker to fail. Tests of real processes mostly wait for
+# them: two files at a time.
 test: setup ## run the tests
-	$(BIN)/python -m pytest tests/integration
 	$(BIN)/python -m pytest --numprocesses 2 --ignore tests/integration
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration
 
 # Each of the two draws examples of its own: without CI, Hypothesis is random.
 property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, in two processes (takes long)

@@ -21,13 +21,13 @@ from google.protobuf.message import Message
 from baton.access import Access
 from baton.access_log import AccessEntry, AccessLog, trace_id_of
 from baton.audit_log import AuditKind
-from baton.call_roles import ANY, INFER, OPEN, ROLES_OF_CALL, Roles
+from baton.call_roles import ANY, INFER, JOIN, OPEN, ROLES_OF_CALL, Roles
 from baton.credentials import grpc_credentials, traceparent
 from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
 from baton.identity import ANYBODY_HERE, Principal, Role
 from baton.stall_watch import StallWatch
-from baton.wire_reading import forgiving
+from baton.wire_reading import MAX_LINK_PARTS, MAX_PARTS, forgiving
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
+# Of a message that anybody may send: names of services.
+MAX_OPEN_BYTES = 2**16
 _NOT_TOLD = ("prompt",)  # what clients wrote is nobody's business
 
 
@@ -120,8 +122,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         # As a stream of messages, however many there are to be: so it is ours when the first one is
         # read. On the wire there is no difference.
         deserialize = handler.request_deserializer if handler else None
-        if deserialize is not None and not handler.request_streaming:
-            deserialize = forgiving(deserialize)
+        if deserialize is not None:
+            max_parts = MAX_LINK_PARTS if roles == JOIN else MAX_PARTS
+            deserialize = forgiving(deserialize, max_parts)
         return grpc.stream_stream_rpc_method_handler(
             self._guard(method, handler, ANY if handler is None or roles is OPEN else roles),
             deserialize,
@@ -144,7 +147,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return
                 context = Context(raw, principal, shown.address, entry)
-                request = requests if handler.request_streaming else await _only(requests)
+                messages = _readable(requests)
+                request = messages if handler.request_streaming else await _only(messages)
                 behavior = _behavior(handler)
                 if inspect.isasyncgenfunction(behavior):
                     watch = StallWatch(
@@ -210,7 +214,7 @@ def _open(handler: Handler) -> Handler:
 
     return grpc.unary_unary_rpc_method_handler(
         answer_message,
-        request_deserializer=forgiving(handler.request_deserializer),
+        request_deserializer=forgiving(handler.request_deserializer, max_bytes=MAX_OPEN_BYTES),
         response_serializer=handler.response_serializer,
     )
 
@@ -221,9 +225,15 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
         request = await anext(requests)
     except StopAsyncIteration:
         raise InvalidRequestError("request", "no message came") from None
-    if isinstance(request, InvalidRequestError):  # it could not be read
-        raise request
     return request
+
+
+async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The messages of a call; raises the error of one that could not be read."""
+    async for request in requests:
+        if isinstance(request, InvalidRequestError):
+            raise request
+        yield request
 
 
 async def _say_last(context: _Raw, problem: str) -> None:

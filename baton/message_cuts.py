@@ -7,8 +7,10 @@ message have too many parts: the smallest has two bytes, and who reads it makes 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
+from baton.sampling_params import MAX_LOGPROBS
 from baton.v1 import node_pb2
 
 # Half of what a router takes in one message (`baton.rpc.MAX_CLIENT_MESSAGE_BYTES`).
@@ -17,6 +19,8 @@ MAX_LINK_DELTAS = 2**13
 # What a router reads of one message: more than a node that cuts its steps ever says.
 MAX_READ_DELTAS = 2 * MAX_LINK_DELTAS
 MAX_PARTS = 2**18  # tokens and their logprobs; rows; hashes
+# That a delta has besides: all are counted before a message is read (`baton.wire_parts`).
+_MORE_PARTS = 32
 
 
 def cut_message(
@@ -43,7 +47,7 @@ def cut_message(
             part, num_bytes, num_parts = node_pb2.StepDeltas(), 0, 0
         part.deltas.append(delta)
         num_bytes += delta_bytes
-        num_parts += delta_parts
+        num_parts += delta_parts + _MORE_PARTS
     yield node_pb2.NodeMessage(deltas=part)
 
 
@@ -59,6 +63,15 @@ def parts_problem(message: node_pb2.NodeMessage) -> str:
     num_parts += len(events.stored) + len(events.removed) + sum(map(_num_parts, step.deltas))
     if num_parts > MAX_PARTS:
         return f"message: must have at most {MAX_PARTS} parts, got {num_parts}"
+    return ""
+
+
+def tops_problem(message: node_pb2.NodeMessage) -> str:
+    """Why a long message is not to be read: its tokens have too many others; empty: it may be."""
+    for delta in message.deltas.deltas:
+        for one in itertools.chain(delta.logprobs, delta.prompt_logprobs):
+            if len(one.top_token_ids) > MAX_LOGPROBS:
+                return f"logprobs: must have at most {MAX_LOGPROBS} others of a token"
     return ""
 
 

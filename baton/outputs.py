@@ -199,16 +199,21 @@ class TextDelta:
 
 
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Pieces of one output that follow each other, at least one, as a single piece."""
+    """Pieces of one output that follow each other, at least one, as a single piece.
+
+    It has logprobs of all tokens or of none: a node may have left some out.
+    """
     first, last = deltas[0], deltas[-1]
     if first is last:
         return first
+    logprobs = tuple(one for delta in deltas for one in delta.logprobs)
+    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
     return dataclasses.replace(
         last,
         output_index=first.output_index,
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        token_ids=token_ids,
         text="".join(delta.text for delta in deltas),
-        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
+        logprobs=logprobs if len(logprobs) == len(token_ids) else (),
         prompt_logprobs=tuple(one for delta in deltas for one in delta.prompt_logprobs),
     )
 

@@ -1,4 +1,4 @@
-"""Reading what clients send over gRPC: what is no message is the client's error, and named.
+"""Reading what others send over gRPC: what is no message, or of too many parts, is their error.
 
 gRPC itself would answer UNKNOWN, with words of the protobuf library. Knows no service.
 """
@@ -9,30 +9,45 @@ from collections.abc import Callable
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from baton.errors import InvalidRequestError
+from baton.wire_parts import count_parts
 
-# Empty parts cost the most to be read for what they weigh. So many take about a tenth of a second,
-# in which nothing else is served.
-MAX_EMPTY_PARTS = 1_000_000
+# Of one message of a client: it is read in less than a tenth of a second, in which nothing else is
+# served.
+MAX_PARTS = 2**16 + 2**10
+# Of one message of a node, which has a part for each logprob of a prompt, and thousands of deltas.
+MAX_LINK_PARTS = 2**18 + 2**16
+# Less cannot have so many that it matters.
+_SMALL_BYTES = 2**17
 # Beyond so many, whoever sent them has to find out what is wrong.
 _MAX_FIELDS_LOOKED_AT = 4_096
 
 
-def forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """A deserializer that gives an InvalidRequestError, not raised, for what is no message."""
-    descriptor: Descriptor | None = getattr(
-        getattr(deserialize, "__self__", None), "DESCRIPTOR", None
-    )
+def forgiving(
+    deserialize: Callable[[bytes], Any], max_parts: int = MAX_PARTS, max_bytes: int = 2**31
+) -> Callable[[bytes], Any]:
+    """A deserializer that gives an InvalidRequestError, not raised, for what is no message.
+
+    Args:
+        max_parts: a message that has more is not read; see `baton.wire_parts`.
+        max_bytes: nor is one that is longer.
+    """
+    kind: type[Message] | None = getattr(deserialize, "__self__", None)
+    descriptor: Descriptor | None = getattr(kind, "DESCRIPTOR", None)
 
     def read(data: bytes) -> Any:
-        if len(data) > MAX_EMPTY_PARTS and data.count(0) > MAX_EMPTY_PARTS:
+        if len(data) > max_bytes:
             return InvalidRequestError(
-                "request", f"must have at most {MAX_EMPTY_PARTS} empty parts"
+                "request", f"must have at most {max_bytes} bytes, got {len(data)}"
             )
         try:
+            if len(data) > _SMALL_BYTES and kind is not None:
+                _check_parts(data, kind, max_parts)
             return deserialize(data)
+        except InvalidRequestError as error:
+            return error
         except DecodeError:
             field = _field_of_wrong_text(data, descriptor) if descriptor is not None else ""
             if field:
@@ -40,6 +55,15 @@ def forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return InvalidRequestError("request", "is no message of this call")
 
     return read
+
+
+def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:
+    """Raise InvalidRequestError for more; DecodeError for what is no message."""
+    if count_parts(data, kind, max_parts) > max_parts:
+        raise InvalidRequestError(
+            "request",
+            f"must have at most {max_parts} parts (16 token ids are one)",
+        )
 
 
 def _field_of_wrong_text(data: bytes, descriptor: Descriptor) -> str:

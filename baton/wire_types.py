@@ -6,6 +6,7 @@ that a peer or a client should not have sent.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from baton.errors import InvalidRequestError
@@ -252,4 +253,6 @@ def prompt_logprobs_to_proto(
 def prompt_logprobs_from_proto(
     messages: Sequence[types_pb2.TokenLogprobs],
 ) -> tuple[TokenLogprobs | None, ...]:
-    return (None, *map(logprobs_from_proto, messages[1:])) if messages else ()
+    # (As an iterator: to have all messages at once takes as long again.)
+    rest = itertools.islice(messages, 1, None)
+    return (None, *map(logprobs_from_proto, rest)) if messages else ()

@@ -135,12 +135,12 @@ class Client:
 
 
 def spawn(core: int, *command: str) -> subprocess.Popen[bytes]:
+    # (No preexec_fn: it makes a real fork, amid which gRPC's threads here may stop for ever.)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(
-        [sys.executable, *command],
+        ["taskset", "--cpu-list", str(core), sys.executable, *command],
         env=environment,
         cwd=REPOSITORY,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
     )
 
 

@@ -63,7 +63,12 @@ def running(*, keys: bool, more: Sequence[str]) -> Iterator[dict[str, Client]]:
         config = LocalDeploymentConfig(
             model=str(MODEL),
             listen=address,
-            router_args=[*(["--api-keys-file", str(path)] if keys else []), *more],
+            # One place to compute: what the decode node computed alone would be cached there only.
+            router_args=[
+                "--no-local-prefill",
+                *(["--api-keys-file", str(path)] if keys else []),
+                *more,
+            ],
         )
         with LocalDeployment(config) as site:
             site.wait_ready(120)

@@ -12,7 +12,11 @@ from baton.admin_answers import MAX_REPLY_BYTES
 from baton.errors import NodeUnavailableError
 from baton.link import AdminReply
 from baton.v1 import admin_pb2
+from baton.wire_parts import count_parts
 from router.call_errors import error_of
+
+# Of one message and of an answer as a whole: what objects are made of, of a hundred bytes each.
+MAX_PART_PARTS, MAX_REPLY_PARTS = 2**17, 2**19
 
 
 @dataclass(slots=True)
@@ -20,6 +24,7 @@ class _Open:
     answer: asyncio.Future[admin_pb2.NodeAdminResponse]
     response: admin_pb2.NodeAdminResponse = field(default_factory=admin_pb2.NodeAdminResponse)
     num_bytes: int = 0
+    num_parts: int = 0
 
 
 class AdminReplies:
@@ -60,6 +65,13 @@ class AdminReplies:
 
     def _merge(self, opened: _Open, reply: AdminReply) -> None:
         try:
+            num_parts = count_parts(reply.part, admin_pb2.NodeAdminResponse, MAX_PART_PARTS)
+            opened.num_parts += num_parts
+            if num_parts > MAX_PART_PARTS or opened.num_parts > MAX_REPLY_PARTS:
+                problem = f"the answer has more than {MAX_REPLY_PARTS} parts, or one message of it"
+                problem += f" more than {MAX_PART_PARTS}"
+                opened.answer.set_exception(NodeUnavailableError(problem))
+                return
             opened.response.MergeFromString(reply.part)
         except DecodeError:
             opened.answer.set_exception(NodeUnavailableError("its answer is no message"))

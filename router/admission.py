@@ -206,6 +206,18 @@ class Admission:
             raise self._refusal("client", f"{num_open} requests of this client are open, the limit")
         self._check_rates(principal, 1)
 
+    def charge(self, principal: Principal) -> None:
+        """Count a request that no node gets, such as one to be tokenized, and a token of it.
+
+        Raises OverloadedError if the key can have none now.
+        """
+        self._check_rates(principal, 1)
+        self._rates.take(principal, 1)
+
+    def charge_tokens(self, principal: Principal, num_tokens: int) -> None:
+        """Count more tokens of such a request, now that they are known."""
+        self._rates.give_back(principal, -num_tokens, begun=True)
+
     def rates_of(self, principal: Principal) -> dict[str, Rate]:
         """What is left of the limits of a key; empty if it has none."""
         return self._rates.state(principal)

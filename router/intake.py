@@ -30,6 +30,7 @@ from router.cache_salts import CacheSalts
 from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
 from router.grammar_checks import GrammarChecks
+from router.long_answers import LongAnswers
 from router.metrics import RouterMetrics
 from router.rate_limits import Rate
 from router.texts import ChatPrompt, Texts
@@ -84,6 +85,7 @@ class Intake:
 
     Attributes:
         tokenizer, cache_salts: as given.
+        long_answers: makes what clients get of many logprobs.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Intake:
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
         self.cache_salts = cache_salts or CacheSalts()
+        self.long_answers = LongAnswers()
         self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
@@ -131,7 +134,8 @@ class Intake:
             self._texts.start()
 
     def close(self) -> None:
-        """End the processes that read texts and grammars."""
+        """End the processes that read texts and grammars, and the thread of long answers."""
+        self.long_answers.close()
         for part in (self._texts, self._grammar_checks):
             if part is not None:
                 part.close()
@@ -242,6 +246,17 @@ class Intake:
         if prompt.tools and not self.tokenizer.takes_tools:
             raise InvalidRequestError("tools", "this checkpoint's chat template takes none")
         return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
+
+    async def tokenize_only(self, prompt: Prompt, principal: Principal) -> list[int]:
+        """Token ids for who wants nothing else: they count in its key's limits like a request.
+
+        Raises OverloadedError, and what `tokenize` does.
+        """
+        admission = self._dispatcher.admission
+        admission.charge(principal)
+        token_ids = await self.tokenize(prompt, principal)
+        admission.charge_tokens(principal, len(token_ids) - 1)
+        return token_ids
 
     def _text_delta(self, call: Call, item: CallOutput, text: OutputText | None) -> TextDelta:
         """New tokens with what they add to the text; ends the output where a stop string does."""

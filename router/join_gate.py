@@ -3,6 +3,7 @@
     a name, or an engine id, that a living node has     its own process only, by its key
     more joins from one address than a cluster makes    later
     more nodes than a router can hold                   later
+    registrations of more bytes than it keeps           later
 
 A name belongs to the node that has it for as long as that node's link lives: who comes under the
 same name later is told so, and asks again. A node that was restarted gets in as soon as its old
@@ -17,9 +18,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from baton.link import NodeRegistration
-from router.node import Node
+from router.node import Node, num_bytes_of
 
 MAX_NODES = 4096
+# Of registrations: what nodes tell their peers through the router, some kilobytes each.
+MAX_KEPT_BYTES = 96 * 2**20
+MAX_KEPT_BYTES_OF_ADDRESS = 32 * 2**20
 # A whole cluster may come back at once; nobody joins so often for long.
 JOIN_BURST, JOINS_PER_S = 2048.0, 20.0
 MAX_ADDRESSES = 1024
@@ -58,7 +62,8 @@ class JoinGate:
             nodes: that have joined.
             address: where it dials from, without its port; counted only if it is given.
         """
-        num_nodes = 0
+        num_nodes, num_bytes = 0, num_bytes_of(registration)
+        num_bytes_there = num_bytes
         for node in nodes:
             num_nodes += 1
             if is_same_process(node.registration, registration):
@@ -70,6 +75,14 @@ class JoinGate:
                     f"node_name: a node {node.name} is alive here; "
                     "stop it first, or give this one another --name"
                 )
+            num_bytes += node.num_bytes
+            if address and node.address == address:
+                num_bytes_there += node.num_bytes
+        if num_bytes > MAX_KEPT_BYTES or num_bytes_there > MAX_KEPT_BYTES_OF_ADDRESS:
+            return (
+                f"registrations of all nodes may have {MAX_KEPT_BYTES} bytes together, those from "
+                f"one address {MAX_KEPT_BYTES_OF_ADDRESS}"
+            )
         if num_nodes >= MAX_NODES:
             return f"this router has {num_nodes} nodes, the most that it takes"
         if address and not self._take(address):

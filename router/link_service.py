@@ -5,31 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 from baton import wire
 from baton.access import Access
 from baton.audit_log import AuditKind
 from baton.call_gate import Context
 from baton.certificates import certificate_identity
+from baton.errors import InvalidRequestError
 from baton.link import (
     DecodeCommand,
+    NodeEvent,
     NodeRegistration,
     PrefillCommand,
     RequestDelta,
     RequestError,
     RouterCommand,
 )
-from baton.message_cuts import parts_problem
+from baton.message_cuts import parts_problem, tops_problem
 from baton.outputs import RequestOutput
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.node import Node
+from router.node_claims import event_problem
 from router.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
+# A longer message takes longer to be read than to be given to a thread and back.
+MAX_BYTES_AT_ONCE = 2**16
+HEARD_INTERVAL_S = 0.1
 # Far more than a node that listens ever has before it.
 MAX_QUEUED_COMMANDS = 50_000
 
@@ -41,6 +48,8 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         """Args: access: hears who joined, left or was refused."""
         self._pool = pool
         self._access = access or Access()
+        # One: several would take most turns of the interpreter from the loop.
+        self._thread = ThreadPoolExecutor(1, "long-messages")
 
     async def Link(  # gRPC's naming
         self,
@@ -80,7 +89,13 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     outgoing.get_nowait()
                 call.cancel()  # the call waits for its reading, and for nothing else
 
-        node = Node(registration, send, hang_up=lambda: outgoing.put_nowait(None))
+        del first  # it would be kept as long as the link
+        node = Node(
+            registration,
+            send,
+            hang_up=lambda: outgoing.put_nowait(None),
+            address=context.address,
+        )
         self._pool.add(node)
         self._note(AuditKind.JOINED, context, registration)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
@@ -129,14 +144,43 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                 if problem:
                     self._pool.hang_up(node, problem)
                     return
+                if message.deltas.deltas and message.ByteSize() > MAX_BYTES_AT_ONCE:
+                    await self._take_long(node, message)
+                    continue
                 event = wire.node_event_from_proto(message)
                 if event is not None:
                     self._pool.take(node, event)
+        except InvalidRequestError as error:  # it could not be read
+            self._pool.hang_up(node, str(error))
         except Exception:  # else nobody would hear of it: a link just ends
             logger.exception("the link of %s broke by what it said", node.name)
         finally:
             self._pool.remove(node)
             outgoing.put_nowait(None)
+
+    async def _take_long(self, node: Node, message: node_pb2.NodeMessage) -> None:
+        """Read what takes long in a thread: logprobs of a prompt may be 250,000 objects.
+
+        What the node says behind it waits, the rest of the router does not.
+        """
+
+        def read() -> tuple[NodeEvent, str]:
+            problem = tops_problem(message)
+            if problem:
+                return (), problem
+            event = wire.node_event_from_proto(message)
+            assert event is not None
+            return event, event_problem(node.registration, event, self._pool.vocabulary)
+
+        reading = asyncio.get_running_loop().run_in_executor(self._thread, read)
+        while not reading.done():
+            node.num_missed_beats = 0  # it is not silent; we are slow
+            await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)
+        event, problem = reading.result()
+        if problem:
+            self._pool.hang_up(node, problem)
+        else:
+            self._pool.take(node, event, is_checked=True)
 
 
 def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | None:

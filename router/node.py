@@ -6,6 +6,7 @@ Takes what the node says and hands it to who waits for it. Knows no other nodes.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,12 @@ class LegReader(Protocol):
         """One more token, with nothing else to it: nearly all that is ever said."""
 
 
+def num_bytes_of(registration: NodeRegistration) -> int:
+    """What of it differs much: a router keeps it as long as the node lives."""
+    entries = registration.compatibility
+    return len(registration.peer_info) + sum(map(sys.getsizeof, (*entries, *entries.values())))
+
+
 @dataclass(slots=True)
 class _Leg:
     """An open attempt on a node; see `NodeLoad.note_opened`."""
@@ -92,6 +99,8 @@ class Node:
         is_stuck: one of its threads stands still, though it beats.
         replies: to what operators ask of the node.
         identity: what decides the tokens of its model.
+        address: where it dials from, without a port.
+        num_bytes: that its registration takes.
     """
 
     registration: NodeRegistration
@@ -103,12 +112,15 @@ class Node:
     clock: Callable[[], float] = time.monotonic
     is_stuck: bool = False
     replies: AdminReplies = field(default_factory=AdminReplies)
+    address: str = ""
+    num_bytes: int = field(init=False)
     load: NodeLoad = field(init=False)
     health: NodeHealth = field(init=False)
     identity: Identity = field(init=False)
 
     def __post_init__(self) -> None:
         self.identity = identity_of(self.registration.compatibility)
+        self.num_bytes = num_bytes_of(self.registration)
         self.meet(SharedRates(), NodeHealth(self.name))
 
     def meet(self, shared: SharedRates, health: NodeHealth) -> None:

@@ -69,6 +69,7 @@ class NodePool:
         lost_nodes: which went away by themselves.
         gate: which nodes may join now.
         identity: which of their models is served.
+        vocabulary: what nodes may speak of.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class NodePool:
         self.lost_nodes = LostNodes(clock)
         self.identity = ServedIdentity(own_identity, clock)
         self._own_model = own_identity["model"]
-        self._vocabulary = Vocabulary(vocab_size, max_model_len)
+        self.vocabulary = Vocabulary(vocab_size, max_model_len)
         self._max_model_len = max_model_len  # of the last fleet; until there is one, the model's
         self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
@@ -114,13 +115,13 @@ class NodePool:
         Where none does, what the last one took. No node that is in no pair has a say.
         """
         if self.fleet:
-            self._max_model_len = min(self.fleet.max_model_len, self._vocabulary.max_model_len)
+            self._max_model_len = min(self.fleet.max_model_len, self.vocabulary.max_model_len)
         return self._max_model_len
 
     def max_len_at(self, placement: Placement) -> int:
         """Most tokens of a request that is placed there."""
         nodes = filter(None, (placement.prefill, placement.decode))
-        return min(self._vocabulary.max_model_len, *(node.max_model_len for node in nodes))
+        return min(self.vocabulary.max_model_len, *(node.max_model_len for node in nodes))
 
     @property
     def lost(self) -> list[NodeRegistration]:
@@ -275,11 +276,11 @@ class NodePool:
         self.remove(node, "says what cannot be", on_purpose=True)
         node.hang_up()
 
-    def take(self, node: Node, event: NodeEvent) -> None:
-        """Take what a node said; hang up on one that says what cannot be."""
+    def take(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:
+        """Take what a node said; hang up on one that says what cannot be, unless that is known."""
         if self._nodes.get(node.engine_id) is not node:
             return  # it was removed, and its link has not ended yet
-        problem = event_problem(node.registration, event, self._vocabulary)
+        problem = "" if is_checked else event_problem(node.registration, event, self.vocabulary)
         if problem:
             self.hang_up(node, problem)
             return

@@ -99,6 +99,8 @@ class OutputBuffer:
         logprobs, prompt_logprobs = tuple(self._logprobs), self._prompt_logprobs
         if logprobs or prompt_logprobs:
             self._logprobs, self._prompt_logprobs = [], ()
+        if len(logprobs) != len(token_ids):  # a node gave some tokens without
+            logprobs = ()
         return RequestOutput(
             self._request_id, first, token_ids, self._finish_reason, logprobs, prompt_logprobs
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 import uuid
@@ -69,7 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 context.entry.note_tokens(len(delta.token_ids))
                 if delta.receipt is not None:
                     context.set_trailing_metadata((receipt_trailer(delta.receipt),))
-                yield wire.text_delta_to_proto(delta)
+                yield await self._to_proto(delta)
 
     async def Resume(  # gRPC's naming
         self, request: inference_pb2.ResumeRequest, context: Context
@@ -83,7 +84,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 context.entry.note_tokens(len(delta.token_ids))
                 if delta.receipt is not None:
                     context.set_trailing_metadata((receipt_trailer(delta.receipt),))
-                yield wire.text_delta_to_proto(delta)
+                yield await self._to_proto(delta)
 
     async def GenerateBatch(  # gRPC's naming
         self, request: inference_pb2.GenerateBatchRequest, context: Context
@@ -99,7 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for number, delta in merged:
                 context.entry.note_tokens(len(delta.token_ids))
                 prompt_index, choice_index = divmod(number, request.n or 1)
-                yield wire.text_delta_to_proto(
+                yield await self._to_proto(
                     dataclasses.replace(delta, prompt_index=prompt_index, choice_index=choice_index)
                 )
 
@@ -108,7 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """The tokens of a prompt as `Generate` would see them."""
         prompt = _prompt_from_proto(request.prompt)
-        token_ids = await self._intake.tokenize(prompt, context.principal)
+        token_ids = await self._intake.tokenize_only(prompt, context.principal)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def CountTokens(  # gRPC's naming
@@ -116,7 +117,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.CountTokensResponse:
         """How many tokens a prompt has."""
         prompt = _prompt_from_proto(request.prompt)
-        token_ids = await self._intake.tokenize(prompt, context.principal)
+        token_ids = await self._intake.tokenize_only(prompt, context.principal)
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
 
     async def ListModels(  # gRPC's naming
@@ -147,6 +148,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 deltas = self._intake.stream(call)
                 self._journal.keep(request_id, content, deltas, tenant=tenant)
         return self._journal.read(request_id, 0, tenant=tenant)
+
+    async def _to_proto(self, delta: TextDelta) -> inference_pb2.GenerateResponse:
+        make = functools.partial(wire.text_delta_to_proto, delta)
+        return await self._intake.long_answers.make(delta, make)
 
     def _arrival(self, context: Context) -> _Arrival:
         timeout_s = context.time_remaining()

@@ -177,7 +177,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 record = self._record(request.request_id, tenant)
                 decisions = dispatcher.decisions.get(scoped_id(record.request_id, record.tenant))
             case "prompt":
-                token_ids = await self._intake.tokenize(request.prompt)
+                token_ids = await self._intake.tokenize_only(request.prompt, context.principal)
                 whose = Principal(tenant=tenant) if tenant else context.principal
                 salt = self._intake.cache_salts.of(whose)
                 num_tokens = len(token_ids)

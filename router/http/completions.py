@@ -81,7 +81,7 @@ class CompletionDialect:
         if self._body.prompt_logprobs is not None:
             num_top = self._body.prompt_logprobs
             choice.prompt_logprobs = self._texts.prompt(
-                token_ids, _with_top(delta.prompt_logprobs, num_top)
+                token_ids, _with_top(_as_many(delta.prompt_logprobs, len(token_ids)), num_top)
             )
         return choice
 
@@ -91,12 +91,20 @@ class CompletionDialect:
         if num_top is None or not (echoed_ids or delta.token_ids):
             return None
         texts = self._texts
-        found = texts.completion(delta.token_ids, delta.logprobs, self._offsets[index])
+        own = _as_many(delta.logprobs, len(delta.token_ids))
+        found = texts.completion(delta.token_ids, own, self._offsets[index])
         if not echoed_ids:
             return found
-        of_prompt = _with_top(delta.prompt_logprobs, num_top)
+        of_prompt = _with_top(_as_many(delta.prompt_logprobs, len(echoed_ids)), num_top)
         offsets = TextOffsets(texts, text=echoed_text)
         return joined(texts.completion(echoed_ids, of_prompt, offsets), found)
+
+
+def _as_many(
+    logprobs: Sequence[TokenLogprobs | None], num_tokens: int
+) -> Sequence[TokenLogprobs | None]:
+    """Logprobs of so many tokens; a node may give none."""
+    return logprobs if len(logprobs) == num_tokens else [None] * num_tokens
 
 
 def _with_top(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -116,10 +117,13 @@ class Exchange:
                         )
         outputs = [join_deltas(parts) for parts in deltas]
         receipts = [_receipt_of(output) for output in outputs]
+        make = self.intake.long_answers.make
         response = self._response(
             self.dialect.object,
             [
-                self._with_ids(self.dialect.choice(index, output), output)
+                self._with_ids(
+                    await make(output, functools.partial(self.dialect.choice, index, output)), output
+                )
                 for index, output in enumerate(outputs)
             ],
             receipts,
@@ -159,7 +163,10 @@ class Exchange:
                 if delta.finish_reason is not None:
                     ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
-                choice = self._with_ids(self.dialect.chunk(index, delta), delta)
+                made = await self.intake.long_answers.make(
+                    delta, functools.partial(self.dialect.chunk, index, delta)
+                )
+                choice = self._with_ids(made, delta)
                 chunk = self._response(self.dialect.chunk_object, [choice], ended)
                 if delta.output_index == 0:
                     self._add_prompt_ids(chunk)

@@ -26,6 +26,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}  # the same few are among the best of every token
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token."""
@@ -43,7 +44,10 @@ class TokenTexts:
         return self._tokenizer.pieces if self._tokenizer is not None else None
 
     def text(self, token_id: int) -> str:
-        return self.token_bytes(token_id).decode(errors="replace")
+        text = self._known.get(token_id)
+        if text is None:
+            text = self._known[token_id] = self.token_bytes(token_id).decode(errors="replace")
+        return text
 
     def chat(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """Logprobs of chat completions."""

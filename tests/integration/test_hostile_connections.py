@@ -26,7 +26,8 @@ from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 
 NUM_DESCRIPTORS = 1024  # of the router: what many systems give a process
-ROUTER_OPTIONS = ("--header-timeout-s", "3", "--idle-timeout-s", "6")
+# A request waits for the pair of nodes: what is open then is all that they need.
+ROUTER_OPTIONS = ("--header-timeout-s", "3", "--idle-timeout-s", "6", "--no-local-prefill")
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le"
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True)

@@ -25,6 +25,7 @@ def deployment() -> Iterator[LocalDeployment]:
     config = LocalDeploymentConfig(
         model=str(DEMO_MODEL),
         listen=free_address(),
+        router_args=["--no-local-prefill"],  # each request is handed off, the first one too
         node_args=["--dtype", "float32", "--metrics-listen", "127.0.0.1:0", "--no-prefix-cache"],
     )
     with LocalDeployment(config) as running:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from baton.cli.admin import explain
 from baton.cli.admin.app import app
 from baton.cli.admin.connection import ExitCode
+from baton.cli.admin.nodes import kv_bar
 from baton.cli.admin.output import (
     enum_word,
     format_bar,
@@ -132,3 +133,13 @@ def test_explain_breaks_no_word_however_narrow_the_terminal_is(
     assert {word for name in terms for word in name.removesuffix("_ms").split("_")} <= words
     assert {"p0", "d0", "d1", "100", "101", "199"} <= words
     assert max(map(len, shown.getvalue().splitlines())) <= width
+
+
+def test_a_nodes_kv_in_use_is_not_known_before_its_first_beat() -> None:
+    """It was shown as 100 %."""
+    node = admin_pb2.NodeDescription(node_name="d0", num_blocks=100)
+    assert kv_bar(node) == "?"
+    node.beat.CopyFrom(node_pb2.NodeBeat(num_free_blocks=100))
+    assert kv_bar(node).endswith(" 0%")
+    node.beat.num_free_blocks = 0
+    assert kv_bar(node).endswith(" 100%")

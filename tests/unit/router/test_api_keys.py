@@ -18,12 +18,14 @@ from baton.errors import (
     OverloadedError,
     RequestCancelledError,
 )
+from baton.identity import Credentials
 from baton.link import DecodeCommand
 from baton.rpc import bearer, open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.admission import Admission, AdmissionOptions
 from router.capacity import Capacity
+from router.rate_limits import TOKENS
 from tests.fakes.grpc_scene import expected, params, served
 from tests.fakes.router_scene import asynchronous
 
@@ -88,6 +90,34 @@ def test_a_limit_per_client_is_one_for_all_of_its_keys(access: Access) -> None:
             scene.talks.set()
             assert (await bob.generate([2], params())).token_ids == expected(100, 8)
             await first
+
+    run()
+
+
+def test_what_is_only_tokenized_counts_in_the_limits_of_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    limits = "limits = { requests_per_minute = 4, tokens_per_minute = 1000 }\n"
+    path.write_text(entry_text("secret", "alice") + limits, encoding="utf-8")
+
+    @asynchronous
+    async def run() -> None:
+        async with served(access=Access(keys_file=path), api_key="secret") as (scene, client):
+            await client.count_tokens([1] * 90)
+            await client.tokenize([1] * 60)
+            (left,) = [
+                scene.dispatcher.admission.rates_of(principal)
+                for principal in [
+                    Access(keys_file=path).principal_of(Credentials(authorization="Bearer secret"))
+                ]
+            ]
+            assert left[TOKENS].remaining == pytest.approx(850, abs=40)
+            for _ in range(2):
+                await client.count_tokens([1])
+            with pytest.raises(OverloadedError, match="4 requests per minute") as refused:
+                await client.tokenize([1])
+            assert refused.value.retry_delay_s
+            with pytest.raises(OverloadedError):
+                await client.count_tokens("x")
 
     run()
 

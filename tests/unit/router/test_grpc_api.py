@@ -23,7 +23,7 @@ from baton.errors import (
 )
 from baton.link import CancelCommand, PrefillCommand
 from baton.rpc import open_channel
-from baton.v1 import inference_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from router.admission import Admission, AdmissionOptions
 from router.capacity import Capacity
 from router.journal import JournalOptions
@@ -332,6 +332,13 @@ async def test_the_journal_is_bounded_and_forgets_what_has_ended_first() -> None
         assert scene.journal.num_streams == 2
 
 
+TOO_MANY_PARTS = "request: must have at most 66560 parts (16 token ids are one)"
+PACKED_IDS = inference_pb2.GenerateRequest(
+    token_ids=types_pb2.TokenIds(ids=[128] * 3_000_000)
+).SerializeToString()
+UNPACKED_IDS = b"\x1a\x04\x08\x01\x08\x01" * 400_000
+
+
 @pytest.mark.parametrize(
     ("method", "message", "problem"),
     [
@@ -339,7 +346,10 @@ async def test_the_journal_is_bounded_and_forgets_what_has_ended_first() -> None
         ("Generate", b"\x0a\x02\xff\xfe", "request_id: is not valid UTF-8"),
         ("Generate", b"\xff\xff", "request: is no message of this call"),
         ("Generate", b"\x0a" * 5000, "request: is no message of this call"),
-        ("Tokenize", b"\x0a\x00" * 2_000_000, "request: must have at most 1000000 empty parts"),
+        ("Tokenize", b"\x0a\x00" * 2_000_000, TOO_MANY_PARTS),
+        ("CountTokens", b"\xf8\x07\x01" * 200_000, TOO_MANY_PARTS),  # fields of nobody
+        ("Generate", PACKED_IDS, TOO_MANY_PARTS),
+        ("Generate", UNPACKED_IDS, TOO_MANY_PARTS),
     ],
 )
 def test_bytes_that_are_no_message_are_the_clients_error(

@@ -18,6 +18,7 @@ from router import join_gate, link_service
 from router.join_gate import JOIN_BURST, JOINS_PER_S, JoinGate
 from router.link_service import NodeLinkService
 from router.lost_nodes import MAX_SHOWN
+from router.node import Node
 from router.node_pool import NodePool
 from tests.fakes.nodes import HandNode, join_pair, make_pool, make_registration
 from tests.fakes.router_scene import asynchronous
@@ -169,3 +170,26 @@ def test_a_node_that_reads_nothing_of_its_link_is_hung_up_on(
 
     run()
     assert "hung up on d0, which reads nothing of its link" in caplog.text
+
+
+def test_registrations_of_all_nodes_have_only_so_many_bytes() -> None:
+    """4,096 nodes of 1.5 MiB each were 6 GiB."""
+    gate = JoinGate(VirtualClock())
+    nodes: list[Node] = []
+
+    def join(number: int, address: str) -> str:
+        registration = dataclasses.replace(
+            make_registration(f"d{number}", D), peer_info=bytes(2**20 - 2**15)
+        )
+        problem = gate.obstacle(registration, nodes, address)
+        if not problem:
+            nodes.append(Node(registration, lambda command: None, address=address))
+        return problem
+
+    refused = [join(number, "10.0.0.1") for number in range(40)]
+    assert sum(map(bool, refused)) == 7
+    assert refused[-1].startswith("registrations of all nodes may have 100663296 bytes together")
+    refused = [join(number, f"10.0.1.{number}") for number in range(40, 140)]
+    assert len(nodes) == 99
+    del nodes[-1]
+    assert join(999, "10.0.2.1") == ""

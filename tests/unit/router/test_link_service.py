@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,14 +19,15 @@ from baton.link import (
     RequestDelta,
     RequestError,
 )
-from baton.outputs import RequestOutput
+from baton.outputs import RequestOutput, TokenLogprobs
 from baton.rpc import RpcServer, open_channel
 from baton.sampling_params import SamplingParams
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.v1 import node_pb2, node_pb2_grpc, types_pb2
 from router.link_service import NodeLinkService
 from router.node import LegDelta
 from router.node_claims import MAX_TEXT_CHARS, Vocabulary, event_problem
 from router.node_pool import NodePool
+from tests.fakes.http_scene import until
 from tests.fakes.nodes import make_pool, make_registration
 from tests.fakes.router_scene import asynchronous
 
@@ -131,3 +133,83 @@ def test_an_error_of_a_node_is_bounded_whatever_it_answers() -> None:
     for event in ((delta,), AdminReply(1, error=error)):
         problem = event_problem(make_registration("d", NodeRole.DECODE), event, Vocabulary(9, 9))
         assert problem == f"error: must have at most {MAX_TEXT_CHARS} characters"
+
+
+class Hearer:
+    """Remembers all that a node said, tokens that come as rows, too."""
+
+    def __init__(self) -> None:
+        self.told: list[RequestDelta] = []
+
+    def take(self, item: LegDelta) -> None:
+        self.told.append(item.delta)
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        self.told.append(RequestDelta(RequestOutput("a", output_index, (token_id,)), 1))
+
+
+def test_logprobs_of_a_long_prompt_are_read_in_a_thread_and_before_what_comes_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that one message may have held up everybody for a second and more."""
+    pool = make_pool()
+    threads: list[threading.Thread] = []
+
+    def noting(*arguments: Any) -> str:
+        threads.append(threading.current_thread())
+        return event_problem(*arguments)
+
+    monkeypatch.setattr("router.link_service.event_problem", noting)
+
+    @asynchronous
+    async def run() -> None:
+        async with joined(pool) as link:
+            (node,) = pool.nodes
+            reader = Hearer()
+            node.open_leg("a", 1, 10, reader)
+            top = tuple((token_id, -1.0) for token_id in range(20))
+            of_prompt = (None, *[TokenLogprobs(-0.5, top)] * 900)
+            for index, prompt_logprobs in enumerate((of_prompt, ())):
+                output = RequestOutput("a", index, (5,), prompt_logprobs=prompt_logprobs)
+                await link.write(wire.node_event_to_proto((RequestDelta(output, 1),)))
+            await until(lambda: len(reader.told) == 2)
+            assert reader.told[0].output.prompt_logprobs == of_prompt
+            assert [one.output.output_index for one in reader.told] == [0, 1]
+
+    run()
+    (thread,) = threads
+    assert thread is not threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    ("delta", "number", "problem"),
+    [
+        (node_pb2.RequestDelta(), 400_000, "request: must have at most 327680 parts"),
+        (
+            node_pb2.RequestDelta(
+                logprobs=[
+                    types_pb2.TokenLogprobs(
+                        top_token_ids=[1] * 100_000, top_logprobs=[-1.0] * 100_000
+                    )
+                ]
+            ),
+            1,
+            "logprobs: must have at most 20 others of a token",
+        ),
+    ],
+    ids=["many", "long"],
+)
+def test_a_message_that_cannot_be_read_ends_the_link_with_a_line(
+    delta: node_pb2.RequestDelta, number: int, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool()
+
+    @asynchronous
+    async def run() -> None:
+        async with joined(pool) as link:
+            step = node_pb2.StepDeltas(deltas=[delta] * number)
+            await link.write(node_pb2.NodeMessage(deltas=step))
+            await until(lambda: not pool.nodes)
+
+    run()
+    assert f"hung up on d, which says what cannot be: {problem}" in caplog.text

@@ -211,6 +211,22 @@ async def test_an_answer_that_is_too_large_is_an_error_on_both_sides() -> None:
 
 
 @asynchronous
+async def test_an_answer_of_millions_of_empty_parts_is_not_kept() -> None:
+    """16 MiB of them, which are allowed, made 700 MiB."""
+    async with joined(None) as (node, _):
+        for num_bytes in (PART_BYTES, 2**20):
+            call_id, promise = node.replies.begin()
+            listed = admin_pb2.ListBlocksResponse.FromString(b"\x0a\x00" * (num_bytes // 2))
+            part = admin_pb2.NodeAdminResponse(list_blocks=listed).SerializeToString()
+            for _ in range(16 * 2**20 // len(part)):
+                node.replies.take(AdminReply(call_id, part, last=False))
+            with pytest.raises(NodeUnavailableError, match="the answer has more than 524288 parts"):
+                await promise
+            assert len(node.replies._open[call_id].response.list_blocks.holdings) <= 2**19
+            node.replies.end(call_id)
+
+
+@asynchronous
 async def test_a_node_that_answers_none_nothing_or_nonsense_is_one_line_that_names_it() -> None:
     async with joined(None) as (node, _):
         with pytest.raises(NodeUnavailableError, match="d0: this node answers no admin calls"):

@@ -173,9 +173,11 @@ def test_what_strangers_send_to_health_is_not_in_the_log(
     async def run() -> None:
         async with served(Access(keys_file=keys_file)) as (_, channel):
             check = channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await check(b"\xff" * 100, timeout=5)
-            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            long = b"\xf8\x07\x01" * 30_000  # fields of nobody, which take time to be read
+            for message, problem in ((b"\xff" * 100, "no message"), (long, "at most 65536 bytes")):
+                with pytest.raises(grpc.aio.AioRpcError, match=problem) as error:
+                    await check(message, timeout=5)
+                assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run()
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 
 from baton.errors import OverloadedError
-from baton.link import PrefillCommand
-from baton.outputs import FinishReason
+from baton.link import PrefillCommand, RequestDelta
+from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
 from baton.tokenizer import Tokenizer
+from router import long_answers
 from router.http import completions, exchange
-from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http
+from router.http.logprobs import TokenTexts
+from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
+from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
 
 @on_http()
@@ -80,3 +86,76 @@ async def test_a_chat_over_a_limit_is_refused_before_it_is_tokenized(
     messages = [{"role": "user", "content": "x"}]
     response = await scene.post("/v1/chat/completions", messages=messages, tools=tools)
     assert response.status == 429
+
+
+@on_http()
+@pytest.mark.parametrize("stream", [False, True])
+async def test_texts_of_many_logprobs_are_made_in_a_thread(
+    scene: HttpScene, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 2,000 tokens held up everybody for half a second."""
+    threads: list[threading.Thread] = []
+    make = TokenTexts.completion
+
+    def noting(self: TokenTexts, *arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return make(self, *arguments)
+
+    monkeypatch.setattr(TokenTexts, "completion", noting)
+    monkeypatch.setattr(long_answers, "MAX_LOGPROBS_HERE", 100)
+    prompt = [70] * 90
+    reply = scene.post(prompt=prompt, echo=True, logprobs=1, stream=stream)
+    _say_one_token(scene, await scene.command(), len(prompt), with_logprobs=True)
+    response = await reply
+    assert response.status == 200
+    if stream:
+        body = events_of(await response.text())[0]
+    else:
+        body = await response.json()
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [None, *[-0.5] * 90]
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+@on_http()
+@pytest.mark.parametrize("echo", [False, True])
+async def test_a_node_that_gives_no_logprobs_is_no_error_of_ours(
+    scene: HttpScene, echo: bool
+) -> None:
+    """It was a 500, and a traceback in the log."""
+    reply = scene.post(prompt=[70, 71], echo=echo, logprobs=1)
+    _say_one_token(scene, await scene.command(), 2, with_logprobs=False)
+    response = await reply
+    assert response.status == 200
+    logprobs = (await response.json())["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [None] * (3 if echo else 1)
+
+
+@on_http()
+async def test_logprobs_of_some_tokens_are_those_of_none(scene: HttpScene) -> None:
+    reply = scene.post(prompt=[70], logprobs=0, max_tokens=2)
+    command = await scene.command()
+    one = (TokenLogprobs(-0.5),)
+    first = RequestOutput(command.request_id, 0, (70,), logprobs=one)
+    scene.prefill.say(RequestDelta(first, command.epoch, prefill=PREFILL_RECEIPT))
+    last = RequestOutput(command.request_id, 1, (71,), FinishReason.LENGTH)
+    scene.decode.say(RequestDelta(last, command.epoch, decode=DECODE_RECEIPT))
+    response = await reply
+    assert response.status == 200
+    assert (await response.json())["choices"][0]["logprobs"]["token_logprobs"] == [None, None]
+
+
+def _say_one_token(
+    scene: HttpScene, command: PrefillCommand, num_prompt_tokens: int, *, with_logprobs: bool
+) -> None:
+    one = TokenLogprobs(-0.5, ((70, -0.5),))
+    output = RequestOutput(
+        command.request_id,
+        0,
+        (70,),
+        FinishReason.STOP,
+        (one,) if with_logprobs else (),
+        (None, *[one] * (num_prompt_tokens - 1)) if with_logprobs else (),
+    )
+    scene.prefill.say(RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT))

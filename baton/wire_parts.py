@@ -1,0 +1,145 @@
+"""Parts of a message: how many there are, found out before any of them is made.
+
+Reading a message of protobuf costs by its parts, not by its bytes: megabytes of text take no time,
+as many bytes of empty messages most of a second, in which nothing else is served, and fifty times
+their size in memory.
+
+    [tag len [tag len text] [tag len text] ...]     one for each tag that is met
+    [tag len 7 8 9 ...]                             one more for every 16 packed numbers
+    [a number of many bytes ...]                    some more: they take long to be counted
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TypeAlias, Union
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+_NUMBERS_OF_A_PART = 16  # at least so many are read in the time of one message
+_LONG_NUMBER, _LONG_TAG = 2, 8  # more parts
+_NOT_THE_LAST = bytes(range(128, 256))  # of a number's bytes
+_MAX_VARINT_BYTES = 10
+
+# What is behind the tags of a message's parts: the same of a message, or None for numbers. Texts,
+# and what is not known, are passed over as a whole.
+_Inside: TypeAlias = Mapping[int, Union["_Inside", None]]
+_PASSED_OVER: _Inside = {}
+
+
+def count_parts(data: bytes, kind: type[Message], limit: int) -> int:
+    """Count the parts of a message, those of its messages too; stops when there are too many.
+
+    Args:
+        kind: of the message.
+        limit: a greater number than this one says only that there are more.
+
+    Raises DecodeError for what is no message.
+    """
+    try:
+        return _count(data, _inside(kind.DESCRIPTOR), limit)
+    except IndexError:  # it ends in the middle of something
+        raise DecodeError from None
+
+
+def _count(data: bytes, fields: _Inside, limit: int) -> int:
+    """Written out: it may take hundreds of thousands of rounds, while nothing else is served."""
+    position, end, num_parts = 0, len(data), 0
+    around: list[tuple[int, _Inside]] = []  # messages that this one is in: their ends, their fields
+    while num_parts <= limit:
+        if position >= end:
+            if position > end:
+                raise DecodeError
+            if not around:
+                break
+            end, fields = around.pop()
+            continue
+        num_parts += 1
+        tag = data[position]
+        position += 1
+        if tag > 127:
+            if data[position] < 128:  # numbers of fields up to 2047
+                tag = tag & 127 | data[position] << 7
+                position += 1
+            else:
+                tag, position = _varint(data, position - 1)
+                num_parts += _LONG_TAG
+        kind = tag & 7
+        if kind == 2:
+            length = data[position]
+            position += 1
+            if length > 127:
+                if data[position] < 128:
+                    length = length & 127 | data[position] << 7
+                    position += 1
+                else:
+                    length, position = _varint(data, position - 1)
+                    num_parts += _LONG_NUMBER
+            inside = fields.get(tag, _PASSED_OVER)
+            if inside is None:
+                num_parts += _num_numbers(data, position, length) // _NUMBERS_OF_A_PART
+            elif inside is not _PASSED_OVER:
+                around.append((end, fields))
+                if position + length > end:
+                    raise DecodeError
+                end, fields = position + length, inside
+                continue
+            position += length
+        elif kind == 0:
+            if data[position] < 128:
+                position += 1
+            elif data[position + 1] < 128:
+                position += 2
+            else:
+                _, position = _varint(data, position)
+                num_parts += _LONG_NUMBER
+        elif kind == 5:
+            position += 4
+        elif kind == 1:
+            position += 8
+        else:  # groups, which nobody sends
+            raise DecodeError
+    return num_parts
+
+
+def _num_numbers(data: bytes, position: int, length: int) -> int:
+    if length < _NUMBERS_OF_A_PART:
+        return 0
+    return len(data[position : position + length].translate(None, _NOT_THE_LAST))
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = data[position] & 127
+    for shift in range(7, 7 * _MAX_VARINT_BYTES + 7, 7):
+        if data[position] < 128:
+            return value, position + 1
+        position += 1
+        value |= (data[position] & 127) << shift
+    raise DecodeError
+
+
+@functools.cache
+def _inside(descriptor: Descriptor) -> _Inside:
+    found: dict[int, _Inside | None] = {}
+    for field in descriptor.fields:
+        message = field.message_type
+        if message is not None:
+            found[_tag(field)] = None if _has_numbers_only(message) else _inside(message)
+        elif _is_number(field):
+            found[_tag(field)] = None
+    return found
+
+
+def _tag(field: FieldDescriptor) -> int:
+    """Of a part that says how long it is: a message, or packed numbers."""
+    return int(field.number) << 3 | 2
+
+
+def _is_number(field: FieldDescriptor) -> bool:
+    return field.cpp_type not in (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE)
+
+
+def _has_numbers_only(message: Descriptor) -> bool:
+    return all(map(_is_number, message.fields))
