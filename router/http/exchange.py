@@ -122,7 +122,8 @@ class Exchange:
             self.dialect.object,
             [
                 self._with_ids(
-                    await make(output, functools.partial(self.dialect.choice, index, output)), output
+                    await make(output, functools.partial(self.dialect.choice, index, output)),
+                    output,
                 )
                 for index, output in enumerate(outputs)
             ],
