@@ -17,7 +17,7 @@ from baton.errors import BatonError
 from router.call import Call
 from router.http.chat import ChatDialect, note_effort, open_chat
 from router.http.errors import ApiError, error_code
-from router.http.exchange import REQUEST_ID, read_body, respond_in_events
+from router.http.exchange import ENTRY, REQUEST_ID, read_body, respond_in_events
 from router.http.ignored_fields import note_ignored
 from router.http.options import HttpOptions
 from router.http.response_output import Event, Items, ResponseHead, response_usage
@@ -45,6 +45,7 @@ class ResponsesExchange:
 
     async def respond(self) -> web.StreamResponse:
         """Run the call; ends it when the client goes away."""
+        self.request[ENTRY].num_prompt_tokens = len(self.call.prompt_token_ids)
         if self.body.stream:
             return await respond_in_events(self.request, [self.call], self._send, self._fail)
         response = None
@@ -79,6 +80,7 @@ class ResponsesExchange:
                     has_begun = True
                     for kind in ("created", "in_progress"):
                         yield Event(f"response.{kind}", response=self.head.response("in_progress"))
+                self.request[ENTRY].note_tokens(len(delta.token_ids))
                 choice = self.dialect.chunk(0, delta)
                 for event in items.push(choice.delta, len(delta.token_ids)):
                     yield event
