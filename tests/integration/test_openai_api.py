@@ -276,9 +276,10 @@ def test_a_response_streamed_or_not_says_what_a_chat_says(client: openai.OpenAI,
     assert (
         whole.status == {"stop": "completed", "length": "incomplete"}[expected.finish_reason.value]
     )
-    with client.responses.stream(**given) as stream:  # it puts the answer together itself
-        kinds = [event.type for event in stream]
-        assert stream.get_final_response().output_text == expected.text
+    events: list[Any] = list(client.responses.create(**given, stream=True))
+    kinds = [event.type for event in events]
+    told = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(told) == events[-1].response.output_text == expected.text
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[-1] == f"response.{whole.status}"
 
