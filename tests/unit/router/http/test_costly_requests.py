@@ -11,7 +11,6 @@ import pytest
 from baton.errors import OverloadedError
 from baton.link import PrefillCommand, RequestDelta
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
-from baton.tokenizer import Tokenizer
 from router import long_answers
 from router.http import completions, exchange
 from router.http.logprobs import TokenTexts
