@@ -59,7 +59,7 @@ def close_logging() -> None:
     """Write what waits, for some seconds at most; nothing is logged behind it."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _LineWriter):
-            handler.close()
+            handler.stop()
 
 
 def change_log_level(level: str) -> str:
@@ -109,12 +109,13 @@ class _LineWriter(logging.Handler):
         except (TypeError, ValueError):  # arguments that do not fit the message
             self.handleError(record)
 
-    def close(self) -> None:
+    # (Not `close`: libraries that configure logging close all handlers that there are, and log on.)
+    def stop(self) -> None:
+        """Write what waits, and nothing more."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_TIMEOUT_S)
-        super().close()
 
     def _run(self) -> None:
         line = self._waiting.get()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from baton.errors import ConfigError, TransferError
+from baton.logs import close_logging
 from kvconnector.base import KVTransport, PendingWrite, TransferKey
 from kvconnector.messages import (
     Commit,
@@ -174,6 +175,7 @@ class _Waiting:
 
 
 def _end_process() -> None:
+    close_logging()  # or nobody knows why
     os.kill(os.getpid(), signal.SIGKILL)
 
 

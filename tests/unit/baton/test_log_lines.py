@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
 import os
 import re
 import sys
@@ -152,3 +153,11 @@ def test_who_does_not_read_holds_up_nothing_and_is_told_what_is_lost(
     assert text.startswith(b"20")
     assert re.search(rb"WARNING baton.logs: \d+ lines of this log are lost: whoever", text)
     assert text.count(b" INFO router: ") >= MAX_WAITING
+
+
+def test_a_library_that_configures_logging_ends_no_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """NIXL does so when it is imported, and that closes all handlers."""
+    set_up_logging("info")
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+    logging.getLogger("decode_node.node").info("goes on")
+    assert lines(capsys)[-1].endswith("INFO decode_node.node: goes on")
