@@ -51,7 +51,7 @@ class LLM:
     """Completes prompts offline.
 
     Args:
-        model: a folder in Hugging Face format, or a hub id.
+        model: a folder in Hugging Face format, a GGUF file, or a hub id.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 
     Raises:
