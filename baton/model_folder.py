@@ -23,6 +23,8 @@ _TOKENIZER_FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
 ]
 # What may differ between two folders that hold the same model.
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")

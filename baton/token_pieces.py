@@ -7,31 +7,160 @@ Vocabularies cannot write bytes, so they have alphabets of their own: that of GP
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Decoders that look at each token alone, or also at whether it is the first one.
+_LOCAL = {"Replace", "Metaspace", "WordPiece"}
+_ANCHOR = "x"  # what a token stands behind to see what it adds there
+
+
+class LibraryTokenizer(Protocol):
+    """What is used of `tokenizers.Tokenizer`."""
+
+    @property
+    def decoder(self) -> Any: ...
+
+    def id_to_token(self, id: int) -> str | None: ...
 
 
 def piece_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
-    """The function for a tokenizer, from the ``decoder`` of its `tokenizer.json`."""
+    """What a piece stands for by itself, from the ``decoder`` of a `tokenizer.json`."""
     if "ByteLevel" in _kinds(decoder):
-        alphabet = _byte_level_alphabet()
-        return lambda piece: b"".join(alphabet.get(char) or char.encode() for char in piece)
+        return _byte_level_bytes()
     return _sentence_piece_bytes
 
 
+class OutputPieces:
+    """What each token adds to an output, where that depends on no other token.
+
+    Made by `output_pieces`; remembers each token that it has looked up.
+
+    Attributes:
+        has_byte_tokens: some tokens are single bytes, of characters that no other token has.
+        stripped: this character, at most ``num_stripped`` of it, is taken from an output's
+            beginning.
+    """
+
+    def __init__(
+        self,
+        spell: Callable[[int, bool], bytes | None],
+        *,
+        has_byte_tokens: bool = False,
+        stripped: str = "",
+        num_stripped: int = 0,
+    ) -> None:
+        self.has_byte_tokens = has_byte_tokens
+        self.stripped = stripped
+        self.num_stripped = num_stripped
+        self._spell = spell
+        self._later = _Memory(lambda token_id: spell(token_id, False) or b"")
+
+    def first(self, token_id: int) -> bytes | None:
+        """What a token adds at an output's beginning; None if the next one is the first, still."""
+        return self._spell(token_id, True)
+
+    def later(self, token_ids: Iterable[int]) -> bytes:
+        """What tokens add behind the first one."""
+        return b"".join(map(self._later.__getitem__, token_ids))
+
+
+class _Memory(dict[int, bytes]):
+    """Looks up what it does not have."""
+
+    def __init__(self, look_up: Callable[[int], bytes]) -> None:
+        self._look_up = look_up
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._look_up(token_id)
+        return found
+
+
+def output_pieces(
+    tokenizer: LibraryTokenizer,
+    description: Mapping[str, Any] | None,
+    special_token_ids: Collection[int],
+) -> OutputPieces | None:
+    """What the tokens of a vocabulary add to outputs; None when that depends on their neighbours.
+
+    Args:
+        description: the ``decoder`` of its `tokenizer.json`.
+        special_token_ids: are no text.
+    """
+
+    def by_id(spell: Callable[[str, bool], bytes]) -> Callable[[int, bool], bytes | None]:
+        def look_up(token_id: int, is_first: bool) -> bytes | None:
+            piece = None if token_id in special_token_ids else tokenizer.id_to_token(token_id)
+            return None if piece is None else spell(piece, is_first)
+
+        return look_up
+
+    parts = [part for part in _parts(description) if part.get("type") != "Fuse"]
+    kinds = [str(part.get("type")) for part in parts]
+    if description is None:  # then the library puts blanks between tokens
+        return OutputPieces(by_id(lambda piece, first: f"{'' if first else ' '}{piece}".encode()))
+    if kinds == ["ByteLevel"]:
+        in_alphabet = _byte_level_bytes()
+        return OutputPieces(by_id(lambda piece, first: in_alphabet(piece)))
+    strip = parts.pop() if kinds[-1:] == ["Strip"] and _is_behind_all(description) else {}
+    kinds = kinds[: len(parts)]
+    has_bytes = kinds[-1:] == ["ByteFallback"]
+    decode = tokenizer.decoder.decode
+    looks_at_one = set(kinds[: len(kinds) - has_bytes]) <= _LOCAL
+    if not looks_at_one or strip.get("stop") or decode([_ANCHOR]) != _ANCHOR:
+        return None
+
+    def spell(piece: str, is_first: bool) -> bytes:
+        if has_bytes and (byte := _BYTE.fullmatch(piece)):
+            return bytes.fromhex(byte[1])
+        # What is stripped is stripped from the text, not from its first token.
+        before = [] if is_first and not strip else [_ANCHOR]
+        text: str = decode([*before, piece])
+        return text[len(before) :].encode()
+
+    return OutputPieces(
+        by_id(spell),
+        has_byte_tokens=has_bytes,
+        stripped=strip.get("content", ""),
+        num_stripped=strip.get("start", 0),
+    )
+
+
+def _is_behind_all(description: Mapping[str, Any]) -> bool:
+    """Whether the last decoder but one joins the tokens, so that the last one sees one text."""
+    kinds = [part.get("type") for part in _parts(description)]
+    return kinds[-2:-1] == ["Fuse"] and kinds.count("Fuse") == 1
+
+
+def _parts(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if decoder is None:
+        return
+    if decoder.get("type") != "Sequence":
+        yield decoder
+    for part in decoder.get("decoders", ()):
+        yield from _parts(part)
+
+
 def _kinds(decoder: Mapping[str, Any] | None) -> Iterator[str]:
-    if decoder is not None:
-        yield str(decoder.get("type"))
-        for part in decoder.get("decoders", ()):
-            yield from _kinds(part)
+    return (str(part.get("type")) for part in _parts(decoder))
 
 
 def _sentence_piece_bytes(piece: str) -> bytes:
     if byte := _BYTE.fullmatch(piece):
         return bytes.fromhex(byte[1])
     return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+
+def _byte_level_bytes() -> Callable[[str], bytes]:
+    alphabet = _byte_level_alphabet()
+
+    def spell(piece: str) -> bytes:
+        found = [alphabet.get(char) for char in piece]
+        # What has one character of another alphabet is written in none: an added token.
+        return piece.encode() if None in found else b"".join(filter(None, found))
+
+    return spell
 
 
 def _byte_level_alphabet() -> dict[str, bytes]:

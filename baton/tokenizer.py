@@ -5,43 +5,43 @@ Torch-free, so that the router, the engine's offline front and the client's test
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.sandbox
 import tokenizers
 
+from baton.chat_template import load_chat_template, read_chat_template
+from baton.detokenizer import Decodes, Detokenizer
 from baton.errors import InvalidRequestError, ModelLoadError
-from baton.token_pieces import piece_decoder
+from baton.token_pieces import OutputPieces, output_pieces, piece_decoder
 
 # So many characters may become one before a text is cut into tokens (Unicode's NFC and NFKC).
 _MAX_SHRINKAGE = 4
-# A character has at most 4 bytes, so 8 tokens that are no text are no beginning of one.
-_HELD_PER_SKIPPED = 8
-_LONG_PIECE_TOKENS = 64
-_CONTEXT_TOKENS = 16
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
 
 
 class Tokenizer:
     """A checkpoint's `tokenizer.json` and chat template.
 
+    Args:
+        chat_template: a file to read instead of the checkpoint's own template.
+
     Attributes:
-        folder: as given.
+        folder, template_file: as given.
+        chat_template: what conversations go through; None if there is none.
         longest_token_chars: no token stands for more characters of a text.
+        pieces: what each token adds to a text; None when that depends on its neighbours.
+        special_token_ids: tokens that `decode` leaves out.
         has_chat_template: whether `encode_chat` can be used.
         takes_tools: whether the chat template looks at tools.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelLoadError when the files are missing or broken."""
+    def __init__(self, folder: Path, *, chat_template: Path | None = None) -> None:
+        """Raises ModelLoadError when the files are missing or broken, ConfigError of the given."""
         self.folder = folder
+        self.template_file = chat_template
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelLoadError(f"tokenizer: {path} does not exist")
@@ -52,36 +52,52 @@ class Tokenizer:
             self._tokenizer.no_padding()
         except Exception as error:  # the library raises bare Exception
             raise ModelLoadError(f"tokenizer: {path} is broken: {error}") from error
-        self._added_token_ids = frozenset(self._tokenizer.get_added_tokens_decoder())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added_token_ids = frozenset(added)
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         description = json.loads(self._tokenizer.to_str())
-        self._bytes_of = piece_decoder(description.get("decoder"))
+        decoder = description.get("decoder")
+        self._bytes_of = piece_decoder(decoder)
+        self.pieces = output_pieces(self._tokenizer, decoder, self.special_token_ids)
+        self._with_special = _WithSpecialTokens(
+            self._tokenizer, output_pieces(self._tokenizer, decoder, ())
+        )
         self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         if description.get("normalizer") is not None:
             self.longest_token_chars *= _MAX_SHRINKAGE
         config = _read_json(folder / "tokenizer_config.json")
-        source = _chat_template_source(folder, config)
-        self.has_chat_template = source is not None
-        self._special_tokens = {
-            name: _token_text(config[name])
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-            if config.get(name)
+        special_tokens = {
+            name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)
         }
-        self._template = _compile_template(source, folder) if source is not None else None
-        self.takes_tools = source is not None and "tools" in _variables(source)
+        self.chat_template = (
+            load_chat_template(folder, config, special_tokens)
+            if chat_template is None
+            else read_chat_template(chat_template, special_tokens)
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None
+
+    @property
+    def takes_tools(self) -> bool:
+        return self.chat_template is not None and self.chat_template.takes_tools
 
     @classmethod
     def exists_in(cls, folder: Path) -> bool:
         """Whether the checkpoint brings a tokenizer; without one it serves token ids."""
         return (folder / "tokenizer.json").is_file()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text prompt, with the special tokens the checkpoint adds to one."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_long(self, text: str) -> list[int]:
+    def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The same ids in about half the time; holds the GIL as long as it takes."""
-        ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
+        ids: list[int] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )[0].ids
         return ids
 
     def encode_chat(
@@ -99,33 +115,37 @@ class Tokenizer:
 
         Raises InvalidRequestError when there is no template or it refuses the messages.
         """
-        if self._template is None:
-            raise InvalidRequestError("chat", "this checkpoint has no chat template")
-        try:
-            variables = {
-                **self._special_tokens,
-                "add_generation_prompt": True,
-                **(template_options or {}),
-                "messages": [dict(message) for message in messages],
-                "tools": list(tools) or None,  # templates ask whether there are any
-            }
-            text = self._template.render(variables)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
-            raise InvalidRequestError("chat", f"the chat template refused it: {error}") from error
+        text = self.render_chat(messages, tools=tools, template_options=template_options)
         # The template writes the special tokens itself.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that `encode_chat` tokenizes; raises what it does."""
+        if self.chat_template is None:
+            raise InvalidRequestError("chat", "this checkpoint has no chat template")
+        return self.chat_template.render(messages, tools=tools, options=template_options)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids, without special tokens: what a `Detokenizer` makes of all of them.
+
+        It is what the library makes of them, but for byte fallback: there one byte that is part of
+        no character makes the library lose all bytes beside it.
+        """
+        return Detokenizer(self.shown(skip_special_tokens)).push(token_ids, last=True)
+
+    def shown(self, skip_special_tokens: bool) -> Decodes:
+        """What a `Detokenizer` needs for texts without special tokens, or with them."""
+        return self if skip_special_tokens else self._with_special
+
+    def decode_at_once(self, token_ids: Sequence[int]) -> str:
+        """What the library makes of them."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
@@ -139,49 +159,16 @@ class Tokenizer:
         return self._bytes_of(piece)
 
 
-class Detokenizer:
-    """Text of a growing output, piece by piece; a piece never ends in half a character.
+class _WithSpecialTokens:
+    """Makes texts that show special tokens; see `Decodes`."""
 
-    token ids   [ ...... | shown before | new ]
-                         ^ _start       ^ _shown
-
-    An output that stays incomplete, of bytes that are no characters, is looked at ever more
-    seldom: all that is decoded is a small multiple of what the output has.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, pieces: OutputPieces | None) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._start = 0  # decoding starts a little earlier: some tokens depend on the one before
-        self._shown = 0
-        self._look_at = 0  # when there are so many ids
+        self.pieces = pieces
 
-    def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
-        """What ``token_ids`` add to the text; empty while a character is incomplete.
-
-        With ``last``, what is left is given as it is, so that all pieces joined are the decoded
-        output.
-        """
-        self._ids.extend(token_ids)
-        if len(self._ids) < self._look_at and not last:
-            return ""
-        before = self._tokenizer.decode(self._ids[self._start : self._shown])
-        now = self._tokenizer.decode(self._ids[self._start :])
-        if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not last):
-            num_held = len(self._ids) - self._shown
-            self._look_at = len(self._ids) + 1 + num_held // _HELD_PER_SKIPPED
-            return ""
-        self._start = self._shown
-        if len(self._ids) - self._start > _LONG_PIECE_TOKENS:
-            self._shorten_context(now)
-        self._shown = len(self._ids)
-        return now[len(before) :]
-
-    def _shorten_context(self, now: str) -> None:
-        """Do not decode a long piece again with each one behind it, if its end says as much."""
-        start = len(self._ids) - _CONTEXT_TOKENS
-        if now.endswith(self._tokenizer.decode(self._ids[start:])):
-            self._start = start
+    def decode_at_once(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -199,48 +186,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _token_text(value: object) -> str:
     """Checkpoints write a special token as a string or as an object with a ``content``."""
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)
-
-
-def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelLoadError(f"tokenizer: {path} cannot be read: {error}") from error
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
-
-
-def _variables(source: str) -> set[str]:
-    """Names that a template that compiles expects to be given."""
-    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
-
-
-def _compile_template(source: str, folder: Path) -> jinja2.Template:
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateError as error:
-        raise ModelLoadError(f"tokenizer: the chat template in {folder} is broken: {error}") from (
-            error
-        )
-
-
-def _environment() -> jinja2.Environment:
-    """What Hugging Face templates are written for; a checkpoint is not trusted."""
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, **options
-    )
-    return environment

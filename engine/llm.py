@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -44,7 +45,7 @@ from engine.request import Request
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
-Conversation = Sequence[Mapping[str, str]]
+Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -52,6 +53,7 @@ class LLM:
 
     Args:
         model: a folder in Hugging Face format, a GGUF file, or a hub id.
+        chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 
     Raises:
@@ -59,10 +61,13 @@ class LLM:
         ConfigError: an option is wrong.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, *, chat_template: Any = None, **options: Any) -> None:
         folder = find_model_folder(str(model))
+        template_file = None if chat_template is None else Path(chat_template).expanduser()
+        self.tokenizer = (
+            Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
+        )
         self.engine = Engine(folder, EngineConfig(**options))
-        self.tokenizer = Tokenizer(folder) if Tokenizer.exists_in(folder) else None
         self._answers: dict[str, Answer] = {}  # of requests in progress
         self._num_requests = 0
         self._dead = False

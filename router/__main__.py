@@ -23,6 +23,7 @@ from router.admission import AdmissionOptions
 from router.connection_budget import ConnectionOptions
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
+from router.text_options import TextOptions
 
 ADMISSION = AdmissionOptions()
 CONNECTIONS = ConnectionOptions()
@@ -154,6 +155,17 @@ def router(
     served_model_name: Annotated[
         str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
     ] = "",
+    strict_fields: Annotated[
+        bool,
+        typer.Option(
+            help="Refuse HTTP requests with fields that have no effect here, instead of naming "
+            "these in a header of the answer (X-Baton-Ignored-Fields)."
+        ),
+    ] = False,
+    chat_template: Annotated[
+        str,
+        typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
+    ] = "",
     api_keys_file: Annotated[
         str,
         typer.Option(
@@ -264,6 +276,8 @@ def router(
                 http_listen=http_listen,
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
+                strict_fields=strict_fields,
+                texts=TextOptions(chat_template=chat_template),
                 api_keys_file=api_keys_file,
                 audit_log=audit_log,
                 tls=TlsOptions(

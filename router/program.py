@@ -26,7 +26,6 @@ from baton.model_folder import ModelLimits, config_digest, find_model_folder, re
 from baton.process import num_descriptors_allowed, stop_event
 from baton.rpc import RpcLimits, RpcServer
 from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
-from baton.tokenizer import Tokenizer
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -39,11 +38,7 @@ from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
 from router.cache_salts import CacheSalts, read_secret
 from router.capacity import Capacity
-from router.connection_budget import (
-    ConnectionBudget,
-    ConnectionOptions,
-    share_descriptors,
-)
+from router.connection_budget import ConnectionBudget, ConnectionOptions, share_descriptors
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.journal import Journal, JournalOptions
@@ -57,6 +52,7 @@ from router.resources import watch_resources
 from router.retry_budget import RetryOptions
 from router.service import InferenceService
 from router.stopping import LAST_WORDS_S, HttpApi, stop_router
+from router.text_options import TextOptions
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +67,8 @@ class RouterConfig:
     Attributes:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
+        strict_fields: fields of HTTP requests that have no effect are errors.
+        texts: how conversations become prompts, and outputs messages.
         api_keys_file: who may call; without it, tokens and CAs: anybody.
         audit_log: "-": standard output; empty: none.
         connections: what clients' connections may cost.
@@ -102,6 +100,8 @@ class RouterConfig:
     http_listen: str = ""
     http_cors_origin: str = ""
     served_model_name: str = ""
+    strict_fields: bool = False
+    texts: TextOptions = field(default_factory=TextOptions)
     api_keys_file: str = ""
     audit_log: str = ""
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
@@ -161,7 +161,7 @@ async def serve(config: RouterConfig) -> None:
     metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
     intake = Intake(
         dispatcher,
-        Tokenizer(folder) if Tokenizer.exists_in(folder) else None,
+        config.texts.make_tokenizer(folder),
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
@@ -280,6 +280,7 @@ async def _serving_http(
         pool,
         metrics,
         model_name=config.served_model_name or config.model,
+        strict_fields=config.strict_fields,
         access=access,
         cors_origin=config.http_cors_origin,
         grace_s=LAST_WORDS_S,
@@ -374,8 +375,7 @@ def _make_servers(
 
     private = config.node_listen or config.listen
     if not config.node_listen:
-        all_services = [inference, link, admin]
-        return {private: make(private, all_services, add_all, budget.public)}
+        return {private: make(private, [inference, link, admin], add_all, budget.public)}
     own = config.reuse_port
     return {
         private: make(private, [link, admin], add_private, budget.nodes),

@@ -34,6 +34,10 @@ def up(
     served_model_name: Annotated[
         str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
     ] = "",
+    chat_template: Annotated[
+        str,
+        typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
+    ] = "",
     policy: Annotated[str, typer.Option(help="Routing policy.")] = "cost",
     dtype: Annotated[str, typer.Option(help="Weights and computation.")] = "auto",
     kv_cache_dtype: Annotated[
@@ -83,7 +87,10 @@ def up(
         http_listen=http_listen,
         num_prefill=prefill,
         num_decode=decode,
-        router_args=["--policy", policy, "--served-model-name", served_model_name],
+        router_args=[
+            *("--policy", policy, "--served-model-name", served_model_name),
+            *("--chat-template", chat_template),
+        ],
         node_args=[
             *("--dtype", dtype, "--kv-cache-dtype", kv_cache_dtype),
             *("--kv-cache-memory", kv_cache_memory, *node_args.split()),

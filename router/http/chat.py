@@ -12,6 +12,7 @@ from router.choices import accept_choices
 from router.http.conversation import chat_prompt, forced_call, output_parser
 from router.http.exchange import PRINCIPAL, Exchange, generation_request, read_body
 from router.http.logprobs import TokenTexts
+from router.http.options import HttpOptions
 from router.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -46,7 +47,7 @@ class ChatDialect:
         self._num_calls = [0] * len(parsers)
         self._begun = [False] * len(parsers)
 
-    def chunk(self, index: int, delta: TextDelta) -> ChatChunkChoice | None:
+    def chunk(self, index: int, delta: TextDelta) -> ChatChunkChoice:
         text, calls = self._parse(index, delta)
         first_call = self._num_calls[index] - len(calls)
         message = MessageDelta()
@@ -62,8 +63,8 @@ class ChatDialect:
             ]
         logprobs = self._logprobs(delta)
         finish_reason = self._finish_reason(index, delta.finish_reason)
-        if message == MessageDelta() and logprobs is None and finish_reason is None:
-            return None
+        if message == MessageDelta() and finish_reason is None:
+            message.content = ""  # a token without text is a step all the same
         return ChatChunkChoice(index, message, logprobs, finish_reason)
 
     def choice(self, index: int, delta: TextDelta) -> ChatChoice:
@@ -100,11 +101,13 @@ class ChatDialect:
 
 
 async def chat_completions(
-    request: web.Request, intake: Intake, model_name: str
+    request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
     """Raises what `web.middleware` turns into a response."""
     received_at = time.perf_counter()
-    body = await read_body(request, ChatRequest, model_name=model_name)
+    body = await read_body(request, ChatRequest, options)
+    if body.modalities not in (None, ["text"]):
+        raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
     with as_client_wrote(body):
         forced = forced_call(body)
     intake.check_key(request[PRINCIPAL])  # before anything costs time

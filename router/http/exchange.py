@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -14,15 +15,19 @@ from aiohttp import hdrs, web
 
 from baton.errors import InvalidRequestError
 from baton.identity import Principal
-from baton.outputs import Receipt, TextDelta, count_logprobs, join_deltas
+from baton.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.sampling_params import SamplingParams
+from baton.stop_strings import DetokenizeOptions
 from router.call import Call
 from router.choices import merge_streams
+from router.http.decoding import decode
 from router.http.errors import ApiError, known_error
-from router.http.responses import Receipts, Response, usage_of
+from router.http.ignored_fields import note_ignored
+from router.http.options import HttpOptions
+from router.http.responses import Choice, Receipts, Response, usage_of, usage_up_to
 from router.http.sampling import as_client_wrote
-from router.http.schema import MAX_SHOWN_CHARS, SamplingRequest, decode
+from router.http.schema import MAX_SHOWN_CHARS, ChatRequest, SamplingRequest
 from router.http.sse import EventStream
 from router.intake import GenerationRequest, Intake, Prompt
 
@@ -39,6 +44,8 @@ READ_GRACE_S = 30.0
 # Of all outputs of a response that is made as a whole: they take much memory, and time in which
 # nothing else is served.
 MAX_LOGPROBS_AT_ONCE = 300_000
+# Of prompts, once for each output, in a response.
+MAX_RETURNED_TOKEN_IDS = 2**20
 
 
 class Dialect(Protocol):
@@ -54,11 +61,14 @@ class Dialect(Protocol):
     object: str
     chunk_object: str
 
-    def chunk(self, index: int, delta: TextDelta) -> msgspec.Struct | None:
-        """The next piece of an output; None when there is nothing to say yet."""
+    def chunk(self, index: int, delta: TextDelta) -> Choice:
+        """The next piece of an output, with or without a text.
+
+        Each makes a chunk: clients take the time between two for that between tokens.
+        """
         ...
 
-    def choice(self, index: int, delta: TextDelta) -> msgspec.Struct:
+    def choice(self, index: int, delta: TextDelta) -> Choice:
         """A whole output, its deltas joined."""
         ...
 
@@ -70,6 +80,7 @@ class Exchange:
     Attributes:
         calls: one per output; those of one prompt next to each other.
         num_choices: outputs per prompt.
+        prompt_only: whether the client wants to know about its prompts and no output.
     """
 
     request: web.Request
@@ -78,6 +89,7 @@ class Exchange:
     calls: list[Call]
     num_choices: int
     dialect: Dialect
+    prompt_only: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def respond(self) -> web.StreamResponse:
@@ -100,9 +112,13 @@ class Exchange:
         receipts = [_receipt_of(output) for output in outputs]
         response = self._response(
             self.dialect.object,
-            [self.dialect.choice(index, output) for index, output in enumerate(outputs)],
+            [
+                self._with_ids(self.dialect.choice(index, output), output)
+                for index, output in enumerate(outputs)
+            ],
             receipts,
         )
+        self._add_prompt_ids(response)
         response.usage = usage_of(receipts, self.num_choices)
         return web.Response(body=msgspec.json.encode(response), content_type="application/json")
 
@@ -126,6 +142,7 @@ class Exchange:
     async def _send_events(self, events: EventStream) -> None:
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
+        wants_all_usage = options is not None and bool(options.continuous_usage_stats)
         receipts: dict[int, Receipt] = {}
         async with contextlib.aclosing(self._merged()) as merged:
             async for index, delta in merged:
@@ -133,12 +150,16 @@ class Exchange:
                 if delta.finish_reason is not None:
                     ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
-                choice = self.dialect.chunk(index, delta)
-                if choice is not None:
-                    chunk = self._response(self.dialect.chunk_object, [choice], ended)
-                    if wants_usage:
-                        chunk.usage = None
-                    await events.send(chunk)
+                choice = self._with_ids(self.dialect.chunk(index, delta), delta)
+                chunk = self._response(self.dialect.chunk_object, [choice], ended)
+                if delta.output_index == 0:
+                    self._add_prompt_ids(chunk)
+                if wants_all_usage:
+                    num_prompt_tokens = len(self.calls[index].prompt_token_ids)
+                    chunk.usage = usage_up_to(num_prompt_tokens, delta)
+                elif wants_usage:
+                    chunk.usage = None
+                await events.send(chunk)
         if wants_usage:
             chunk = self._response(self.dialect.chunk_object, [], [])
             in_order = [receipts[index] for index in range(len(self.calls))]
@@ -146,8 +167,19 @@ class Exchange:
             await events.send(chunk)
         await events.finish()
 
+    def _with_ids(self, choice: Choice, delta: TextDelta) -> Choice:
+        if self.body.return_token_ids:
+            choice.token_ids = list(delta.token_ids)
+        return choice
+
+    def _add_prompt_ids(self, response: Response) -> None:
+        """Where there is one prompt; else each choice has its own."""
+        if self.body.return_token_ids and isinstance(self.body, ChatRequest):
+            response.prompt_token_ids = self.calls[0].prompt_token_ids
+
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        return merge_streams([self.intake.stream(call) for call in self.calls])
+        streams = [self.intake.stream(call) for call in self.calls]
+        return merge_streams([without_output(s) for s in streams] if self.prompt_only else streams)
 
     def _response(self, kind: str, choices: list[Any], receipts: list[Receipt]) -> Response:
         response = Response(
@@ -178,11 +210,26 @@ def generation_request(
         session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
         priority=body.priority or 0,
         principal=request[PRINCIPAL],
+        cache_word=body.cache_salt or "",
+        text_options=DetokenizeOptions(
+            skip_special_tokens=body.skip_special_tokens is not False,
+            include_stop=bool(body.include_stop_str_in_output),
+        ),
     )
 
 
-async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> T:
-    """The request's fields.
+def check_num_returned(num_token_ids: int) -> None:
+    """Raise InvalidRequestError for more of prompts than one response may have."""
+    if num_token_ids > MAX_RETURNED_TOKEN_IDS:
+        raise InvalidRequestError(
+            "return_token_ids",
+            f"prompts of all outputs must have at most {MAX_RETURNED_TOKEN_IDS} tokens, "
+            f"got {num_token_ids}",
+        )
+
+
+async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -> T:
+    """The request's fields; notes those that have no effect.
 
     Raises:
         InvalidRequestError: a field is wrong.
@@ -193,9 +240,13 @@ async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> 
         raise ApiError(
             415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {request.content_type}"
         )
-    body = decode(await _read_in_time(request), kind)
-    if body.model != model_name:
-        raise unknown_model(body.model, model_name)
+    raw = await _read_in_time(request)
+    body, ignored = decode(raw, kind, strict=options.strict_fields)
+    note_ignored(request, ignored)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options", "is for stream: true only")
+    if body.model != options.model_name:
+        raise unknown_model(body.model, options.model_name)
     return body
 
 
@@ -223,6 +274,22 @@ async def _read_in_time(request: web.Request) -> bytes:
         got = declared or f"more than {limit}"
         raise ApiError(413, f"body: must have at most {limit} bytes, got {got}")
     return b"".join(parts)
+
+
+async def without_output(
+    stream: AsyncGenerator[TextDelta, None],
+) -> AsyncGenerator[TextDelta, None]:
+    """What an output of one token says of its prompt."""
+    async with contextlib.aclosing(stream) as deltas:
+        async for delta in deltas:
+            yield dataclasses.replace(
+                delta,
+                token_ids=(),
+                text="",
+                finish_reason=FinishReason.LENGTH,
+                receipt=dataclasses.replace(_receipt_of(delta), num_output_tokens=0),
+                logprobs=(),
+            )
 
 
 def _receipt_of(delta: TextDelta) -> Receipt:

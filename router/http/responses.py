@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from baton.outputs import Receipt
+from baton.outputs import Receipt, TextDelta
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -16,12 +16,16 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a request; those of a prompt with several outputs count once."""
+    """Tokens of a request; those of a prompt with several outputs count once.
+
+    Attributes:
+        prompt_tokens_details: None before the output is at its end.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class Receipts(msgspec.Struct):
@@ -35,6 +39,7 @@ class Response(msgspec.Struct, kw_only=True):
 
     Attributes:
         object: what it is, such as ``"chat.completion.chunk"``.
+        prompt_token_ids: of a chat, where they were asked for.
         usage: not there in chunks of a stream that has not asked for it.
     """
 
@@ -43,6 +48,7 @@ class Response(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[Any]
+    prompt_token_ids: list[int] | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
     baton: Receipts | UnsetType = UNSET
 
@@ -105,27 +111,47 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class ChatChoice(msgspec.Struct):
+class PromptLogprob(msgspec.Struct):
+    """vLLM's.
+
+    Attributes:
+        rank: None of a token that is not among the most probable ones.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """vLLM's fields of all choices, where they were asked for."""
+
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChoice(Choice):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
 
 
-class ChatChunkChoice(msgspec.Struct):
+class ChatChunkChoice(Choice):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionChoice(Choice):
     """Of a response and of a chunk."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class ModelObject(msgspec.Struct):
@@ -155,3 +181,12 @@ def usage_of(receipts: Iterable[Receipt], num_choices: int) -> Usage:
         prompt_tokens + completion_tokens,
         PromptTokensDetails(cached_tokens),
     )
+
+
+def usage_up_to(num_prompt_tokens: int, delta: TextDelta) -> Usage:
+    """What one output has cost when a delta of it has come, as vLLM counts it."""
+    num_tokens = delta.output_index + len(delta.token_ids)
+    usage = Usage(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens)
+    if delta.receipt is not None:
+        usage.prompt_tokens_details = PromptTokensDetails(delta.receipt.num_cached_tokens)
+    return usage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequestError, ModelLoadError
-from baton.tokenizer import Detokenizer, Tokenizer
+from baton.detokenizer import Detokenizer
+from baton.errors import ConfigError, InvalidRequestError, ModelLoadError
+from baton.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 TOKENIZER = Tokenizer(DEMO)
@@ -95,11 +97,13 @@ def test_pieces_of_a_text_are_whole_characters_in_order(text: str, sizes: list[i
 
 
 @given(token_ids, sizes)
-def test_no_piece_before_the_last_ends_in_half_a_character(
+def test_what_is_shown_is_the_beginning_of_what_any_more_tokens_make_of_it(
     ids: list[int], sizes: list[int]
 ) -> None:
-    for piece in push_all(cut(ids, sizes))[:-1]:
-        assert not piece.endswith(REPLACEMENT)
+    shown = ""
+    for piece, more in zip(push_all(cut(ids, sizes))[:-1], cut(ids, sizes), strict=False):
+        shown += piece
+        assert TOKENIZER.decode([*ids, *more]).startswith(shown)
 
 
 def test_an_emoji_is_held_back_until_its_last_byte() -> None:
@@ -122,13 +126,14 @@ def test_an_output_of_special_tokens_alone_is_no_text() -> None:
 
 
 class CountingTokenizer:
-    """Counts the tokens that are decoded."""
+    """One whose tokens cannot be looked at one by one; counts the tokens that are decoded."""
 
+    pieces = None
     num_decoded = 0
 
-    def decode(self, ids: list[int]) -> str:
+    def decode_at_once(self, ids: Sequence[int]) -> str:
         self.num_decoded += len(ids)
-        return TOKENIZER.decode(ids)
+        return TOKENIZER.decode_at_once(ids)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "special", "text", "mixed", "bytes and text"])
@@ -144,7 +149,7 @@ def test_what_is_decoded_grows_with_the_output_only(kind: str, step: int) -> Non
         "bytes and text": ([a_byte] * 300 + text) * 13,
     }[kind]
     counting = CountingTokenizer()
-    detokenizer = Detokenizer(counting)  # type: ignore[arg-type]  # decodes
+    detokenizer = Detokenizer(counting)
     shown = [detokenizer.push(ids[i : i + step]) for i in range(0, len(ids), step)]
     assert "".join([*shown, detokenizer.push([], last=True)]) == TOKENIZER.decode(ids)
     assert counting.num_decoded < 30 * len(ids)
@@ -195,6 +200,54 @@ def test_a_template_in_its_own_file_comes_first(tmp_path: Path) -> None:
 def test_of_several_named_templates_the_default_is_used(tmp_path: Path) -> None:
     named = [{"name": "tool", "template": "no"}, {"name": "default", "template": "yes"}]
     assert render(copy_demo(tmp_path, chat_template=named)) == "yes"
+
+
+def test_with_tools_the_template_of_that_name_is_used_wherever_it_is_written(
+    tmp_path: Path,
+) -> None:
+    named = {"default": "plain", "tool_use": "tools: {{ tools[0].name }}"}
+    as_list = [{"name": name, "template": template} for name, template in named.items()]
+    messages, tools = [{"role": "user", "content": "hi"}], [{"name": "f"}]
+    for form in (named, as_list):
+        tokenizer = Tokenizer(copy_demo(tmp_path, chat_template=form))
+        assert tokenizer.takes_tools
+        assert tokenizer.render_chat(messages) == "plain"
+        assert tokenizer.render_chat(messages, tools=tools) == "tools: f"
+    copy_demo(tmp_path, chat_template=None)
+    (tmp_path / "chat_template.jinja").write_text("own", encoding="utf-8")
+    (tmp_path / "additional_chat_templates").mkdir()
+    more = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+    more.write_text("more: {{ tools[0].name }}", encoding="utf-8")
+    assert Tokenizer(tmp_path).render_chat(messages) == "own"
+    assert Tokenizer(tmp_path).render_chat(messages, tools=tools) == "more: f"
+
+
+def test_a_template_that_is_named_comes_before_the_checkpoints(tmp_path: Path) -> None:
+    given = tmp_path / "mine.jinja"
+    given.write_text("mine: {{ messages[0].content }}", encoding="utf-8")
+    tokenizer = Tokenizer(DEMO, chat_template=given)
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "mine: hi"
+    with pytest.raises(ConfigError, match=r"chat_template: .*nowhere.* cannot be read"):
+        Tokenizer(DEMO, chat_template=tmp_path / "nowhere")
+    given.write_text("{% for %}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"chat_template: .*mine\.jinja is broken"):
+        Tokenizer(DEMO, chat_template=given)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "é!"),
+        ("{{ messages[0].content | tojson(ensure_ascii=True) }}", '"\\u00e9"'),
+        ("{{ messages | tojson(ensure_ascii=False, indent=1) }}",
+         '[\n {\n  "role": "user",\n  "content": "é"\n }\n]'),
+        ("{% for m in messages %}{{ 1 }}{% break %}{{ 2 }}{% endfor %}", "1"),
+        ("{{ strftime_now('%%') }}", "%"),
+    ],
+)  # fmt: skip
+def test_what_templates_of_hugging_face_may_use(tmp_path: Path, template: str, text: str) -> None:
+    tokenizer = Tokenizer(copy_demo(tmp_path, chat_template=template))
+    assert tokenizer.render_chat([{"role": "user", "content": "é"}]) == text
 
 
 def test_special_tokens_are_given_as_text_however_the_file_writes_them(tmp_path: Path) -> None:

@@ -193,3 +193,15 @@ def test_half_a_surrogate_pair_in_a_text_is_refused(texts: Texts, num_chars: int
                 ChatPrompt([{"role": "user", "content": "\ud800"}]), max_model_len=10_000
             )
         )
+
+
+def test_a_template_that_the_user_names_is_used_in_the_workers_too(tmp_path: Path) -> None:
+    given = tmp_path / "mine.jinja"
+    given.write_text("mine: {{ messages[0].content }}", encoding="utf-8")
+    texts = Texts(Tokenizer(DEMO, chat_template=given), max_model_len=1000)
+    try:
+        prompt = ChatPrompt([{"role": "user", "content": "hi"}])
+        found = asyncio.run(texts.encode_chat(prompt, max_model_len=1000))
+    finally:
+        texts.close()
+    assert found == TOKENIZER.encode("mine: hi")

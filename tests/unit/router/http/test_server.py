@@ -249,6 +249,12 @@ async def test_what_is_no_request_of_the_api_has_an_error_in_its_shape(scene: Ht
         ("/v1/completions", {"best_of": 2}, "best_of: must be n (1) or absent, got 2"),
         ("/v1/completions", {"suffix": "x"}, "suffix: is not supported"),
         ("/v1/completions", {"logprobs": 21}, "logprobs: must be 20 or less, got 21"),
+        (
+            "/v1/completions",
+            {"stream_options": {"include_usage": True}},
+            "stream_options: is for stream: true only",
+        ),
+        ("/v1/completions", {"max_tokens": 0}, "max_tokens: must be 1 or more, got 0"),
         (CHAT, {"messages": []}, "messages: must have at least 1 message, got 0"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs: needs logprobs: true"),
         (
