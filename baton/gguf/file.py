@@ -18,7 +18,7 @@ from typing import Any
 
 from baton.errors import ModelLoadError
 
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
@@ -184,10 +184,10 @@ class _Cursor:
 
 
 def _read(path: Path, content: mmap.mmap) -> GgufFile:
-    if content[:4] != _MAGIC:
+    if content[:4] != MAGIC:
         raise _BadFileError("no GGUF file: does not begin with GGUF")
     cursor = _Cursor(content)
-    cursor.position = len(_MAGIC)
+    cursor.position = len(MAGIC)
     version = cursor.scalar("I")
     if version not in _VERSIONS:
         # The version of a big-endian file has its bytes the other way round.

@@ -20,6 +20,7 @@ from baton.errors import ModelLoadError
 from baton.gguf.config import config_of, generation_config_of
 from baton.gguf.file import TENSOR_TYPES, GgufFile
 from baton.model_folder import config_digest, find_model_folder, weights_digest
+from baton.model_identity import folder_identity
 from baton.tokenizer import Tokenizer
 from tests.fakes.gguf_files import Vocabulary, plain_vocabulary, write_gguf
 from tests.fakes.vocabularies import VOCABULARIES, original, random_text
@@ -115,13 +116,27 @@ def test_other_weights_have_another_digest(tmp_path: Path) -> None:
     assert weights_digest(folder) != before
 
 
+def test_in_a_large_file_every_tensor_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.weights_samples.WHOLE_FILE_BYTES", 100)
+    monkeypatch.setattr("baton.weights_samples.SMALL_TENSOR_BYTES", 100)
+    monkeypatch.setattr("baton.weights_samples.TENSOR_SAMPLE_BYTES", 40)
+    norm = numpy.ones(32, dtype=numpy.float32)
+    digests = set()
+    for value in (1, 2):
+        tensors = {"output_norm.weight": (norm * value, F32)}
+        folder = find_model_folder(str(write(tmp_path / "tiny.gguf", tensors=tensors)))
+        digests.add(folder_identity(folder)["weights"])
+    assert len(digests) == 2
+
+
 def test_one_file_on_two_machines_is_one_model(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     here = find_model_folder(str(write(tmp_path / "here.gguf")))
     there = find_model_folder(str(write(tmp_path / "there" / "there.gguf")))
     assert here != there
-    assert config_digest(here) == config_digest(there)
-    assert weights_digest(here) == weights_digest(there)
+    assert folder_identity(here) == folder_identity(there)
 
 
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
