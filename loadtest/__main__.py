@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.command_line import CommandLine
 from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
-from baton.client_messages import API_KEY_VARIABLE
 from baton.errors import ConfigError
 from baton.process import run_program
-from baton.tls import TlsOptions
+from baton.tls_options import TlsOptions
 from loadtest.audit import Auditor
 from loadtest.compare_command import compare
 from loadtest.execute import Job, execute
@@ -39,8 +39,11 @@ from loadtest.options import (
     SeedOption,
     SloOption,
     TimeoutOption,
+    TurnPauseOption,
+    TurnsOption,
     VocabSizeOption,
     WarmupOption,
+    fresh_seed,
 )
 from loadtest.outputs import Outputs
 from loadtest.plan import ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
@@ -50,11 +53,7 @@ from loadtest.slo import Slo
 from loadtest.steps import Sweep
 from loadtest.targets.base import COUNT_TOKENS_BY, TargetOptions
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Measure a deployment under load.",
-)
+app = CommandLine(add_completion=False, help="Measure a deployment under load.")
 
 
 @app.callback()
@@ -148,7 +147,7 @@ def run(
             "are held after the run; with --up: that router."
         ),
     ] = "",
-    admin_token: Annotated[str, typer.Option(help="For --admin.", envvar="BATON_ADMIN_TOKEN")] = "",
+    admin_token: Annotated[str, typer.Option(help="For --admin.")] = "",
     input_tokens: InputTokensOption = "512",
     output_tokens: OutputTokensOption = "128",
     prefix_groups: PrefixGroupsOption = 0,
@@ -156,7 +155,23 @@ def run(
     cancel_rate: Annotated[
         float, typer.Option(help="Share of requests that the client gives up on the way.")
     ] = 0.0,
-    seed: SeedOption = 0,
+    turns: TurnsOption = "1",
+    turn_pause_s: TurnPauseOption = 0.0,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts and conversations of this file instead of random tokens: ShareGPT, or "
+            "JSONL with prompt, messages or turns."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with tokenizer.json: outputs are as long as the data set's answers, where "
+            "it has them; else as --output-tokens says."
+        ),
+    ] = None,
+    seed: SeedOption = None,
     warmup_s: WarmupOption = 0.0,
     duration_s: Annotated[
         float | None, typer.Option(help="Nothing is sent after, seconds; warm-up included.")
@@ -170,9 +185,7 @@ def run(
     model: Annotated[
         str, typer.Option(help="HTTP: name of the model; the first that is listed if empty.")
     ] = "",
-    api_key: Annotated[
-        str, typer.Option(help="That the server wants; in no report.", envvar=API_KEY_VARIABLE)
-    ] = "",
+    api_key: Annotated[str, typer.Option(help="That the server wants; in no report.")] = "",
     tls_cert: TlsCertOption = "",
     tls_key: TlsKeyOption = "",
     tls_ca: TlsCaOption = "",
@@ -213,7 +226,11 @@ def run(
             prefix_groups=prefix_groups,
             prefix_tokens=prefix_tokens,
             cancel_rate=cancel_rate,
-            seed=seed,
+            turns=parse_lengths("turns", turns),
+            turn_pause_s=turn_pause_s,
+            dataset=dataset,
+            tokenizer=tokenizer,
+            seed=fresh_seed() if seed is None else seed,
             warmup_s=warmup_s,
             duration_s=duration_s,
             num_requests=num_requests,
