@@ -8,9 +8,17 @@ from aiohttp import web
 
 from baton.errors import InvalidRequestError
 from baton.outputs import FinishReason, TextDelta
+from router.call import Call
 from router.choices import accept_choices
-from router.http.conversation import chat_prompt, forced_call, output_parser
-from router.http.exchange import PRINCIPAL, Exchange, generation_request, read_body
+from router.http.conversation import chat_prompt, forced_call, output_parser, takes_effort
+from router.http.exchange import (
+    PRINCIPAL,
+    Exchange,
+    check_stream,
+    generation_request,
+    read_body,
+)
+from router.http.ignored_fields import note_ignored
 from router.http.logprobs import TokenTexts
 from router.http.options import HttpOptions
 from router.http.responses import (
@@ -106,6 +114,33 @@ async def chat_completions(
     """Raises what `web.middleware` turns into a response."""
     received_at = time.perf_counter()
     body = await read_body(request, ChatRequest, options)
+    check_stream(body)
+    note_effort(request, intake, body, "reasoning_effort")
+    calls, dialect = await open_chat(request, intake, body, received_at)
+    return await Exchange(
+        request=request,
+        intake=intake,
+        body=body,
+        calls=calls,
+        num_choices=len(calls),
+        dialect=dialect,
+    ).respond()
+
+
+def note_effort(request: web.Request, intake: Intake, body: ChatRequest, field: str) -> None:
+    """Note the field of a reasoning effort if the model knows none."""
+    template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
+    if body.reasoning_effort is not None and not takes_effort(body.reasoning_effort, template):
+        note_ignored(request, [field])
+
+
+async def open_chat(
+    request: web.Request, intake: Intake, body: ChatRequest, received_at: float
+) -> tuple[list[Call], ChatDialect]:
+    """The checked calls of a chat's outputs, and what words them.
+
+    Raises InvalidRequestError and what tokenizing raises.
+    """
     if body.modalities not in (None, ["text"]):
         raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
     with as_client_wrote(body):
@@ -122,14 +157,7 @@ async def chat_completions(
     with as_client_wrote(body):
         calls = await accept_choices(intake, generation)
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
-    return await Exchange(
-        request=request,
-        intake=intake,
-        body=body,
-        calls=calls,
-        num_choices=params.n,
-        dialect=ChatDialect([output_parser(body) for _ in calls], texts),
-    ).respond()
+    return calls, ChatDialect([output_parser(body) for _ in calls], texts)
 
 
 def _max_tokens(body: ChatRequest, room: int) -> int:

@@ -73,6 +73,7 @@ class ToolCallDelta(msgspec.Struct):
 
 class AssistantMessage(msgspec.Struct):
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallObject] | UnsetType = UNSET
     role: str = "assistant"
     refusal: None = None
@@ -80,6 +81,7 @@ class AssistantMessage(msgspec.Struct):
 
 class MessageDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
@@ -111,7 +113,7 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class PromptLogprob(msgspec.Struct):
+class PromptLogprob(msgspec.Struct, gc=False):
     """vLLM's.
 
     Attributes:
@@ -160,6 +162,14 @@ class ModelObject(msgspec.Struct):
     max_model_len: int
     object: str = "model"
     owned_by: str = "baton"
+
+
+class VersionObject(msgspec.Struct):
+    version: str
+
+
+class LoadObject(msgspec.Struct):
+    server_load: int
 
 
 class ModelList(msgspec.Struct):
