@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from baton.errors import ModelLoadError
 from baton.gguf.file import MAGIC, GgufFile
 
 WHOLE_FILE_BYTES = 64 * 2**20
@@ -51,7 +52,10 @@ def _ranges(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
 def _tensors(file: BinaryIO, size: int) -> list[tuple[int, int]]:
     """Where the tensors of a file of safetensors are; none of a file of another kind."""
     if file.read(len(MAGIC)) == MAGIC:
-        stored = GgufFile.read(Path(file.name)).tensors.values()
+        try:
+            stored = GgufFile.read(Path(file.name)).tensors.values()
+        except ModelLoadError:
+            return []  # who loads it will say what is wrong
         return sorted((tensor.start, tensor.start + tensor.num_bytes) for tensor in stored)
     file.seek(0)
     num_header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
