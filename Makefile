@@ -29,7 +29,7 @@ setup: .venv/.ready ## create .venv and install the project for development
 	$(BIN)/python -m pip check
 	@touch $@
 
-demo: setup ## start router, prefill and decode node; send prompts; show the receipts; stop
+demo: setup ## fetch a small model; start router, prefill and decode node; talk with it; show the receipts; stop
 	$(BIN)/python examples/demo.py
 
 # Tests of real processes want the machine for themselves; all others share it.
