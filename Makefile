@@ -29,7 +29,7 @@ setup: .venv/.ready ## create .venv and install the project for development
 	$(BIN)/python -m pip check
 	@touch $@
 
-demo: setup ## start router, prefill and decode node; send prompts; show the receipts; stop
+demo: setup ## fetch a small model; start router, prefill and decode node; talk with it; show the receipts; stop
 	$(BIN)/python examples/demo.py
 
 # First all that needs one process, the quicker to fail. Tests of real processes mostly wait for

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelLoadError
+from baton.gguf.folder import WEIGHTS, folder_of_gguf
 from baton.weights_samples import read_samples
+
+_GGUF = ".gguf"
+_SHOWN_FILES = 4
 
 _TOKENIZER_FILES = [
     "config.json",
@@ -25,13 +32,17 @@ _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torc
 
 
 def find_model_folder(model: str, *, weights: bool = True) -> Path:
-    """The folder of a model that is given as a folder or as a hub id ("Qwen/Qwen3-0.6B").
+    """The folder of a model, in Hugging Face layout.
+
+    A model is given as a folder in that layout, as a GGUF file, as a folder or an installed
+    package with one GGUF file in it, or as a hub id ("Qwen/Qwen3-0.6B"). A GGUF file's folder is
+    made in the user's cache (`baton/gguf`).
 
     Args:
         weights: fetch the weights too; the router needs only the configuration and tokenizer.
 
     Raises:
-        ModelLoadError: it is neither, or it cannot be fetched.
+        ModelLoadError: it is none of these, it is broken, or it cannot be fetched.
     """
     try:
         folder = Path(model).expanduser()
@@ -39,15 +50,52 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
     except (RuntimeError, OSError, ValueError) as error:  # unknown ~user, no permission, ...
         raise ModelLoadError(f"model: {model!r} is not a usable path: {error}") from error
     if is_folder:
-        if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"model: {folder} has no config.json")
-        return folder
+        return _in_folder(folder)
     if folder.exists():
-        raise ModelLoadError(f"model: {folder} is a file; a folder or a hub id is needed")
+        if folder.suffix.lower() != _GGUF:
+            raise ModelLoadError(
+                f"model: {folder} is a file; a folder, a {_GGUF} file or a hub id is needed"
+            )
+        return folder_of_gguf(folder)
+    if (packaged := _in_package(model)) is not None:
+        return folder_of_gguf(packaged)
     # A hub id is "name" or "owner/name"; everything else can only have been meant as a path.
     if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
         raise ModelLoadError(f"model: folder {model} does not exist")
     return _fetch_from_hub(model, weights=weights)
+
+
+def _in_folder(folder: Path) -> Path:
+    """The folder itself, or that of the GGUF file in it where it has no weights of its own."""
+    ggufs = sorted(path for path in folder.glob(f"*{_GGUF}") if path.name != WEIGHTS)
+    has_config = (folder / "config.json").is_file()
+    if has_config and (not ggufs or any(folder.glob("*.safetensors"))):
+        return folder
+    if not ggufs:
+        raise ModelLoadError(f"model: {folder} has no config.json and no {_GGUF} file")
+    return folder_of_gguf(_only(ggufs, f"folder {folder}"))
+
+
+def _in_package(name: str) -> Path | None:
+    """The GGUF file of an installed package; nothing of the package is imported."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        return None
+    try:
+        package = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    files = [path for path in package.files or () if path.suffix.lower() == _GGUF]
+    if not files:
+        return None
+    return _only([Path(str(package.locate_file(path))) for path in files], f"package {name}")
+
+
+def _only(ggufs: Sequence[Path], place: str) -> Path:
+    if len(ggufs) > 1:
+        names = ", ".join(path.name for path in ggufs[:_SHOWN_FILES])
+        more = f" and {len(ggufs) - _SHOWN_FILES} more" if len(ggufs) > _SHOWN_FILES else ""
+        raise ModelLoadError(f"model: {place} has several {_GGUF} files; name one: {names}{more}")
+    return ggufs[0]
 
 
 def _fetch_from_hub(model: str, *, weights: bool) -> Path:
@@ -111,7 +159,7 @@ def weights_digest(folder: Path) -> str:
     Raises ModelLoadError when a file cannot be read.
     """
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob(WEIGHTS)]):
         try:
             size = path.stat().st_size
             digest.update(f"{path.name}:{size};".encode())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelLoadError
+from baton.gguf.folder import WEIGHTS as GGUF_WEIGHTS
 from baton.model_folder import config_digest, weights_digest
 
 # The order is the one in which people are told what differs.
@@ -65,7 +66,7 @@ def _has_weights(folder: Path) -> bool:
     """Whether the weights are here, and all of them."""
     index = folder / _INDEX
     if not index.is_file():
-        return any(folder.glob("*.safetensors"))
+        return any(folder.glob("*.safetensors")) or (folder / GGUF_WEIGHTS).is_file()
     files = set(_read_object(index).get("weight_map", {}).values())
     return bool(files) and all((folder / name).is_file() for name in files)
 

@@ -1,7 +1,7 @@
 """Which bytes of a file of weights stand for all of them: two fine-tunes of one model must differ.
 
 a file of at most 64 MiB     all of it
-larger, of safetensors       its header; of each tensor all, or where it is large three samples
+larger, safetensors or GGUF   its header; of each tensor all, or where it is large three samples
 larger, of another kind      64 KiB of every 4 MiB
 """
 
@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
+
+from baton.errors import ModelLoadError
+from baton.gguf.file import MAGIC, GgufFile
 
 WHOLE_FILE_BYTES = 64 * 2**20
 SMALL_TENSOR_BYTES, TENSOR_SAMPLE_BYTES = 2**18, 2**14
@@ -47,6 +51,13 @@ def _ranges(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
 
 def _tensors(file: BinaryIO, size: int) -> list[tuple[int, int]]:
     """Where the tensors of a file of safetensors are; none of a file of another kind."""
+    if file.read(len(MAGIC)) == MAGIC:
+        try:
+            stored = GgufFile.read(Path(file.name)).tensors.values()
+        except ModelLoadError:
+            return []  # who loads it will say what is wrong
+        return sorted((tensor.start, tensor.start + tensor.num_bytes) for tensor in stored)
+    file.seek(0)
     num_header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if num_header_bytes > min(_MAX_HEADER_BYTES, size):
         return []

@@ -52,7 +52,7 @@ class LLM:
     """Completes prompts offline.
 
     Args:
-        model: a folder in Hugging Face format, or a hub id.
+        model: a folder in Hugging Face format, a GGUF file, or a hub id.
         chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 

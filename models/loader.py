@@ -1,7 +1,8 @@
-"""Weights from safetensors files into a module, one tensor at a time, nothing allocated twice.
+"""Weights from files into a module, one tensor at a time, nothing allocated twice.
 
 The module is built on the meta device (shapes only) and every parameter is replaced by its tensor
 as it is read; afterwards each parameter has been seen exactly once, or loading fails.
+safetensors are read here, GGUF in `gguf_weights.py`.
 Refuses to know: architectures, pickled checkpoints (they run code).
 """
 
@@ -17,10 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from baton.errors import ModelLoadError
+from baton.gguf.folder import WEIGHTS
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
 from models.fields import Fields
+from models.gguf_weights import read_gguf
 from models.layers.attention import Attention
 from models.layers.linear import JoinedLinear
 from models.registry import MODELS
@@ -109,7 +112,7 @@ def _load_weights(
     scales = _kv_scales(model)
     unknown: list[str] = []
     tied_head: Tensor | None = None
-    for path, name, tensor in _read_tensors(_weight_files(folder)):
+    for path, name, tensor in _read_weights(folder, model.config):
         if name in missing:
             place = missing.pop(name)
             _check_tensor(path, name, tensor, place.shape)
@@ -128,6 +131,12 @@ def _load_weights(
         raise ModelLoadError(f"{folder}: weights unknown to the model: {_first_of(unknown)}")
     if tied_head is not None:
         _check_tied(folder, model.model.embed_tokens.weight, tied_head)
+
+
+def _read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[Path, str, Tensor]]:
+    """Every tensor of a checkpoint, by its name there in Hugging Face layout."""
+    gguf = folder / WEIGHTS
+    return read_gguf(gguf, config) if gguf.exists() else _read_tensors(_weight_files(folder))
 
 
 def _weight_files(folder: Path) -> list[Path]:

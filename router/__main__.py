@@ -34,7 +34,7 @@ app = CommandLine(add_completion=False)
 @app.command()
 def router(
     model: Annotated[
-        str, typer.Option(help="Model folder or hub id; only configuration and tokenizer are read.")
+        str, typer.Option(help="Model folder, GGUF file, or hub id; weights are not read.")
     ],
     listen: Annotated[str, typer.Option(help="host:port to serve on.")] = DEFAULT_ADDRESS,
     policy: Annotated[

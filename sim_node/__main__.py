@@ -54,7 +54,9 @@ async def _start_and_run(cluster: SimCluster) -> None:
 
 @app.command()
 def sim_node(
-    model: Annotated[str, typer.Option(help="Model folder or hub id; only config.json is read.")],
+    model: Annotated[
+        str, typer.Option(help="Model folder, GGUF file, or hub id; weights are not read.")
+    ],
     router: Annotated[str, typer.Option(help="host:port of the router.")] = DEFAULT_ADDRESS,
     prefill: Annotated[int, typer.Option(help="Prefill nodes of this process.", min=0)] = 1,
     decode: Annotated[int, typer.Option(help="Decode nodes of this process.", min=0)] = 1,

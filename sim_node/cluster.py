@@ -63,7 +63,7 @@ class SimCluster:
 
     Args:
         router: ``host:port``.
-        model: folder or hub id; only its config.json is read.
+        model: folder, GGUF file, or hub id; only its configuration is read.
         options: of every node.
         faults: what goes wrong by itself.
         prefix: of the nodes' names: ``sim-p0``, ``sim-d0`` and so on.

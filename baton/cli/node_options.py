@@ -50,7 +50,7 @@ def node_command(
     """
 
     def command(
-        model: Annotated[str, typer.Option(help="Model folder or hub id.")],
+        model: Annotated[str, typer.Option(help="Model folder, GGUF file, or hub id.")],
         router: Annotated[
             list[str],
             typer.Option(

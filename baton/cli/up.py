@@ -12,7 +12,7 @@ from baton.cli.tls_options import InsecureOption
 
 
 def up(
-    model: Annotated[str, typer.Option(help="Model folder or hub id.")],
+    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or hub id.")],
     prefill: Annotated[int, typer.Option(help="Prefill nodes.", min=1)] = 1,
     decode: Annotated[int, typer.Option(help="Decode nodes.", min=1)] = 1,
     listen: Annotated[str, typer.Option(help="host:port of the router.")] = DEFAULT_ADDRESS,

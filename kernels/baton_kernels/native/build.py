@@ -21,6 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton.cache_folder import CacheFolderError, cache_folder, is_own, open_own_folder
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
@@ -34,7 +36,6 @@ _CPU_FLAGS = {
 }  # fmt: skip
 _CHOOSES_CPU = ("-march", "-mcpu")  # in CC: the user knows better
 _TIME_LIMIT_S = 120.0
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class BuildError(Exception):
@@ -60,10 +61,13 @@ def open_library(openmp_runtime: str | None) -> tuple[int, Path]:
     flags = [*_FLAGS, "-fopenmp-simd" if openmp_runtime is None else "-fopenmp"]
     if not any(word.startswith(_CHOOSES_CPU) for word in compiler):
         flags += _CPU_FLAGS.get(platform.machine(), ())
-    folder = _folder()
     name = f"{_key(sources, compiler, flags)}.so"
     try:
-        folder_fd = _open_folder(folder)
+        folder = cache_folder("native")
+    except CacheFolderError as error:
+        raise BuildError(str(error)) from error
+    try:
+        folder_fd = open_own_folder(folder)
         try:
             library = _open_own(name, folder_fd)
             if library is None:
@@ -71,35 +75,13 @@ def open_library(openmp_runtime: str | None) -> tuple[int, Path]:
                 library = _open_own(name, folder_fd)
         finally:
             os.close(folder_fd)
+    except CacheFolderError as error:
+        raise BuildError(str(error)) from error
     except OSError as error:
         raise BuildError(f"{folder}: {error.strerror or error}") from error
     if library is None:
         raise BuildError(f"{folder / name}: somebody else changes it")
     return library, folder / name
-
-
-def _folder() -> Path:
-    cache = os.environ.get("BATON_CACHE")
-    try:
-        return (Path(cache) if cache else Path.home() / ".cache" / "baton") / "native"
-    except RuntimeError as error:  # a user without an entry, as containers have
-        raise BuildError("BATON_CACHE: a folder where there is no home, got none") from error
-
-
-def _open_folder(folder: Path) -> int:
-    """The folder's descriptor; made if it is not there, and nobody else's to write."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    found = os.fstat(descriptor)
-    if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE:
-        os.fchmod(descriptor, 0o700)  # what others have put there is found out by its owner
-        found = os.fstat(descriptor)
-    if not _is_own(found):
-        os.close(descriptor)
-        raise BuildError(f"{folder}: must be of user {os.geteuid()} alone, got {_owner(found)}")
-    return descriptor
 
 
 def _open_own(name: str, folder_fd: int) -> int | None:
@@ -110,7 +92,7 @@ def _open_own(name: str, folder_fd: int) -> int | None:
     except OSError:  # not there, or a link
         return None
     found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and _is_own(found) and found.st_nlink == 1:
+    if stat.S_ISREG(found.st_mode) and is_own(found) and found.st_nlink == 1:
         return descriptor
     os.close(descriptor)
     return None
@@ -129,14 +111,6 @@ def _store(content: bytes, name: str, folder_fd: int) -> None:
         with contextlib.suppress(OSError):
             os.unlink(new, dir_fd=folder_fd)
         raise
-
-
-def _is_own(found: os.stat_result) -> bool:
-    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & _OTHERS_WRITE
-
-
-def _owner(found: os.stat_result) -> str:
-    return f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
 
 
 def _sources() -> list[Path]:

@@ -49,7 +49,7 @@ def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     ("name", "problem"),
     [
         ("empty", "has no config.json"),
-        ("file", "is a file; a folder or a hub id is needed"),
+        ("file", "is a file; a folder, a .gguf file or a hub id is needed"),
         ("missing/model", "does not exist"),
     ],
 )

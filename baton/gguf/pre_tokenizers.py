@@ -1,0 +1,87 @@
+"""How byte-level vocabularies cut a text before their merges: by the name that GGUF files give.
+
+The patterns are those of the models' own tokenizers; llama.cpp's `src/llama-vocab.cpp` has the same
+names. Refuses to know: vocabularies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_LLAMA_CPP_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How one family of vocabularies cuts.
+
+    Attributes:
+        patterns: each cuts what the one before has left; matches stay whole.
+        composes: letters and accents become one character first (Unicode's NFC).
+        takes_whole_words: a piece that is a token is not built by merges.
+        begins_texts: a text begins with the token for that where the file does not say.
+    """
+
+    patterns: Sequence[str]
+    composes: bool = False
+    takes_whole_words: bool = False
+    begins_texts: bool = False
+
+    def description(self) -> Mapping[str, Any]:
+        """As `tokenizer.json` has it."""
+        splits = [
+            {
+                "type": "Split",
+                "pattern": {"Regex": pattern},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+            for pattern in self.patterns
+        ]
+        to_bytes = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
+        return {"type": "Sequence", "pretokenizers": [*splits, to_bytes]}
+
+
+_GPT2_LIKE = PreTokenizer((_GPT2,))
+_DIGIT_BY_DIGIT = PreTokenizer((r"\p{N}", _GPT2))
+_LLAMA3_LIKE = PreTokenizer((_LLAMA3,), takes_whole_words=True, begins_texts=True)
+_QWEN2_LIKE = PreTokenizer((_QWEN2,), composes=True)
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion"), _GPT2_LIKE),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        _DIGIT_BY_DIGIT,
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        _LLAMA3_LIKE,
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2_LIKE),
+    "stablelm2": PreTokenizer((_QWEN2,)),
+    "tekken": PreTokenizer((_TEKKEN,), takes_whole_words=True, begins_texts=True),
+    "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
+    "default": PreTokenizer(_LLAMA_CPP_DEFAULT),
+}

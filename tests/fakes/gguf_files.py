@@ -1,0 +1,197 @@
+"""Small GGUF files, written by the `gguf` package as llama.cpp's converter writes them.
+
+Refuses to know: how Baton reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy
+import tokenizers
+from gguf import GGMLQuantizationType, TokenType
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+# Where blocks have float16 factors: what else is in a block may be any bytes.
+_FACTORS_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a file says about text.
+
+    Attributes:
+        kind: ``tokenizer.ggml.model``.
+        pre: ``tokenizer.ggml.pre``; empty: not said.
+        scores: of SentencePiece kinds.
+        fields: more of ``tokenizer.ggml``.
+    """
+
+    tokens: Sequence[str]
+    types: Sequence[int]
+    kind: str = "gpt2"
+    pre: str = ""
+    merges: Sequence[str] = ()
+    scores: Sequence[float] = ()
+    chat_template: str | Sequence[Mapping[str, str]] = ""
+    fields: Mapping[str, int | bool] | None = None
+
+
+def vocabulary_of(tokenizer: tokenizers.Tokenizer, **options: Any) -> Vocabulary:
+    """What a converter makes of a byte-level `tokenizer.json`."""
+    added = tokenizer.get_added_tokens_decoder()
+    ids = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    types = {
+        token_id: TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+        for token_id, token in added.items()
+    }
+    import json
+
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    return Vocabulary(
+        tokens=[ids[index] for index in range(len(ids))],
+        types=[int(types.get(index, TokenType.NORMAL)) for index in range(len(ids))],
+        merges=[" ".join(pair) for pair in merges],
+        **options,
+    )
+
+
+def plain_vocabulary(size: int) -> Vocabulary:
+    """Tokens that no test reads: characters of bytes, then numbers, then the first two as one."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, *(f"t{index}" for index in range(size))][:size]
+    tokens[-1] = "".join(tokens[:2])
+    merges = [" ".join(tokens[:2])]
+    return Vocabulary(tokens, [int(TokenType.NORMAL)] * size, pre="gpt-2", merges=merges)
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    tensors: Mapping[str, tuple[Array, GGMLQuantizationType]],
+    fields: Mapping[str, int | float | str],
+    vocabulary: Vocabulary | None = None,
+) -> Path:
+    """Write a file; ``fields`` are the architecture's own."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in fields.items():
+        if isinstance(value, str):
+            writer.add_string(f"{architecture}.{name}", value)
+        elif isinstance(value, int):
+            writer.add_uint32(f"{architecture}.{name}", value)
+        else:
+            writer.add_float32(f"{architecture}.{name}", value)
+    if vocabulary is not None:
+        _add_vocabulary(writer, vocabulary)
+    for name, (values, kind) in tensors.items():
+        writer.add_tensor(name, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
+    writer.add_tokenizer_model(vocabulary.kind)
+    if vocabulary.pre:
+        writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(list(vocabulary.tokens))
+    writer.add_token_types(list(vocabulary.types))
+    if vocabulary.merges:
+        writer.add_token_merges(list(vocabulary.merges))
+    if vocabulary.scores:
+        writer.add_token_scores(list(vocabulary.scores))
+    if vocabulary.chat_template:
+        writer.add_chat_template(vocabulary.chat_template)
+    for name, value in (vocabulary.fields or {}).items():
+        if isinstance(value, bool):
+            writer.add_bool(f"tokenizer.ggml.{name}", value)
+        else:
+            writer.add_uint32(f"tokenizer.ggml.{name}", value)
+
+
+def stored(values: Array, kind: GGMLQuantizationType, seed: int) -> Array:
+    """The content of a tensor in a kind of storage; of K kinds it is random blocks."""
+    if kind.name not in _FACTORS_AT:
+        return gguf.quantize(values, kind)
+    rng = numpy.random.default_rng(seed)
+    values_per_block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (values.size // values_per_block, num_bytes), dtype=numpy.uint8)
+    for position in _FACTORS_AT[kind.name]:
+        factors = rng.uniform(0.001, 0.004, len(blocks)).astype(numpy.float16)
+        blocks[:, position : position + 2] = factors[:, None].view(numpy.uint8)
+    return blocks.reshape(values.shape[0], -1)
+
+
+def write_model(
+    path: Path,
+    model: Any,
+    kind: GGMLQuantizationType,
+    *,
+    vocabulary: Vocabulary | None = None,
+    **fields: int | float | str,
+) -> Path:
+    """Write a model of transformers, its matrices in one kind of storage."""
+    config = model.config
+    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    tensors = {}
+    for number, (name, parameter) in enumerate(model.state_dict().items()):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = parameter.float().numpy()
+        path_of, _, suffix = name.rpartition(".")
+        place = path_of.removeprefix("model.layers.")
+        layer, _, part = place.partition(".")
+        new = f"blk.{layer}.{_NAMES[part]}" if place != path_of else _NAMES[path_of]
+        if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+            heads = config.num_attention_heads if "q_proj" in part else config.num_key_value_heads
+            values = _paired(values, heads)
+        matrix = values.ndim > 1
+        kind_of = kind if matrix else GGMLQuantizationType.F32
+        tensors[f"{new}.{suffix}"] = (stored(values, kind_of, number), kind_of)
+    shape: dict[str, int | float | str] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": 10_000.0,
+    }
+    if architecture != "qwen2":  # whose heads are as wide as its sizes say
+        shape |= {"attention.key_length": config.head_dim}
+        shape |= {"attention.value_length": config.head_dim}
+    if architecture == "llama":
+        shape |= {"rope.dimension_count": config.head_dim}
+    vocabulary = vocabulary or plain_vocabulary(config.vocab_size)
+    return write_gguf(path, architecture, tensors, shape | fields, vocabulary)
+
+
+def _paired(values: Array, num_heads: int) -> Array:
+    """Rows of a head from halves to pairs, as the converter has them for llama."""
+    halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
+    return numpy.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
