@@ -150,7 +150,7 @@ def test_new_appends_and_check_shows_who_may_do_what(tmp_path: Path) -> None:
     [
         (["new", "a b"], "error: key 1 ('a b'): name: must be 1 to 64 letters"),
         (["new", "a", "--role", "root"], "roles: must be of infer"),
-        (["new", "a", "--expires", "soon"], "error: expires: must be like 2027-01-31 or 90d"),
+        (["new", "a", "--expires", "soon"], "error: --expires: must be like 2027-01-31 or 90d"),
         (["check", "/nothing"], "error: api_keys_file: cannot read /nothing"),
         (["convert", "/nothing"], "error: cannot read /nothing"),
     ],

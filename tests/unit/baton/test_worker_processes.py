@@ -32,7 +32,24 @@ def run(test: Callable[[WorkerProcesses], Awaitable[None]], limits: WorkLimits =
         asyncio.run(main())
     finally:
         workers.close()
-    assert not [one for one in psutil.Process().children() if "worker_template" in command(one)]
+    assert not templates()
+
+
+def templates() -> list[psutil.Process]:
+    """Template processes of this test (what others made ends when it is collected)."""
+    return [one for one in _children() if one not in _OF_OTHERS]
+
+
+_OF_OTHERS: list[psutil.Process] = []
+
+
+@pytest.fixture(autouse=True)
+def _note_others() -> None:
+    _OF_OTHERS[:] = _children()
+
+
+def _children() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "worker_template" in command(one)]
 
 
 def command(process: psutil.Process) -> str:
@@ -96,8 +113,7 @@ async def busy_worker() -> psutil.Process:
     """The one that has been asked: the last of the idle ones."""
     while True:
         await asyncio.sleep(0.05)
-        templates = [one for one in psutil.Process().children() if "template" in command(one)]
-        if templates and len(workers := templates[0].children()) == 3:
+        if (found := templates()) and len(workers := found[0].children()) == 3:
             await asyncio.sleep(0.1)
             return max(workers, key=lambda one: one.pid)
 
@@ -163,7 +179,7 @@ def test_a_worker_that_has_grown_makes_room_for_a_new_one() -> None:
 def test_a_template_that_ended_is_started_again() -> None:
     async def test(workers: WorkerProcesses) -> None:
         await workers.run(b"1")
-        [template] = [one for one in psutil.Process().children() if "template" in command(one)]
+        [template] = templates()
         workers_of_it = [one.pid for one in template.children()]
         template.kill()
         await until_gone(*workers_of_it)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from baton import wire, wire_types
+from baton.access_log import AccessEntry
 from baton.call_gate import Context
 from baton.errors import InvalidRequestError
 from baton.identity import ANYBODY
@@ -33,6 +34,9 @@ TOKEN_IDS = TOKENIZER.encode(TEXT)
 
 class _NoDeadline:
     principal = ANYBODY
+
+    def __init__(self) -> None:
+        self.entry = AccessEntry()
 
     def time_remaining(self) -> None:
         return None
