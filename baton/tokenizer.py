@@ -32,7 +32,6 @@ class Tokenizer:
         folder, template_file: as given.
         chat_template: what conversations go through; None if there is none.
         longest_token_chars: no token stands for more characters of a text.
-        pieces: what each token adds to a text; None when that depends on its neighbours.
         special_token_ids: tokens that `decode` leaves out.
         has_chat_template: whether `encode_chat` can be used.
         takes_tools: whether the chat template looks at tools.
@@ -58,9 +57,8 @@ class Tokenizer:
         description = json.loads(self._tokenizer.to_str())
         decoder = description.get("decoder")
         self._bytes_of = piece_decoder(decoder)
-        self.pieces: OutputPieces | None = output_pieces(
-            self._tokenizer, decoder, self.special_token_ids
-        )
+        self._decoder = decoder
+        self._pieces: dict[frozenset[int], OutputPieces | None] = {}  # by what is skipped
         self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         if description.get("normalizer") is not None:
             self.longest_token_chars *= _MAX_SHRINKAGE
@@ -129,18 +127,35 @@ class Tokenizer:
             raise InvalidRequestError("chat", "this checkpoint has no chat template")
         return self.chat_template.render(messages, tools=tools, options=template_options)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens: what a `Detokenizer` makes of all of them.
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids: what a `Detokenizer` makes of all of them.
 
         It is what the library makes of them, but for byte fallback: there one byte that is part of
         no character makes the library lose all bytes beside it.
         """
-        return Detokenizer(self).push(token_ids, last=True)
+        detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(token_ids, last=True)
 
-    def decode_at_once(self, token_ids: Sequence[int]) -> str:
-        """What the library makes of them."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
+        """What each token adds to a text; None when that depends on its neighbours.
+
+        Args:
+            skipped: token ids that are no text.
+        """
+        if skipped not in self._pieces:
+            self._pieces[skipped] = output_pieces(self._tokenizer, self._decoder, skipped)
+        return self._pieces[skipped]
+
+    def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
+        """What the library makes of tokens, those of ``skipped`` left out."""
+        kept = [token_id for token_id in token_ids if token_id not in skipped]
+        text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
+
+    def special_token_id(self, name: str) -> int | None:
+        """The id of a special token, by what it is called; None if there is no such token."""
+        token_id: int | None = self._tokenizer.token_to_id(name)
+        return token_id if token_id in self.special_token_ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; not always whole characters."""

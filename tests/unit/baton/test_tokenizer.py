@@ -79,6 +79,18 @@ def test_decoding_leaves_special_tokens_out() -> None:
     assert TOKENIZER.decode([*SPECIAL, *ids, *SPECIAL]) == "ab"
 
 
+def test_special_tokens_are_shown_where_they_are_wanted() -> None:
+    ids = [*TOKENIZER.encode("ab"), *SPECIAL]
+    names = "<|endoftext|><|im_start|><|im_end|>"
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == f"ab{names}"
+    one = TOKENIZER.special_token_id("<|im_start|>")
+    assert one == SPECIAL[1]
+    assert TOKENIZER.special_token_id("ab") is None
+    for tokenizer in (TOKENIZER, CountingTokenizer()):
+        detokenizer = Detokenizer(tokenizer, shown_token_ids=frozenset([one]))
+        assert "".join(detokenizer.push([i]) for i in ids) == "ab<|im_start|>"
+
+
 # ---------------------------------------------------------------- piece by piece
 
 
@@ -128,12 +140,15 @@ def test_an_output_of_special_tokens_alone_is_no_text() -> None:
 class CountingTokenizer:
     """One whose tokens cannot be looked at one by one; counts the tokens that are decoded."""
 
-    pieces = None
+    special_token_ids = TOKENIZER.special_token_ids
     num_decoded = 0
 
-    def decode_at_once(self, ids: Sequence[int]) -> str:
+    def pieces(self, skipped: frozenset[int]) -> None:
+        return None
+
+    def decode_at_once(self, ids: Sequence[int], skipped: frozenset[int]) -> str:
         self.num_decoded += len(ids)
-        return TOKENIZER.decode_at_once(ids)
+        return TOKENIZER.decode_at_once(ids, skipped)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "special", "text", "mixed", "bytes and text"])
