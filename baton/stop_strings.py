@@ -7,10 +7,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from baton.detokenizer import Detokenizer
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetokenizeOptions:
+    """How tokens become the text that a client sees.
+
+    Attributes:
+        skip_special_tokens: False: the text shows them, but not the one that ended the output.
+        include_stop: the text ends behind what ended it, not before.
+        shown_token_ids: special tokens that the text shows in any case.
+    """
+
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    shown_token_ids: frozenset[int] = frozenset()
+
+
+DEFAULT_TEXT = DetokenizeOptions()
 
 
 class StopStrings:
@@ -19,12 +38,16 @@ class StopStrings:
     Of several, the one that is complete first ends the text; of those complete at the same
     character, the one that began first. So it does not matter how the text is cut into pieces.
 
+    Args:
+        include: whether the text ends behind it.
+
     Attributes:
         stopped: whether one was found; what comes after it is nobody's.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
         self.stopped = False
+        self._include = include
         self._searches = [_Search(text) for text in stop]
         # The end of the text so far that may still become a stop string.
         self._held = ""
@@ -43,7 +66,8 @@ class StopStrings:
         if found:
             self.stopped = True
             self._held = ""
-            return text[: num_before + min(found)[1]]
+            end, begin = min(found)
+            return text[: num_before + (end if self._include else begin)]
         num_held = max((search.num_matched for search in self._searches), default=0)
         shown = len(text) - num_held
         self._held = text[shown:]
@@ -110,21 +134,41 @@ class OutputText:
         num_tokens: taken so far.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        options: DetokenizeOptions = DEFAULT_TEXT,
+    ) -> None:
         self.num_tokens = 0
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+            shown_token_ids=options.shown_token_ids,
+        )
         self._min_tokens = params.min_tokens
-        self._stop_strings = StopStrings(params.stop) if params.stop else None
+        self._stop_strings = (
+            StopStrings(params.stop, include=options.include_stop) if params.stop else None
+        )
+        self._hides_end = not (options.skip_special_tokens or options.include_stop)
+        self._special_token_ids = tokenizer.special_token_ids
 
     @property
     def stopped(self) -> bool:
         return self._stop_strings is not None and self._stop_strings.stopped
 
-    def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
+    def push(
+        self, token_ids: Sequence[int], *, last: bool = False, ended_by_token: bool = False
+    ) -> str:
         """What ``token_ids`` add to the text that can be shown now.
 
         With ``last``, what is left is given as it is, unless a stop string ends it.
+
+        Args:
+            ended_by_token: whether the last one ended the output.
         """
+        if ended_by_token and self._hides_end and token_ids:
+            token_ids = token_ids[: -1 if token_ids[-1] in self._special_token_ids else None]
         if self._stop_strings is None:
             self.num_tokens += len(token_ids)
             return self._detokenizer.push(token_ids, last=last)

@@ -85,14 +85,16 @@ class Tokenizer:
         """Whether the checkpoint brings a tokenizer; without one it serves token ids."""
         return (folder / "tokenizer.json").is_file()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text prompt, with the special tokens the checkpoint adds to one."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_long(self, text: str) -> list[int]:
+    def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The same ids in about half the time; holds the GIL as long as it takes."""
-        ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
+        ids: list[int] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )[0].ids
         return ids
 
     def encode_chat(

@@ -155,6 +155,13 @@ def router(
     served_model_name: Annotated[
         str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
     ] = "",
+    strict_fields: Annotated[
+        bool,
+        typer.Option(
+            help="Refuse HTTP requests with fields that have no effect here, instead of naming "
+            "these in a header of the answer (X-Baton-Ignored-Fields)."
+        ),
+    ] = False,
     chat_template: Annotated[
         str,
         typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
@@ -269,6 +276,7 @@ def router(
                 http_listen=http_listen,
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
+                strict_fields=strict_fields,
                 texts=TextOptions(chat_template=chat_template),
                 api_keys_file=api_keys_file,
                 audit_log=audit_log,

@@ -1,6 +1,7 @@
 """CacheSalts: which prompts' KV a principal may find again, as bytes that name blocks apart.
 
     principal -> its sharing group, or else its tenant -> HMAC-SHA256(secret, (kind, name)) -> salt
+    salt, a client's own word -> HMAC-SHA256(secret, ("client", salt, word)) -> a narrower salt
 
 Nodes put the salt at the root of a prompt's block hashes (`baton/block_hash.py`), and the router
 where it computes the same: with another salt the same prompt has other names everywhere. Nobody
@@ -32,19 +33,31 @@ class CacheSalts:
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(32) if secret is None else secret
 
-    def of(self, principal: Principal) -> bytes:
-        """The salt of a principal's prompts; empty where there are no tenants."""
+    def of(self, principal: Principal, word: str = "") -> bytes:
+        """The salt of a principal's prompts; empty where there are no tenants.
+
+        Args:
+            word: prompts with another one of these are apart, too. It can only narrow who shares
+                a prompt: what it makes is made of the principal's own salt.
+        """
         if principal.cache_group:
-            return self._derive(b"group", principal.cache_group)
-        return self.of_tenant(principal) if principal.tenant else b""
+            salt = self._derive(b"group", principal.cache_group)
+        else:
+            salt = self._derive(b"tenant", principal.tenant) if principal.tenant else b""
+        return self._narrowed(salt, word)
 
-    def of_tenant(self, principal: Principal) -> bytes:
+    def of_tenant(self, principal: Principal, word: str = "") -> bytes:
         """A salt of its tenant alone, whatever group that is in."""
-        return self._derive(b"tenant", principal.tenant)
+        return self._narrowed(self._derive(b"tenant", principal.tenant), word)
 
-    def _derive(self, kind: bytes, name: str) -> bytes:
-        # Length-prefixed, so that no two pairs of fields are the same bytes.
-        fields = (_DOMAIN, kind, name.encode(errors="surrogatepass"))
+    def _narrowed(self, salt: bytes, word: str) -> bytes:
+        return self._derive(b"client", word, salt) if word else salt
+
+    def _derive(self, kind: bytes, name: str, within: bytes = b"") -> bytes:
+        # Length-prefixed, so that no two lists of fields are the same bytes.
+        fields = [_DOMAIN, kind, name.encode(errors="surrogatepass")]
+        if within:
+            fields.append(within)
         framed = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
         return hmac.digest(self._secret, framed, hashlib.sha256)
 

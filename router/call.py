@@ -10,6 +10,7 @@ import msgspec
 from baton.identity import ANYBODY, Principal
 from baton.outputs import Receipt, RequestOutput
 from baton.sampling_params import SamplingParams
+from baton.stop_strings import DEFAULT_TEXT, DetokenizeOptions
 from router.prompt_hashes import PromptHashes
 
 
@@ -25,6 +26,8 @@ class Call:
         priority: where calls wait, smaller goes first.
         principal: who asks.
         cache_salt: of who shares the prompt's KV; empty: everybody.
+        cache_word: what the client gave to share it with fewer.
+        text_options: how tokens become text.
         hashes: of the prompt; calls that are made of this one have the same ones.
     """
 
@@ -37,6 +40,8 @@ class Call:
     priority: int = 0
     principal: Principal = ANYBODY
     cache_salt: bytes = field(default=b"", repr=False)
+    cache_word: str = field(default="", repr=False)
+    text_options: DetokenizeOptions = DEFAULT_TEXT
     hashes: PromptHashes = field(default=None, repr=False)  # type: ignore[assignment]  # see below
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from baton.prompt import (
     draw_seed,
 )
 from baton.sampling_params import SamplingParams
-from baton.stop_strings import OutputText
+from baton.stop_strings import DEFAULT_TEXT, DetokenizeOptions, OutputText
 from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
 from router.cache_salts import CacheSalts
@@ -37,6 +37,7 @@ from router.usage import OwnPrompts, told
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
+MAX_CACHE_WORD_CHARS = 256
 
 
 Prompt = str | Sequence[int] | ChatPrompt
@@ -54,6 +55,8 @@ class GenerationRequest:
         session_id: requests with the same one share a beginning; empty: unknown.
         priority: where requests wait, smaller goes first.
         principal: who asks.
+        cache_word: prompts with another one share no cache; empty: none is given.
+        text_options: how tokens become text.
     """
 
     prompt: Prompt
@@ -64,6 +67,8 @@ class GenerationRequest:
     session_id: str = ""
     priority: int = 0
     principal: Principal = ANYBODY
+    cache_word: str = ""
+    text_options: DetokenizeOptions = DEFAULT_TEXT
 
 
 class Intake:
@@ -140,6 +145,7 @@ class Intake:
         self.check_key(request.principal)  # before anything costs time
         check_name("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
         check_name("session_id", request.session_id, MAX_SESSION_ID_CHARS)
+        check_name("cache_salt", request.cache_word, MAX_CACHE_WORD_CHARS)
         principal = request.principal
         most_urgent = principal.limits.most_urgent_priority if principal.tenant else None
         check_priority(request.priority, most_urgent)
@@ -166,12 +172,16 @@ class Intake:
             session_id=request.session_id,
             priority=request.priority,
             principal=principal,
-            cache_salt=self.cache_salts.of(principal),
+            cache_salt=self.cache_salts.of(principal, request.cache_word),
+            cache_word=request.cache_word,
+            text_options=request.text_options,
         )
 
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
         """Run a call; ending the iteration early cancels it. Raises what the dispatcher does."""
-        text = OutputText(self.tokenizer, call.sampling_params) if self.tokenizer else None
+        text = None
+        if self.tokenizer is not None:
+            text = OutputText(self.tokenizer, call.sampling_params, call.text_options)
         num_own = self._own_prompts.num_tokens(call)
         try:
             with self._metrics.running() as record:
@@ -192,11 +202,18 @@ class Intake:
                 error.receipt = told(error.receipt, num_own)
             raise
 
-    async def tokenize(self, prompt: Prompt, principal: Principal = ANYBODY) -> list[int]:
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        principal: Principal = ANYBODY,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
         """Token ids of a prompt, not checked against the model.
 
         Args:
             principal: whose prompt it is.
+            add_special_tokens: to a text, as the checkpoint does.
 
         Raises what `Texts.encode` does.
         """
@@ -214,7 +231,12 @@ class Intake:
             )
         caller = principal.tenant
         if isinstance(prompt, str):
-            return await self._texts.encode(prompt, max_model_len=max_model_len, caller=caller)
+            return await self._texts.encode(
+                prompt,
+                max_model_len=max_model_len,
+                caller=caller,
+                add_special_tokens=add_special_tokens,
+            )
         if not prompt.messages:
             raise InvalidRequestError("chat", "must have at least 1 message, got 0")
         if prompt.tools and not self.tokenizer.takes_tools:
@@ -226,7 +248,13 @@ class Intake:
         output = item.output
         finish_reason, receipt = output.finish_reason, item.receipt
         token_ids = output.token_ids
-        piece = text.push(token_ids, last=finish_reason is not None) if text else ""
+        piece = ""
+        if text is not None:
+            piece = text.push(
+                token_ids,
+                last=finish_reason is not None,
+                ended_by_token=finish_reason is FinishReason.STOP,
+            )
         if text is not None and text.stopped:
             finish_reason = FinishReason.STOP
             token_ids = token_ids[: text.num_tokens - output.output_index]

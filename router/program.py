@@ -67,6 +67,7 @@ class RouterConfig:
     Attributes:
         http_listen: empty for no HTTP.
         served_model_name: what clients call the model; empty: as ``model``.
+        strict_fields: fields of HTTP requests that have no effect are errors.
         texts: how conversations become prompts, and outputs messages.
         api_keys_file: who may call; without it, tokens and CAs: anybody.
         audit_log: "-": standard output; empty: none.
@@ -99,6 +100,7 @@ class RouterConfig:
     http_listen: str = ""
     http_cors_origin: str = ""
     served_model_name: str = ""
+    strict_fields: bool = False
     texts: TextOptions = field(default_factory=TextOptions)
     api_keys_file: str = ""
     audit_log: str = ""
@@ -278,6 +280,7 @@ async def _serving_http(
         pool,
         metrics,
         model_name=config.served_model_name or config.model,
+        strict_fields=config.strict_fields,
         access=access,
         cors_origin=config.http_cors_origin,
         grace_s=LAST_WORDS_S,
@@ -372,8 +375,7 @@ def _make_servers(
 
     private = config.node_listen or config.listen
     if not config.node_listen:
-        all_services = [inference, link, admin]
-        return {private: make(private, all_services, add_all, budget.public)}
+        return {private: make(private, [inference, link, admin], add_all, budget.public)}
     own = config.reuse_port
     return {
         private: make(private, [link, admin], add_private, budget.nodes),

@@ -27,7 +27,7 @@ MAX_TOOLS = 1_024
 # Of tools and options, which templates need not write as they came.
 _MAX_EXTRA_BYTES = 2**16
 _MAX_CHAR_BYTES = 6  # in JSON: "\\u0007"
-_TEXT, _CHAT = b"t", b"c"
+_TEXT, _BARE_TEXT, _CHAT = b"t", b"b", b"c"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +70,29 @@ class Texts:
         """Start the worker processes, so that the first chat need not wait for them."""
         self._workers.start()
 
-    async def encode(self, text: str, *, max_model_len: int, caller: str = "") -> list[int]:
+    async def encode(
+        self,
+        text: str,
+        *,
+        max_model_len: int,
+        caller: str = "",
+        add_special_tokens: bool = True,
+    ) -> list[int]:
         """Token ids of a text prompt.
 
         Args:
             max_model_len: of the requests of now.
             caller: whose text it is.
+            add_special_tokens: as the checkpoint does.
 
         Raises what `WorkerProcesses.run` does, and InvalidRequestError when it costs too much.
         """
         self._check_num_chars("prompt", len(text), max_model_len)
         utf8 = _utf8("prompt", text)
         if len(text) <= SHORT_TEXT_CHARS:
-            return self._tokenizer.encode(text)
-        return await self._run("prompt", _TEXT + utf8, caller)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        kind = _TEXT if add_special_tokens else _BARE_TEXT
+        return await self._run("prompt", kind + utf8, caller)
 
     async def encode_chat(
         self, prompt: ChatPrompt, *, max_model_len: int, caller: str = ""
@@ -145,8 +154,10 @@ def make_work(options: Mapping[str, str]) -> Work:
     tokenizer = Tokenizer(Path(options["folder"]), chat_template=template_file)
 
     def work(frame: bytes) -> bytes:
-        if frame[:1] == _TEXT:
-            token_ids = tokenizer.encode_long(frame[1:].decode())
+        kind = frame[:1]
+        if kind != _CHAT:
+            text = frame[1:].decode()
+            token_ids = tokenizer.encode_long(text, add_special_tokens=kind == _TEXT)
         else:
             messages, tools, template_options = msgspec.json.decode(frame[1:])
             for index, message in enumerate(messages):

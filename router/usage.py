@@ -75,7 +75,7 @@ class OwnPrompts:
             self._memory.note(1, self._hashes(call))
 
     def _hashes(self, call: Call) -> tuple[int, ...]:
-        salt = self._salts.of_tenant(call.principal)
+        salt = self._salts.of_tenant(call.principal, call.cache_word)
         return call.hashes.salted(salt).of(_KIND)
 
 

@@ -12,6 +12,7 @@ from router.choices import accept_choices
 from router.http.conversation import chat_prompt, forced_call, output_parser
 from router.http.exchange import PRINCIPAL, Exchange, generation_request, read_body
 from router.http.logprobs import TokenTexts
+from router.http.options import HttpOptions
 from router.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -100,11 +101,13 @@ class ChatDialect:
 
 
 async def chat_completions(
-    request: web.Request, intake: Intake, model_name: str
+    request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
     """Raises what `web.middleware` turns into a response."""
     received_at = time.perf_counter()
-    body = await read_body(request, ChatRequest, model_name=model_name)
+    body = await read_body(request, ChatRequest, options)
+    if body.modalities not in (None, ["text"]):
+        raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
     with as_client_wrote(body):
         forced = forced_call(body)
     intake.check_key(request[PRINCIPAL])  # before anything costs time

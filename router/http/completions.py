@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from aiohttp import web
 
 from baton.errors import InvalidRequestError
-from baton.outputs import TextDelta
+from baton.outputs import TextDelta, TokenLogprobs
+from router.call import Call
 from router.choices import accept_choices, check_num_outputs
-from router.http.exchange import PRINCIPAL, Exchange, generation_request, read_body
+from router.http.exchange import (
+    PRINCIPAL,
+    Exchange,
+    check_num_returned,
+    generation_request,
+    read_body,
+)
 from router.http.logprobs import TextOffsets, TokenTexts, joined
+from router.http.options import HttpOptions
 from router.http.responses import CompletionChoice, CompletionLogprobs
 from router.http.sampling import as_client_wrote, sampling_params
 from router.http.schema import CompletionRequest
@@ -30,20 +38,29 @@ class CompletionDialect:
     """Completions of one request.
 
     Args:
-        echoes: per output, what comes before it: its prompt's token ids and text; or nothing.
-        texts: None when no logprobs are wanted.
+        calls: per output, its call,
+        echoes: and what comes before it: its prompt's token ids and text; or nothing.
     """
 
     id_prefix = "cmpl-"
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, echoes: Sequence[_Echo], texts: TokenTexts | None) -> None:
+    def __init__(
+        self,
+        body: CompletionRequest,
+        calls: Sequence[Call],
+        echoes: Sequence[_Echo],
+        texts: TokenTexts,
+    ) -> None:
+        self._body = body
+        self._calls = calls
         self._echoes = list(echoes)
         self._texts = texts
-        self._offsets: list[TextOffsets] = []
-        if texts is not None:
-            self._offsets = [TextOffsets(texts, len(echoed)) for _, echoed in echoes]
+        shows_special = body.skip_special_tokens is False
+        self._offsets = [
+            TextOffsets(texts, len(echoed), shows_special=shows_special) for _, echoed in echoes
+        ]
 
     def chunk(self, index: int, delta: TextDelta) -> CompletionChoice:
         return self.choice(index, delta)
@@ -52,31 +69,53 @@ class CompletionDialect:
         echoed_ids, echoed_text = self._echoes[index]
         self._echoes[index] = ([], "")  # once is enough
         reason = delta.finish_reason
-        return CompletionChoice(
+        choice = CompletionChoice(
             index,
             echoed_text + delta.text,
-            self._logprobs(index, echoed_ids, delta),
+            self._logprobs(index, (echoed_ids, echoed_text), delta),
             reason.value if reason is not None else None,
         )
+        token_ids = self._calls[index].prompt_token_ids
+        if self._body.return_token_ids and delta.output_index == 0:
+            choice.prompt_token_ids = token_ids
+        if self._body.prompt_logprobs is not None:
+            num_top = self._body.prompt_logprobs
+            choice.prompt_logprobs = self._texts.prompt(
+                token_ids, _with_top(delta.prompt_logprobs, num_top)
+            )
+        return choice
 
-    def _logprobs(
-        self, index: int, echoed_ids: list[int], delta: TextDelta
-    ) -> CompletionLogprobs | None:
-        if self._texts is None or not (echoed_ids or delta.token_ids):
+    def _logprobs(self, index: int, echo: _Echo, delta: TextDelta) -> CompletionLogprobs | None:
+        echoed_ids, echoed_text = echo
+        num_top = self._body.logprobs
+        if num_top is None or not (echoed_ids or delta.token_ids):
             return None
-        found = self._texts.completion(delta.token_ids, delta.logprobs, self._offsets[index])
+        texts = self._texts
+        found = texts.completion(delta.token_ids, delta.logprobs, self._offsets[index])
         if not echoed_ids:
             return found
-        return joined(
-            self._texts.completion(echoed_ids, delta.prompt_logprobs, TextOffsets(self._texts)),
-            found,
-        )
+        of_prompt = _with_top(delta.prompt_logprobs, num_top)
+        offsets = TextOffsets(texts, text=echoed_text)
+        return joined(texts.completion(echoed_ids, of_prompt, offsets), found)
 
 
-async def completions(request: web.Request, intake: Intake, model_name: str) -> web.StreamResponse:
+def _with_top(
+    logprobs: Sequence[TokenLogprobs | None], num_top: int
+) -> Iterable[TokenLogprobs | None]:
+    """With so many of the most probable tokens each; they come with as many as anything asks."""
+    for entry in logprobs:
+        if entry is None or len(entry.top) <= num_top:
+            yield entry
+        else:
+            yield TokenLogprobs(entry.logprob, entry.top[:num_top])
+
+
+async def completions(
+    request: web.Request, intake: Intake, options: HttpOptions
+) -> web.StreamResponse:
     """Raises what `web.middleware` turns into a response."""
     received_at = time.perf_counter()
-    body = await read_body(request, CompletionRequest, model_name=model_name)
+    body = await read_body(request, CompletionRequest, options)
     # The engine makes no output without a token: one is drawn, and left out of the answer.
     scores_only = bool(body.echo) and body.max_tokens == 0
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -84,21 +123,29 @@ async def completions(request: web.Request, intake: Intake, model_name: str) -> 
         body,
         max_tokens=1 if scores_only else max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=_num_prompt_logprobs(body),
     )
     _check_unsupported(body, params.n)
     given = _prompts(body.prompt)
     check_num_outputs("prompt", len(given) * params.n)
     prompts = []
     for prompt in given:
-        prompts.append(await intake.tokenize(prompt, request[PRINCIPAL]))
+        prompts.append(
+            await intake.tokenize(
+                prompt,
+                request[PRINCIPAL],
+                add_special_tokens=body.add_special_tokens is not False,
+            )
+        )
         await asyncio.sleep(0)  # many prompts take long: others' tokens come in between
     generation = generation_request(request, body, prompts[0], params, received_at)
     with as_client_wrote(body):
         calls = await accept_choices(intake, generation, prompts[1:])
     echoes: list[_Echo] = [([], "")] * len(calls)
     if body.echo:
-        echoes = await _echoes(intake, prompts, given, params.n)
+        echoes = await _echoes(intake, prompts, given, body)
+    if body.return_token_ids:
+        check_num_returned(sum(map(len, prompts)) * params.n)
     return await Exchange(
         request=request,
         intake=intake,
@@ -106,14 +153,19 @@ async def completions(request: web.Request, intake: Intake, model_name: str) -> 
         calls=calls,
         num_choices=params.n,
         prompt_only=scores_only,
-        dialect=CompletionDialect(
-            echoes,
-            TokenTexts(intake.tokenizer) if body.logprobs is not None else None,
-        ),
+        dialect=CompletionDialect(body, calls, echoes, TokenTexts(intake.tokenizer)),
     ).respond()
 
 
+def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """The most that one of two fields asks for."""
+    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((num for num in asked if num is not None), default=None)
+
+
 def _check_unsupported(body: CompletionRequest, num: int) -> None:
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs", "is not for stream: true; logprobs are")
     if body.best_of not in (None, num):
         raise InvalidRequestError("best_of", f"must be n ({num}) or absent, got {body.best_of}")
     if body.suffix:
@@ -136,15 +188,20 @@ def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
 
 
 async def _echoes(
-    intake: Intake, prompts: list[list[int]], given: Sequence[str | list[int]], n: int
+    intake: Intake,
+    prompts: list[list[int]],
+    given: Sequence[str | list[int]],
+    body: CompletionRequest,
 ) -> list[_Echo]:
     """What comes before each output; raises InvalidRequestError when it is too much."""
     echoes: list[_Echo] = []
+    n = body.n or 1
+    skips_special = body.skip_special_tokens is not False
     num_chars = 0
     for token_ids, prompt in zip(prompts, given, strict=True):
         text = prompt if isinstance(prompt, str) else ""
         if not isinstance(prompt, str) and intake.tokenizer is not None:
-            text = intake.tokenizer.decode(token_ids)
+            text = intake.tokenizer.decode(token_ids, skip_special_tokens=skips_special)
             await asyncio.sleep(0)  # a long prompt takes a twentieth of a second
         num_chars += len(text) * n
         if num_chars > MAX_ECHOED_CHARS:

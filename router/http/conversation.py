@@ -17,18 +17,34 @@ _OURS = ("messages", "tools", "add_generation_prompt")
 
 def chat_prompt(request: ChatRequest) -> ChatPrompt:
     """What the chat template is given; raises InvalidRequestError."""
-    options = request.chat_template_kwargs or {}
+    given = request.chat_template_kwargs or {}
     for name in _OURS:
-        if name in options:
+        if name in given:
             raise InvalidRequestError("chat_template_kwargs", f"must not have {name}")
+    if request.chat_template is not None:
+        raise InvalidRequestError("chat_template", "is the operator's choice, not a request's")
     if not request.messages:
         raise InvalidRequestError("messages", "must have at least 1 message, got 0")
     check_num_messages(len(request.messages))
     return ChatPrompt(
         [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)],
         tools=[_without_none(tool) for tool in offered_tools(request)],
-        template_options=options,
+        template_options={**_template_options(request), **given},
     )
+
+
+def _template_options(request: ChatRequest) -> dict[str, Any]:
+    """Variables of the template that have fields of their own."""
+    options: dict[str, Any] = {}
+    if request.add_generation_prompt is not None:
+        options["add_generation_prompt"] = request.add_generation_prompt
+    if request.documents is not None:
+        options["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == "none":
+            options["enable_thinking"] = False  # what Qwen's and others' templates call it
+    return options
 
 
 def offered_tools(request: ChatRequest) -> list[Tool]:

@@ -18,12 +18,16 @@ from baton.identity import Principal
 from baton.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.sampling_params import SamplingParams
+from baton.stop_strings import DetokenizeOptions
 from router.call import Call
 from router.choices import merge_streams
+from router.http.decoding import decode
 from router.http.errors import ApiError, known_error
-from router.http.responses import Receipts, Response, usage_of, usage_up_to
+from router.http.ignored_fields import note_ignored
+from router.http.options import HttpOptions
+from router.http.responses import Choice, Receipts, Response, usage_of, usage_up_to
 from router.http.sampling import as_client_wrote
-from router.http.schema import MAX_SHOWN_CHARS, SamplingRequest, decode
+from router.http.schema import MAX_SHOWN_CHARS, ChatRequest, SamplingRequest
 from router.http.sse import EventStream
 from router.intake import GenerationRequest, Intake, Prompt
 
@@ -40,6 +44,8 @@ READ_GRACE_S = 30.0
 # Of all outputs of a response that is made as a whole: they take much memory, and time in which
 # nothing else is served.
 MAX_LOGPROBS_AT_ONCE = 300_000
+# Of prompts, once for each output, in a response.
+MAX_RETURNED_TOKEN_IDS = 2**20
 
 
 class Dialect(Protocol):
@@ -55,14 +61,14 @@ class Dialect(Protocol):
     object: str
     chunk_object: str
 
-    def chunk(self, index: int, delta: TextDelta) -> msgspec.Struct:
+    def chunk(self, index: int, delta: TextDelta) -> Choice:
         """The next piece of an output, with or without a text.
 
         Each makes a chunk: clients take the time between two for that between tokens.
         """
         ...
 
-    def choice(self, index: int, delta: TextDelta) -> msgspec.Struct:
+    def choice(self, index: int, delta: TextDelta) -> Choice:
         """A whole output, its deltas joined."""
         ...
 
@@ -106,9 +112,13 @@ class Exchange:
         receipts = [_receipt_of(output) for output in outputs]
         response = self._response(
             self.dialect.object,
-            [self.dialect.choice(index, output) for index, output in enumerate(outputs)],
+            [
+                self._with_ids(self.dialect.choice(index, output), output)
+                for index, output in enumerate(outputs)
+            ],
             receipts,
         )
+        self._add_prompt_ids(response)
         response.usage = usage_of(receipts, self.num_choices)
         return web.Response(body=msgspec.json.encode(response), content_type="application/json")
 
@@ -140,8 +150,10 @@ class Exchange:
                 if delta.finish_reason is not None:
                     ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
-                choice = self.dialect.chunk(index, delta)
+                choice = self._with_ids(self.dialect.chunk(index, delta), delta)
                 chunk = self._response(self.dialect.chunk_object, [choice], ended)
+                if delta.output_index == 0:
+                    self._add_prompt_ids(chunk)
                 if wants_all_usage:
                     num_prompt_tokens = len(self.calls[index].prompt_token_ids)
                     chunk.usage = usage_up_to(num_prompt_tokens, delta)
@@ -154,6 +166,16 @@ class Exchange:
             chunk.usage = usage_of(in_order, self.num_choices)
             await events.send(chunk)
         await events.finish()
+
+    def _with_ids(self, choice: Choice, delta: TextDelta) -> Choice:
+        if self.body.return_token_ids:
+            choice.token_ids = list(delta.token_ids)
+        return choice
+
+    def _add_prompt_ids(self, response: Response) -> None:
+        """Where there is one prompt; else each choice has its own."""
+        if self.body.return_token_ids and isinstance(self.body, ChatRequest):
+            response.prompt_token_ids = self.calls[0].prompt_token_ids
 
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         streams = [self.intake.stream(call) for call in self.calls]
@@ -188,11 +210,26 @@ def generation_request(
         session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
         priority=body.priority or 0,
         principal=request[PRINCIPAL],
+        cache_word=body.cache_salt or "",
+        text_options=DetokenizeOptions(
+            skip_special_tokens=body.skip_special_tokens is not False,
+            include_stop=bool(body.include_stop_str_in_output),
+        ),
     )
 
 
-async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> T:
-    """The request's fields.
+def check_num_returned(num_token_ids: int) -> None:
+    """Raise InvalidRequestError for more of prompts than one response may have."""
+    if num_token_ids > MAX_RETURNED_TOKEN_IDS:
+        raise InvalidRequestError(
+            "return_token_ids",
+            f"prompts of all outputs must have at most {MAX_RETURNED_TOKEN_IDS} tokens, "
+            f"got {num_token_ids}",
+        )
+
+
+async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -> T:
+    """The request's fields; notes those that have no effect.
 
     Raises:
         InvalidRequestError: a field is wrong.
@@ -203,11 +240,13 @@ async def read_body(request: web.Request, kind: type[T], *, model_name: str) -> 
         raise ApiError(
             415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {request.content_type}"
         )
-    body = decode(await _read_in_time(request), kind)
+    raw = await _read_in_time(request)
+    body, ignored = decode(raw, kind, strict=options.strict_fields)
+    note_ignored(request, ignored)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is for stream: true only")
-    if body.model != model_name:
-        raise unknown_model(body.model, model_name)
+    if body.model != options.model_name:
+        raise unknown_model(body.model, options.model_name)
     return body
 
 

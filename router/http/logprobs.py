@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from baton.outputs import TokenLogprobs
+from baton.token_pieces import OutputPieces
 from baton.tokenizer import Tokenizer
-from router.http.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from router.http.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    TokenLogprob,
+    TopLogprob,
+)
 
 
 class TokenTexts:
@@ -26,18 +33,14 @@ class TokenTexts:
             return f"token_id:{token_id}".encode()
         return self._tokenizer.token_bytes(token_id)
 
-    def shown_bytes(self, token_id: int, *, is_first: bool) -> bytes:
-        """What a token adds to a text; special tokens add nothing.
+    def is_special(self, token_id: int) -> bool:
+        """Whether a text shows it only if that is asked for."""
+        return self._tokenizer is None or token_id in self._tokenizer.special_token_ids
 
-        Args:
-            is_first: whether the text begins with it; some tokenizers leave out a blank there.
-        """
-        if self._tokenizer is None or token_id in self._tokenizer.special_token_ids:
-            return b""
-        spelling = self._tokenizer.token_bytes(token_id)
-        if is_first and spelling[:1] == b" ":
-            return spelling[not self._tokenizer.decode([token_id]).startswith(" ") :]
-        return spelling
+    @property
+    def pieces(self) -> OutputPieces | None:
+        """What tokens add to a text; None when that is not known of each."""
+        return self._tokenizer.pieces if self._tokenizer is not None else None
 
     def text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
@@ -59,7 +62,7 @@ class TokenTexts:
     def completion(
         self,
         token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs | None],
+        logprobs: Iterable[TokenLogprobs | None],
         offsets: TextOffsets,
     ) -> CompletionLogprobs:
         """Logprobs of completions.
@@ -73,6 +76,21 @@ class TokenTexts:
             found.text_offset.append(offsets.take(token_id))
             found.token_logprobs.append(entry.logprob if entry else None)
             found.top_logprobs.append(self._by_text(entry) if entry else None)
+        return found
+
+    def prompt(
+        self, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None]
+    ) -> list[dict[str, PromptLogprob] | None]:
+        """Logprobs of a prompt as vLLM has them: by token id, the prompt's own token first."""
+        found: list[dict[str, PromptLogprob] | None] = []
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            if entry is None:
+                found.append(None)
+                continue
+            by_id = {str(token_id): PromptLogprob(entry.logprob, None, self.text(token_id))}
+            for rank, (other_id, logprob) in enumerate(entry.top, 1):
+                by_id[str(other_id)] = PromptLogprob(logprob, rank, self.text(other_id))
+            found.append(by_id)
         return found
 
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
@@ -94,28 +112,68 @@ class TextOffsets:
 
     Args:
         start: where the first token begins.
+        shows_special: whether the text shows special tokens.
+        text: the whole of it, if it is known: it shows the special tokens that it shows.
     """
 
-    def __init__(self, texts: TokenTexts, start: int = 0) -> None:
+    def __init__(
+        self, texts: TokenTexts, start: int = 0, *, shows_special: bool = False, text: str = ""
+    ) -> None:
         self._texts = texts
+        self._pieces = pieces = texts.pieces
         self._num_chars = start
-        self._is_first = True
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._shows_special = shows_special
+        self._text = text
+        self._has_begun = False
+        self._num_to_strip = pieces.num_stripped if pieces is not None else 0
+        # As the detokenizer counts bytes that are part of no character.
+        has_byte_tokens = pieces is not None and pieces.has_byte_tokens
+        errors = "surrogateescape" if has_byte_tokens else "replace"
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
 
     def take(self, token_id: int) -> int:
         """Where the next token begins."""
-        shown = self._texts.shown_bytes(token_id, is_first=self._is_first)
+        shown = self._shown_bytes(token_id)
         if not shown:
             return self._num_chars
-        self._is_first = False
-        begins_at = self._num_chars
         num_held = len(self._decoder.getstate()[0])
         first = self._decoder.decode(shown[:1])
+        num_own = 0 if self._decoder.getstate()[0] else 1
         goes_on = 0x80 <= shown[0] < 0xC0 and len(first) < 2
-        if num_held and not goes_on:  # what was held is no character, and shown as one of its own
-            begins_at += 1
-        self._num_chars += len(first) + len(self._decoder.decode(shown[1:]))
+        # What was held and is no character is shown as such, before this token.
+        num_broken = len(first) - num_own if num_held and not goes_on else 0
+        begins_at = self._num_chars + num_broken
+        text = first + self._decoder.decode(shown[1:])
+        self._num_chars += len(text) - self._num_stripped(text)
         return begins_at
+
+    def _shown_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the text."""
+        if self._texts.is_special(token_id):
+            spelling = self._texts.text(token_id)
+            is_shown = self._shows_special
+            if self._text:
+                is_shown = self._text.startswith(spelling, self._num_chars)
+            self._has_begun |= is_shown
+            return spelling.encode() if is_shown else b""
+        if self._pieces is None:
+            return self._texts.token_bytes(token_id)
+        if self._has_begun:
+            return self._pieces.later((token_id,))
+        first = self._pieces.first(token_id)
+        self._has_begun = first is not None
+        return first or b""
+
+    def _num_stripped(self, text: str) -> int:
+        """How much of the next text is taken away from the whole one's beginning."""
+        number = 0
+        while self._num_to_strip and number < len(text):
+            if self._pieces is None or text[number] != self._pieces.stripped:
+                self._num_to_strip = 0
+                break
+            number += 1
+            self._num_to_strip -= 1
+        return number
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:

@@ -39,6 +39,7 @@ class Response(msgspec.Struct, kw_only=True):
 
     Attributes:
         object: what it is, such as ``"chat.completion.chunk"``.
+        prompt_token_ids: of a chat, where they were asked for.
         usage: not there in chunks of a stream that has not asked for it.
     """
 
@@ -47,6 +48,7 @@ class Response(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[Any]
+    prompt_token_ids: list[int] | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
     baton: Receipts | UnsetType = UNSET
 
@@ -109,27 +111,47 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class ChatChoice(msgspec.Struct):
+class PromptLogprob(msgspec.Struct):
+    """vLLM's.
+
+    Attributes:
+        rank: None of a token that is not among the most probable ones.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """vLLM's fields of all choices, where they were asked for."""
+
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChoice(Choice):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
 
 
-class ChatChunkChoice(msgspec.Struct):
+class ChatChunkChoice(Choice):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionChoice(Choice):
     """Of a response and of a chunk."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class ModelObject(msgspec.Struct):

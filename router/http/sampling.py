@@ -68,11 +68,13 @@ def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
         outer, _, kind = error.field.partition(".")
         if outer != "structured_output":
             raise
+        kind = "json" if kind == "json_schema" else kind
         if request.response_format is not None:
             field = "response_format.json_schema.schema"
         elif request.structured_outputs is not None:
-            kind = "json" if kind == "json_schema" else kind
             field = "structured_outputs" + (f".{kind}" if kind else "")
+        elif getattr(request, f"guided_{kind}", None) is not None:
+            field = f"guided_{kind}"
         else:
             field = "tools"
         raise InvalidRequestError(field, error.problem) from None
@@ -84,6 +86,7 @@ def _only_one(
     wanted = {
         "response_format": _of_response_format(request.response_format),
         "structured_outputs": _of_structured_outputs(request.structured_outputs),
+        **_of_guided(request),
         "tool_choice": structured_output,
     }
     given = {name: value for name, value in wanted.items() if value is not None}
@@ -100,6 +103,20 @@ def _of_response_format(given: ResponseFormat | None) -> StructuredOutput | None
     if given.json_schema is None or given.json_schema.schema is None:
         raise InvalidRequestError("response_format.json_schema.schema", "is needed")
     return StructuredOutput(json_schema=given.json_schema.schema)
+
+
+def _of_guided(request: SamplingRequest) -> dict[str, StructuredOutput]:
+    """What fields of older versions of vLLM ask for."""
+    found = {}
+    if request.guided_json is not None:
+        found["guided_json"] = StructuredOutput(json_schema=request.guided_json)
+    if request.guided_regex is not None:
+        found["guided_regex"] = StructuredOutput(regex=request.guided_regex)
+    if request.guided_choice is not None:
+        found["guided_choice"] = StructuredOutput(choice=tuple(request.guided_choice))
+    if request.guided_grammar is not None:
+        found["guided_grammar"] = StructuredOutput(grammar=request.guided_grammar)
+    return found
 
 
 def _of_structured_outputs(given: StructuredOutputs | None) -> StructuredOutput | None:

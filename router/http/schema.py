@@ -1,31 +1,28 @@
-"""What clients may send: the fields of OpenAI's requests and Baton's own, as msgspec structs.
+"""What clients may send: the fields of OpenAI's requests, vLLM's and Baton's own, as structs.
 
-Decoding is strict: a wrong type, and a name that nobody knows, is one line that names the field.
+A field that is not here has no effect (`router/http/decoding.py` finds it); `REFUSED` are those of
+others whose effect would be missed.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
-from baton.errors import InvalidRequestError
-
-T = TypeVar("T")
-# What a body may cost to be read, in which time nothing else is served: some tenth of a second. A
-# million token ids, or some fifty thousand messages. (Bytes in texts count, too: it is a bound.)
-MAX_READING_COST = 1_500_000
-_COST_OF = {b",": 1, b":": 8, b"[": 10, b"{": 10}
 MAX_SHOWN_CHARS = 256  # of what a client wrote, in an error about it
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
-_SURROGATE = re.compile(r"surrogate pair \(byte (\d+)\)")
-_KEY = re.compile(rb'"(\w{1,64})"[ \t\r\n]*+:')
-_KEY_WINDOW_BYTES = 1024
-_NAMED = re.compile(r"(unknown|missing required) field `([^`]*)`")
+# Fields of OpenAI's API or vLLM's without which the answer would not be the one that was asked for.
+REFUSED = {
+    "functions": "is not supported: use tools",
+    "use_beam_search": "is not supported",
+    "bad_words": "is not supported: use banned_token_ids or logit_bias",
+    "truncate_prompt_tokens": "is not supported: cut the prompt",
+    "logits_processors": "is not supported",
+    "prompt_embeds": "is not supported: give texts or token ids",
+}
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct):
     """How to stream.
 
     Attributes:
@@ -48,14 +45,14 @@ class JsonSchema(msgspec.Struct):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseFormat(msgspec.Struct):
     """OpenAI's way to ask for JSON."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+class StructuredOutputs(msgspec.Struct):
     """vLLM's way to ask for structured output, by its names."""
 
     json: dict[str, Any] | str | None = None
@@ -65,10 +62,15 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SamplingRequest(msgspec.Struct, kw_only=True):
     """What both kinds of requests have. ``None`` is as if the field was not there.
 
     Attributes:
+        guided_json: and those after it: older names of what ``structured_outputs`` has.
+        skip_special_tokens: vLLM's; False: the text shows them.
+        include_stop_str_in_output: vLLM's; the text ends behind the stop string, not before it.
+        return_token_ids: vLLM's; adds the ids of prompt and output.
+        cache_salt: vLLM's; prompts with different ones share no cache.
         include_receipt: Baton's; adds ``"baton": {"receipts": [...]}`` to the response.
         session_id: Baton's; requests with the same one share a beginning. OpenAI's ``user`` is
             somebody who may have many.
@@ -98,6 +100,14 @@ class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: list[int] | None = None
     banned_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
     include_receipt: bool | None = None
     session_id: str | None = None
     priority: int | None = None
@@ -110,14 +120,21 @@ class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
 
 
-class CompletionRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``POST /v1/completions``."""
+class CompletionRequest(SamplingRequest, kw_only=True):
+    """Body of ``POST /v1/completions``.
+
+    Attributes:
+        add_special_tokens: vLLM's; False: those that the checkpoint adds to a text are left out.
+        prompt_logprobs: vLLM's; of the prompt's tokens, in a form of vLLM's own.
+    """
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -178,8 +195,15 @@ class NamedToolChoice(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class ChatRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``POST /v1/chat/completions``."""
+class ChatRequest(SamplingRequest, kw_only=True):
+    """Body of ``POST /v1/chat/completions``.
+
+    Attributes:
+        modalities: of the answer; the model writes text.
+        reasoning_effort: for the chat template, as are ``documents``.
+        add_generation_prompt: vLLM's; False: the prompt ends behind the last message.
+        chat_template: vLLM's; what a client may not choose.
+    """
 
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -188,54 +212,17 @@ class ChatRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def decode(body: bytes, kind: type[T]) -> T:
-    """A request of its JSON; raises InvalidRequestError naming the field that is wrong."""
-    _check_reading_cost(body)
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except msgspec.DecodeError as error:
-        found = _SURROGATE.search(str(error))
-        field = _key_before(body, int(found[1])) if found else "body"
-        raise InvalidRequestError(field, f"is not JSON: {error}") from None
-    except UnicodeDecodeError as error:
-        position = body.find(error.object)
-        raise InvalidRequestError(
-            _key_before(body, position), f"is not valid UTF-8 at byte {position + error.start}"
-        ) from None
-    except RecursionError:
-        raise InvalidRequestError("body", "is nested too deeply") from None
-
-
-def _check_reading_cost(body: bytes) -> None:
-    if len(body) * max(_COST_OF.values()) <= MAX_READING_COST:
-        return
-    cost = sum(body.count(sign) * weight for sign, weight in _COST_OF.items())
-    if cost > MAX_READING_COST:
-        raise InvalidRequestError(
-            "body",
-            "has too many values: commas, 8 x colons and 10 x opening brackets must be at most "
-            f"{MAX_READING_COST} together, got {cost}",
-        )
-
-
-def _key_before(body: bytes, position: int) -> str:
-    """The key that a text at a place in a body belongs to, as far as one can see from there."""
-    keys = _KEY.findall(body, max(position - _KEY_WINDOW_BYTES, 0), position)
-    return keys[-1].decode() if keys else "body"
-
-
-def _invalid(message: str) -> InvalidRequestError:
-    """The library's message, "Expected `int`, got `str` - at `$.n`", as one of ours."""
-    found = _PATH.search(message)
-    path = found[1] if found else ""
-    problem = message[: found.start()] if found else message
-    if named := _NAMED.search(problem):
-        path = f"{path}.{named[2]}" if path else named[2]
-        known = "is needed" if named[1] == "missing required" else "is no field that Baton knows"
-        return InvalidRequestError(path, known)
-    return InvalidRequestError(path or "body", f"{problem[:1].lower()}{problem[1:]}")
+# Fields that are objects of their own, whose fields are looked at, too.
+OBJECTS = {
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "structured_outputs": StructuredOutputs,
+}

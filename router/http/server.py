@@ -25,6 +25,8 @@ from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import ApiError, error_middleware, error_response
 from router.http.exchange import PRINCIPAL, REQUEST_ID, unknown_model
+from router.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
+from router.http.options import HttpOptions
 from router.http.rate_headers import rate_headers
 from router.http.responses import ModelList, ModelObject
 from router.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
@@ -48,6 +50,7 @@ class HttpServer:
 
     Args:
         model_name: what clients call the model.
+        strict_fields: a field that has no effect is an error.
         access: knows who may call.
         cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
         grace_s: when it stops, requests in progress have so long to end.
@@ -63,6 +66,7 @@ class HttpServer:
         metrics: RouterMetrics,
         *,
         model_name: str,
+        strict_fields: bool = False,
         access: Access | None = None,
         cors_origin: str = "",
         grace_s: float = 0.0,
@@ -74,6 +78,8 @@ class HttpServer:
         self._pool = pool
         self._metrics = metrics
         self._model_name = model_name
+        self._options = HttpOptions(model_name=model_name, strict_fields=strict_fields)
+        self._ignored_fields = IgnoredFieldsLog()
         self._access = access or Access()
         self._cors_origin = cors_origin
         self._tls = tls
@@ -215,6 +221,9 @@ class HttpServer:
             response.headers[hdrs.CONNECTION] = "close"
         if request_id := request.get(REQUEST_ID):
             response.headers[REQUEST_ID_HEADER] = request_id
+        if ignored := request.get(IGNORED_FIELDS):
+            response.headers[IGNORED_FIELDS_HEADER] = ", ".join(ignored)
+            self._ignored_fields.note(ignored, request_id or "")
         if principal := request.get(PRINCIPAL):
             response.headers.update(rate_headers(self._intake.rates_of(principal)))
         if self._cors_origin:
@@ -223,15 +232,16 @@ class HttpServer:
             asked_for = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
             if asked_for:
                 response.headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = asked_for
-            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = REQUEST_ID_HEADER
+            exposed = f"{REQUEST_ID_HEADER}, {IGNORED_FIELDS_HEADER}"
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = exposed
 
     # ------------------------------------------------------------------ paths
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await completions(request, self._intake, self._model_name)
+        return await completions(request, self._intake, self._options)
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await chat_completions(request, self._intake, self._model_name)
+        return await chat_completions(request, self._intake, self._options)
 
     async def _models(self, request: web.Request) -> web.Response:
         return _json(ModelList([self._model_object()]))

@@ -20,9 +20,10 @@ from kvconnector import messages
 from kvconnector.peer_info import PeerInfo
 from router.http.completions import _check_unsupported, _prompts
 from router.http.conversation import chat_prompt, forced_call, output_parser
+from router.http.decoding import decode
 from router.http.errors import ApiError
 from router.http.sampling import sampling_params
-from router.http.schema import ChatRequest, CompletionRequest, decode
+from router.http.schema import ChatRequest, CompletionRequest
 
 CORPUS = Path(__file__).parent / "corpus"
 REFUSALS = (BatonError, ApiError)
@@ -30,7 +31,7 @@ REFUSALS = (BatonError, ApiError)
 
 def http_chat(data: bytes) -> None:
     """Read the body of a chat completion as far as it is plain values."""
-    body = decode(data, ChatRequest)
+    body, _ = decode(data, ChatRequest)
     params = sampling_params(body, max_tokens=1, structured_output=forced_call(body))
     chat_prompt(body)
     output_parser(body)
@@ -39,7 +40,7 @@ def http_chat(data: bytes) -> None:
 
 def http_completion(data: bytes) -> None:
     """Read the body of a completion as far as it is plain values."""
-    body = decode(data, CompletionRequest)
+    body, _ = decode(data, CompletionRequest)
     params = sampling_params(body, max_tokens=1, logprobs=body.logprobs)
     _check_unsupported(body, params.n)
     _prompts(body.prompt)

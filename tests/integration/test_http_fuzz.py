@@ -42,6 +42,8 @@ def openapi() -> dict[str, Any]:
     for name in ("ChatRequest", "CompletionRequest"):
         properties = components[name]["properties"]
         properties["model"] = {"const": MODEL}
+        # Fields that nobody knows: their names come back in a header and go into the log.
+        components[name]["additionalProperties"] = True
         for limit in ("max_tokens", "max_completion_tokens"):
             properties.pop(limit, None)
         properties["max_tokens"] = {"type": "integer", "minimum": -1, "maximum": 9}

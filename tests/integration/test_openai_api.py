@@ -307,7 +307,11 @@ def test_an_echo_with_logprobs_covers_the_prompt(client: openai.OpenAI, stream: 
     [
         (openai.NotFoundError, {"model": "other"}, "model: 'other' does not exist here"),
         (openai.BadRequestError, {"temperature": -1}, "temperature: must be 0 or more, got -1"),
-        (openai.BadRequestError, {"extra_body": {"topk": 1}}, "topk: is no field that Baton knows"),
+        (
+            openai.BadRequestError,
+            {"extra_body": {"bad_words": ["x"]}},
+            "bad_words: is not supported",
+        ),
         (openai.BadRequestError, {"prompt": "x " * 3000}, "prompt: must have at most 2047 tokens"),
     ],
 )
@@ -320,6 +324,16 @@ def test_the_client_raises_its_own_errors(
     assert isinstance(caught.value.body, dict)
     assert caught.value.body["message"].startswith(message)
     assert caught.value.request_id
+
+
+def test_the_client_is_told_which_of_its_fields_have_no_effect(client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=MESSAGES, max_tokens=1, verbosity="low",
+        prediction={"type": "content", "content": "x"}, reasoning_effort="low",
+        modalities=["text"], store=True, metadata={"a": "b"},
+    )  # fmt: skip
+    told = raw.headers["X-Baton-Ignored-Fields"].split(", ")
+    assert sorted(told) == ["prediction", "verbosity"]
 
 
 def test_the_client_gives_the_request_its_name(client: openai.OpenAI) -> None:

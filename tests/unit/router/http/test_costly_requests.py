@@ -19,10 +19,10 @@ async def test_a_prompt_of_token_ids_is_decoded_once_for_all_outputs_and_only_to
     decoded: list[list[int]] = []
     decode = Tokenizer.decode
 
-    def noting(self: Tokenizer, token_ids: list[int]) -> str:
+    def noting(self: Tokenizer, token_ids: list[int], **options: bool) -> str:
         if len(token_ids) == 3:
             decoded.append(token_ids)
-        return decode(self, token_ids)
+        return decode(self, token_ids, **options)
 
     monkeypatch.setattr(Tokenizer, "decode", noting)
     for echo, num_decoded in ((False, 0), (True, 1)):

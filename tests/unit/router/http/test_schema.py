@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequestError
-from router.http.schema import ChatRequest, CompletionRequest, NamedToolChoice, decode
+from router.http.decoding import decode
+from router.http.schema import REFUSED, ChatRequest, CompletionRequest, NamedToolChoice
+
+
+def body_of(**fields: Any) -> bytes:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
+    return json.dumps(body).encode()
 
 
 def chat(**fields: Any) -> ChatRequest:
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
-    return decode(json.dumps(body).encode(), ChatRequest)
+    return decode(body_of(**fields), ChatRequest)[0]
 
 
 @pytest.mark.parametrize(
     ("fields", "field", "problem"),
     [
-        ({"temperatur": 1}, "temperatur", "is no field that Baton knows"),
         ({"temperature": "hot"}, "temperature", "expected `float | null`, got `str`"),
         ({"n": 1.5}, "n", "expected `int | null`, got `float`"),
         ({"n": True}, "n", "expected `int | null`, got `bool`"),
@@ -28,7 +32,6 @@ def chat(**fields: Any) -> ChatRequest:
         ({"messages": [{"content": "x"}]}, "messages[0].role", "is needed"),
         ({"messages": [{"role": "boss"}]}, "messages[0].role", "invalid enum value 'boss'"),
         ({"messages": "hello"}, "messages", "expected `array`, got `str`"),
-        ({"stream_options": {"usage": True}}, "stream_options.usage", "is no field"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is needed"),
         ({"tool_choice": "maybe"}, "tool_choice", "invalid enum value 'maybe'"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid enum value"),
@@ -111,6 +114,42 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read(item: str) -> No
 def test_a_long_text_and_a_million_token_ids_are_read() -> None:
     text = "def f(a, b):\n    return {'a': [a, b]}\n" * 30_000
     body = json.dumps({"model": "m", "prompt": text}).encode()
-    assert decode(body, CompletionRequest).prompt == text
+    assert decode(body, CompletionRequest)[0].prompt == text
     body = json.dumps({"model": "m", "prompt": list(range(1_000_000))}).encode()
-    assert len(decode(body, CompletionRequest).prompt) == 1_000_000
+    assert len(decode(body, CompletionRequest)[0].prompt) == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"temperatur": 1, "temperature": 1}, ["temperatur"]),
+        ({"verbosity": "low", "prediction": {"type": "content"}}, ["verbosity", "prediction"]),
+        ({"stream_options": {"usage": True}}, ["stream_options.usage"]),
+        ({"structured_outputs": {"whitespace": "x"}}, ["structured_outputs.whitespace"]),
+        ({"response_format": {"type": "text", "a": 1}}, ["response_format.a"]),
+        ({"user": "me", "metadata": {"a": 1}, "store": True}, []),
+    ],
+)
+def test_fields_that_nobody_knows_are_found_and_refused_only_if_that_is_asked_for(
+    fields: dict[str, Any], names: list[str]
+) -> None:
+    """Clients send what other servers know: such a request was an error."""
+    body = body_of(**fields)
+    assert decode(body, ChatRequest)[1] == names
+    if names:
+        with pytest.raises(InvalidRequestError) as caught:
+            decode(body, ChatRequest, strict=True)
+        assert caught.value.field == names[0]
+        assert caught.value.problem == "is no field that Baton knows"
+    else:
+        assert decode(body, ChatRequest, strict=True)[1] == []
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_would_be_missed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(body_of(**{name: [1]}), ChatRequest)
+    assert caught.value.field == name
+    nothings: list[Any] = [None, False, []]
+    for nothing in nothings:
+        assert decode(body_of(**{name: nothing}), ChatRequest)[1] == []

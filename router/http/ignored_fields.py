@@ -1,0 +1,54 @@
+"""Ignored fields: what of a request has no effect here, told in a header and once in the log.
+
+Names are a client's: they are shortened and only so many are told and remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+
+from aiohttp import web
+
+IGNORED_FIELDS = web.RequestKey("ignored_fields", tuple[str, ...])
+IGNORED_FIELDS_HEADER = "X-Baton-Ignored-Fields"
+MAX_TOLD = 16
+MAX_NAME_CHARS = 64
+_MAX_REMEMBERED = 256
+_PLAIN = re.compile(r"[\w.\-]+", re.ASCII)
+
+logger = logging.getLogger(__name__)
+
+
+def note_ignored(request: web.Request, names: Sequence[str]) -> None:
+    """Keep the names of fields that have no effect, for the header of the answer."""
+    if names:
+        told = tuple(map(_shown, names[:MAX_TOLD]))
+        num_more = len(names) - MAX_TOLD
+        request[IGNORED_FIELDS] = (*told, f"and {num_more} more") if num_more > 0 else told
+
+
+def _shown(name: str) -> str:
+    """A name that can be in a header and in a log."""
+    name = name[:MAX_NAME_CHARS]
+    return name if _PLAIN.fullmatch(name) else "?"
+
+
+class IgnoredFieldsLog:
+    """Logs each name once: clients send the same fields with every request."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def note(self, names: Sequence[str], request_id: str) -> None:
+        """Log the names that were not there before."""
+        new = [name for name in names if name not in self._names]
+        if new and len(self._names) < _MAX_REMEMBERED:
+            self._names.update(new)
+            logger.warning(
+                "request %s: fields without an effect: %s (told once; %s tells clients)",
+                request_id,
+                ", ".join(new),
+                IGNORED_FIELDS_HEADER,
+            )
