@@ -16,6 +16,7 @@ from baton.chat_template import load_chat_template, read_chat_template
 from baton.detokenizer import Detokenizer
 from baton.errors import InvalidRequestError, ModelLoadError
 from baton.token_pieces import OutputPieces, output_pieces, piece_decoder
+from baton.tool_prompt import with_tools
 
 # So many characters may become one before a text is cut into tokens (Unicode's NFC and NFKC).
 _MAX_SHRINKAGE = 4
@@ -124,10 +125,23 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that `encode_chat` tokenizes; raises what it does."""
+        """The text that `encode_chat` tokenizes; raises what it does.
+
+        A template that takes no tools is given them in messages (`baton/tool_prompt.py`).
+        """
         if self.chat_template is None:
             raise InvalidRequestError("chat", "this checkpoint has no chat template")
-        return self.chat_template.render(messages, tools=tools, options=template_options)
+        template = self.chat_template
+        if not tools or template.takes_tools:
+            return template.render(messages, tools=tools, options=template_options)
+        try:
+            return template.render(with_tools(messages, tools), options=template_options)
+        except InvalidRequestError:
+            # Some know no system message; who sent one is told so.
+            if messages and messages[0].get("role") == "system":
+                raise
+        told = with_tools(messages, tools, in_system_message=False)
+        return template.render(told, options=template_options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids: what a `Detokenizer` makes of all of them.

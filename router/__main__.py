@@ -21,6 +21,7 @@ from baton.process import run_program
 from baton.tls import TlsOptions
 from router.admission import AdmissionOptions
 from router.connection_budget import ConnectionOptions
+from router.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.policies import POLICIES
 from router.program import RouterConfig, serve
 from router.text_options import TextOptions
@@ -166,6 +167,20 @@ def router(
         str,
         typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
     ] = "",
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model writes calls of tools: auto (by its chat template), none, "
+            f"{', '.join(TOOL_CALL_PARSERS.names())}."
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model writes its reasoning: auto (by its chat template), none, "
+            f"{', '.join(REASONING_PARSERS.names())}."
+        ),
+    ] = "auto",
     api_keys_file: Annotated[
         str,
         typer.Option(
@@ -277,7 +292,11 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 strict_fields=strict_fields,
-                texts=TextOptions(chat_template=chat_template),
+                texts=TextOptions(
+                    chat_template=chat_template,
+                    tool_call_parser=tool_call_parser,
+                    reasoning_parser=reasoning_parser,
+                ),
                 api_keys_file=api_keys_file,
                 audit_log=audit_log,
                 tls=TlsOptions(

@@ -31,6 +31,7 @@ from router.call import Call, CallOutput
 from router.dispatcher import Dispatcher
 from router.grammar_checks import GrammarChecks
 from router.metrics import RouterMetrics
+from router.parsers.choice import OutputParsers
 from router.rate_limits import Rate
 from router.texts import ChatPrompt, Texts
 from router.usage import OwnPrompts, told
@@ -81,9 +82,10 @@ class Intake:
         default_timeout_s: for requests that come without a deadline.
         metrics: count every request.
         cache_salts: whose cached prompts a request may find; each tenant its own if not given.
+        parsers: what outputs of conversations go through; by the chat template if not given.
 
     Attributes:
-        tokenizer, cache_salts: as given.
+        tokenizer, cache_salts, parsers: as given.
     """
 
     def __init__(
@@ -95,11 +97,13 @@ class Intake:
         default_timeout_s: float,
         metrics: RouterMetrics | None = None,
         cache_salts: CacheSalts | None = None,
+        parsers: OutputParsers | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
         self.cache_salts = cache_salts or CacheSalts()
+        self.parsers = parsers or OutputParsers(tokenizer)
         self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
@@ -239,8 +243,6 @@ class Intake:
             )
         if not prompt.messages:
             raise InvalidRequestError("chat", "must have at least 1 message, got 0")
-        if prompt.tools and not self.tokenizer.takes_tools:
-            raise InvalidRequestError("tools", "this checkpoint's chat template takes none")
         return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
 
     def _text_delta(self, call: Call, item: CallOutput, text: OutputText | None) -> TextDelta:

@@ -159,13 +159,15 @@ async def serve(config: RouterConfig) -> None:
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
     metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
+    tokenizer = config.texts.make_tokenizer(folder)
     intake = Intake(
         dispatcher,
-        config.texts.make_tokenizer(folder),
+        tokenizer,
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
         cache_salts=_make_salts(config),
+        parsers=config.texts.make_parsers(tokenizer),
     )
     intake.start()  # its processes end with this one
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)

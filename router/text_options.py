@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.tokenizer import Tokenizer
+from router.parsers.choice import AUTO, OutputParsers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,9 +19,12 @@ class TextOptions:
 
     Attributes:
         chat_template: a file to use instead of the checkpoint's template; empty: none.
+        tool_call_parser, reasoning_parser: names of parsers, ``auto`` or ``none``.
     """
 
     chat_template: str = ""
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
 
     def make_tokenizer(self, folder: Path) -> Tokenizer | None:
         """The checkpoint's; None where it brings none.
@@ -30,3 +37,13 @@ class TextOptions:
         if template_file is not None:
             raise ConfigError("chat_template: this checkpoint has no tokenizer.json")
         return None
+
+    def make_parsers(self, tokenizer: Tokenizer | None) -> OutputParsers:
+        """What outputs go through; raises ConfigError for a name that there is not."""
+        parsers = OutputParsers(tokenizer, self.tool_call_parser, self.reasoning_parser)
+        logger.info(
+            "outputs: tool-call parser %s, reasoning parser %s",
+            parsers.tool_call_parser,
+            parsers.reasoning_parser,
+        )
+        return parsers

@@ -38,6 +38,14 @@ def up(
         str,
         typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
     ] = "",
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(help="How the model writes calls of tools; as of `baton router`."),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(help="How the model writes its reasoning; as of `baton router`."),
+    ] = "auto",
     policy: Annotated[str, typer.Option(help="Routing policy.")] = "cost",
     dtype: Annotated[str, typer.Option(help="Weights and computation.")] = "auto",
     kv_cache_dtype: Annotated[
@@ -89,7 +97,8 @@ def up(
         num_decode=decode,
         router_args=[
             *("--policy", policy, "--served-model-name", served_model_name),
-            *("--chat-template", chat_template),
+            *("--chat-template", chat_template, "--tool-call-parser", tool_call_parser),
+            *("--reasoning-parser", reasoning_parser),
         ],
         node_args=[
             *("--dtype", dtype, "--kv-cache-dtype", kv_cache_dtype),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from aiohttp import web
 
 from baton.errors import InvalidRequestError
 from baton.outputs import FinishReason, TextDelta
 from router.choices import accept_choices
-from router.http.conversation import chat_prompt, forced_call, output_parser
+from router.http.conversation import chat_prompt, forced_call, parser_context
 from router.http.exchange import PRINCIPAL, Exchange, generation_request, read_body
 from router.http.logprobs import TokenTexts
 from router.http.options import HttpOptions
@@ -18,6 +22,7 @@ from router.http.responses import (
     ChatChoice,
     ChatChunkChoice,
     ChatLogprobs,
+    FunctionDelta,
     FunctionObject,
     MessageDelta,
     ToolCallDelta,
@@ -25,8 +30,53 @@ from router.http.responses import (
 )
 from router.http.sampling import as_client_wrote, sampling_params
 from router.http.schema import ChatRequest
-from router.http.tool_calls import OutputParser, ParsedCall
 from router.intake import Intake
+from router.parsers.base import CallArguments, CallBegins, OutputParser, Part, Reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a piece of an output says; calls that began before have neither name nor id."""
+
+    text: str
+    reasoning: str
+    calls: list[ToolCallDelta]
+    num_begun: int
+
+
+def divide(parts: Iterable[Part], num_calls: int) -> _Said:
+    """Parts of one output as the fields of its message.
+
+    Args:
+        num_calls: that began before them.
+    """
+    texts: list[str] = []
+    reasoning: list[str] = []
+    begun: dict[int, CallBegins] = {}
+    arguments: dict[int, list[str]] = {}
+    for part in parts:
+        match part:
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallBegins():
+                begun[num_calls + len(begun)] = part
+                arguments[num_calls + len(begun) - 1] = []
+            case CallArguments(text):
+                arguments.setdefault(num_calls + len(begun) - 1, []).append(text)
+            case _:
+                texts.append(part)
+    calls = [
+        _call_delta(index, begun.get(index), "".join(written))
+        for index, written in arguments.items()
+    ]
+    return _Said("".join(texts), "".join(reasoning), calls, len(begun))
+
+
+def _call_delta(index: int, begins: CallBegins | None, arguments: str) -> ToolCallDelta:
+    if begins is None:
+        return ToolCallDelta(index, FunctionDelta(arguments))
+    function = FunctionDelta(arguments, begins.name)
+    return ToolCallDelta(index, function, begins.call_id, "function")
 
 
 class ChatDialect:
@@ -46,21 +96,21 @@ class ChatDialect:
         self._texts = texts
         self._num_calls = [0] * len(parsers)
         self._begun = [False] * len(parsers)
+        self._parts: list[list[Part]] = [[] for _ in parsers]  # of outputs that are told as a whole
 
     def chunk(self, index: int, delta: TextDelta) -> ChatChunkChoice:
-        text, calls = self._parse(index, delta)
-        first_call = self._num_calls[index] - len(calls)
+        said = divide(self._parse(index, delta), self._num_calls[index])
+        self._num_calls[index] += said.num_begun
         message = MessageDelta()
         if not self._begun[index]:
             self._begun[index] = True
             message = MessageDelta(role="assistant", content="")
-        if text:
-            message.content = text
-        if calls:
-            message.tool_calls = [
-                ToolCallDelta(i, call.call_id, FunctionObject(call.name, call.arguments))
-                for i, call in enumerate(calls, first_call)
-            ]
+        if said.text:
+            message.content = said.text
+        if said.reasoning:
+            message.reasoning_content = message.reasoning = said.reasoning
+        if said.calls:
+            message.tool_calls = said.calls
         logprobs = self._logprobs(delta)
         finish_reason = self._finish_reason(index, delta.finish_reason)
         if message == MessageDelta() and finish_reason is None:
@@ -68,26 +118,30 @@ class ChatDialect:
         return ChatChunkChoice(index, message, logprobs, finish_reason)
 
     def choice(self, index: int, delta: TextDelta) -> ChatChoice:
-        text, calls = self._parse(index, delta)
-        message = AssistantMessage(text)
-        if calls:
-            message.content = text if text.strip() else None
+        said = divide(self._parts[index], 0)
+        message = AssistantMessage(said.text)
+        if said.reasoning:
+            message.reasoning_content = message.reasoning = said.reasoning
+        if said.calls:
+            message.content = said.text if said.text.strip() else None
             message.tool_calls = [
-                ToolCallObject(call.call_id, FunctionObject(call.name, call.arguments))
-                for call in calls
+                ToolCallObject(str(call.id), FunctionObject(str(name), call.function.arguments))
+                for call in said.calls
+                if (name := call.function.name)
             ]
         reason = self._finish_reason(index, delta.finish_reason)
         assert reason is not None
         return ChatChoice(index, message, self._logprobs(delta), reason)
 
-    def _parse(self, index: int, delta: TextDelta) -> tuple[str, list[ParsedCall]]:
+    def take(self, index: int, delta: TextDelta) -> None:
+        parts = self._parse(index, delta)
+        self._num_calls[index] += sum(isinstance(part, CallBegins) for part in parts)
+        self._parts[index] += parts
+
+    def _parse(self, index: int, delta: TextDelta) -> list[Part]:
         parser = self._parsers[index]
         parts = list(parser.push(delta.text))
-        if delta.finish_reason is not None:
-            parts += parser.finish()
-        calls = [part for part in parts if isinstance(part, ParsedCall)]
-        self._num_calls[index] += len(calls)
-        return "".join(part for part in parts if isinstance(part, str)), calls
+        return parts if delta.finish_reason is None else [*parts, *parser.finish()]
 
     def _finish_reason(self, index: int, reason: FinishReason | None) -> str | None:
         if reason is FinishReason.STOP and self._num_calls[index]:
@@ -119,16 +173,25 @@ async def chat_completions(
         structured_output=forced,
     )
     generation = generation_request(request, body, prompt, params, received_at)
+    parsers, context = intake.parsers, parser_context(body, intake.parsers.prompt_end(prompt))
+    shown = parsers.shown_token_ids(with_tools=bool(context.tools))
+    if shown:
+        text_options = dataclasses.replace(generation.text_options, shown_token_ids=shown)
+        generation = dataclasses.replace(generation, text_options=text_options)
     with as_client_wrote(body):
         calls = await accept_choices(intake, generation)
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
+    is_constrained = params.structured_output is not None
+    make = functools.partial(
+        parsers.make, context, is_forced=forced is not None, is_constrained=is_constrained
+    )
     return await Exchange(
         request=request,
         intake=intake,
         body=body,
         calls=calls,
         num_choices=params.n,
-        dialect=ChatDialect([output_parser(body) for _ in calls], texts),
+        dialect=ChatDialect([make() for _ in calls], texts),
     ).respond()
 
 

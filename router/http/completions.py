@@ -65,6 +65,9 @@ class CompletionDialect:
     def chunk(self, index: int, delta: TextDelta) -> CompletionChoice:
         return self.choice(index, delta)
 
+    def take(self, index: int, delta: TextDelta) -> None:
+        pass  # its text is the output's
+
     def choice(self, index: int, delta: TextDelta) -> CompletionChoice:
         echoed_ids, echoed_text = self._echoes[index]
         self._echoes[index] = ([], "")  # once is enough

@@ -40,7 +40,9 @@ class TokenTexts:
     @property
     def pieces(self) -> OutputPieces | None:
         """What tokens add to a text; None when that is not known of each."""
-        return self._tokenizer.pieces if self._tokenizer is not None else None
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.pieces(self._tokenizer.special_token_ids)
 
     def text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")

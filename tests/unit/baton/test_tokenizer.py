@@ -302,6 +302,46 @@ def test_a_template_that_does_not_look_at_tools_takes_none(tmp_path: Path) -> No
     assert not Tokenizer(copy_demo(tmp_path, chat_template=None)).takes_tools
 
 
+TOOL = {"type": "function", "function": {"name": "f", "description": "größer"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def test_a_template_that_takes_no_tools_is_told_them_in_the_system_message() -> None:
+    user, system = {"role": "user", "content": "hi"}, {"role": "system", "content": "be short"}
+    text = TOKENIZER.render_chat([system, user], tools=[TOOL])
+    assert text.startswith("<|im_start|>system\nbe short\n\n# Tools")
+    assert '<tools>\n{"type": "function", "function": {"name": "f", "description": "größer"' in text
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert TOKENIZER.render_chat([user], tools=[TOOL]).startswith("<|im_start|>system\n# Tools")
+    called = [
+        user,
+        {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "a"},
+        {"role": "tool", "tool_call_id": "2", "content": "b"},
+    ]
+    one = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert TOKENIZER.render_chat(called, tools=[TOOL]).endswith(
+        f"<|im_start|>assistant\n{one}\n{one}<|im_end|>\n<|im_start|>user\n<tool_response>\na\n"
+        "</tool_response>\n<tool_response>\nb\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_without_system_messages_is_told_the_tools_in_the_first_one(
+    tmp_path: Path,
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = Tokenizer(copy_demo(tmp_path, chat_template=template))
+    text = tokenizer.render_chat([{"role": "user", "content": "hi"}], tools=[TOOL])
+    assert text.startswith("# Tools")
+    assert text.endswith("</tool_call>\n\nhi")
+    with pytest.raises(InvalidRequestError, match="no system"):
+        tokenizer.render_chat([{"role": "system", "content": "hi"}], tools=[TOOL])
+
+
 def test_what_a_template_refuses_is_an_invalid_request(tmp_path: Path) -> None:
     copy_demo(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
