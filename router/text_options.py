@@ -26,6 +26,11 @@ class TextOptions:
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
 
+    def load(self, folder: Path) -> tuple[Tokenizer | None, OutputParsers]:
+        """What a model's texts need; raises ConfigError of an option that cannot be had."""
+        tokenizer = self.make_tokenizer(folder)
+        return tokenizer, self.make_parsers(tokenizer)
+
     def make_tokenizer(self, folder: Path) -> Tokenizer | None:
         """The checkpoint's; None where it brings none.
 
