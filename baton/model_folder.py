@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelLoadError
+from baton.weights_samples import read_samples
 
 _TOKENIZER_FILES = [
     "config.json",
@@ -21,8 +22,6 @@ _TOKENIZER_FILES = [
 ]
 # What may differ between two folders that hold the same model.
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-_SAMPLE_BYTES = 1 << 16
-_NUM_SAMPLES = 64
 
 
 def find_model_folder(model: str, *, weights: bool = True) -> Path:
@@ -107,10 +106,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest of the weights: their sizes and samples of their content, so that it takes no time.
+    """Digest of the weights: their sizes, and of large files samples (`baton/weights_samples.py`).
 
-    Two fine-tunes of one model differ nearly everywhere, so samples tell them apart. Raises
-    ModelLoadError when a file cannot be read.
+    Raises ModelLoadError when a file cannot be read.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
@@ -118,9 +116,8 @@ def weights_digest(folder: Path) -> str:
             size = path.stat().st_size
             digest.update(f"{path.name}:{size};".encode())
             with path.open("rb") as file:
-                for index in range(_NUM_SAMPLES):
-                    file.seek(size * index // _NUM_SAMPLES)
-                    digest.update(file.read(_SAMPLE_BYTES))
+                for sample in read_samples(file, size):
+                    digest.update(sample)
         except OSError as error:
             raise ModelLoadError(f"model: {path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()[:16]

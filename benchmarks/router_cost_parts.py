@@ -33,7 +33,7 @@ from baton.link import (
     RouterCommand,
     StepDeltas,
 )
-from baton.model_folder import config_digest
+from baton.model_identity import folder_identity
 from baton.outputs import DecodeReceipt, FinishReason, PrefillReceipt, PushReceipt, RequestOutput
 from baton.rpc import open_channel
 from baton.tls import TlsOptions, read_tls
@@ -138,7 +138,7 @@ def registration(role: NodeRole, model: Path) -> NodeRegistration:
         version="0",
         address="127.0.0.1:1",
         peer_info=b"",
-        compatibility={"model": config_digest(model)},
+        compatibility=folder_identity(model),
         max_model_len=2**20,
         num_blocks=2**20,
         block_size=16,

@@ -18,7 +18,7 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.link import NodeBeat, NodeEvent, NodeRegistration, RequestDelta, StepDeltas
-from baton.model_folder import config_digest
+from baton.model_identity import folder_identity
 from baton.outputs import Receipt
 from baton.sampling_params import SamplingParams
 from loadtest.traces import BLOCK_TOKENS, TraceRequest
@@ -208,7 +208,7 @@ async def joined_fleet(
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL), "utf-8")  # noqa: ASYNC240
         pool = NodePool(
-            model_digest=config_digest(Path(folder)),
+            own_identity=folder_identity(Path(folder)),
             max_model_len=MODEL["max_position_embeddings"],
             may_self_prefill=local_prefill,
             clock=asyncio.get_running_loop().time,

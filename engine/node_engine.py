@@ -11,7 +11,8 @@ import torch
 
 from baton.engine_config import EngineConfig
 from baton.link import NodeRegistration, NodeRole
-from baton.model_folder import config_digest, find_model_folder, weights_digest
+from baton.model_folder import find_model_folder, weights_digest
+from baton.model_identity import NONE, folder_identity
 from baton.version import __version__
 from engine.engine import Engine
 
@@ -75,9 +76,12 @@ def load_engine(
         engine.num_blocks * spec.block_bytes / 2**20,
         torch.get_num_threads(),
     )
+    identity = folder_identity(folder)
+    if "weights" not in identity:  # an index names files that are not needed
+        identity["weights"] = weights_digest(folder)
     compatibility = {
-        "model": config_digest(folder),
-        "weights": weights_digest(folder),
+        **identity,
+        "adapters": NONE,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(spec.dtype).removeprefix("torch."),
         "block_size": str(spec.block_size),

@@ -55,7 +55,8 @@ def router(
         int,
         typer.Option(
             help="A request is tried so often, on other nodes where there are any. Attempts that "
-            "end because a node is lost or short of memory do not count (10 and 20 may)."
+            "end because a node is lost or short of memory do not count (10 and 20 may); while "
+            "nodes do not reach each other there are more, with pauses, for 15 s (1: none)."
         ),
     ] = 3,
     pair_timeout_s: Annotated[

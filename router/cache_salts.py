@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import secrets
 from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.identity import Principal
+
+logger = logging.getLogger(__name__)
 
 MIN_SECRET_BYTES = 16
 _DOMAIN = b"baton/cache-salt/1"
@@ -60,6 +63,18 @@ class CacheSalts:
             fields.append(within)
         framed = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
         return hmac.digest(self._secret, framed, hashlib.sha256)
+
+
+def make_salts(secret_file: str, *, has_tenants: bool) -> CacheSalts:
+    """The salts of a router; raises ConfigError for a file that holds no secret."""
+    if secret_file:
+        return CacheSalts(read_secret(secret_file))
+    if has_tenants:
+        logger.info(
+            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
+            "through this router only, until it ends"
+        )
+    return CacheSalts()
 
 
 def read_secret(path: str) -> bytes:

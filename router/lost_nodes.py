@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from baton.link import NodeRegistration
+from baton.model_identity import identity_of
 
 SHOWN_S = 300.0
 MAX_SHOWN = 256
@@ -52,7 +53,8 @@ class LostNodes:
 
     def note_silent(self, registration: NodeRegistration) -> None:
         """A node said nothing for too long: kept for operators, without what only peers need."""
-        known = dataclasses.replace(registration, peer_info=b"", compatibility={})
+        identity = dict(identity_of(registration.compatibility))
+        known = dataclasses.replace(registration, peer_info=b"", compatibility=identity)
         self.forget(registration.node_name)
         self._silent[registration.node_name] = (self._clock(), known)
         if len(self._silent) > MAX_SHOWN:

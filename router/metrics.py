@@ -28,7 +28,7 @@ _PREFIX = "baton_router"
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_NODE_STATES = ("ready", "joined", "draining", "spared", "lost")
+_NODE_STATES = ("ready", "joined", "draining", "spared", "not_serving", "lost")
 
 
 class RequestRecord:
@@ -169,18 +169,25 @@ class _NodeCollector(Collector):
         usable = (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)
         ready = {node.engine_id for node in usable}
         for node in self._pool.nodes:
-            counts[node.registration.role, _state(node, ready)] += 1
+            state = _state(node, ready) if self._pool.identity.admits(node) else "not_serving"
+            counts[node.registration.role, state] += 1
         for registration in self._pool.lost:
             counts[registration.role, "lost"] += 1
         family = GaugeMetricFamily(
             f"{_PREFIX}_nodes",
             "Nodes; ready: requests can go there; joined: they reach no other node yet; spared: "
-            "they failed lately, or are new and have a first request.",
+            "they failed lately, or are new and have a first request; not_serving: their model "
+            "is not the one that is served.",
             labels=["role", "state"],
         )
         for (role, state), count in counts.items():
             family.add_metric([role.value, state], count)
         yield family
+        yield CounterMetricFamily(
+            f"{_PREFIX}_model_changes",
+            "Times that nodes with other weights took the place of those that had served.",
+            value=self._pool.identity.num_changes_total,
+        )
 
 
 def _state(node: Node, ready: Set[str]) -> str:

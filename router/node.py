@@ -24,6 +24,7 @@ from baton.link import (
     ServingState,
     StepDeltas,
 )
+from baton.model_identity import Identity, identity_of
 from baton.outputs import FinishReason, RequestOutput
 from router.admin_replies import AdminReplies
 from router.health import NodeHealth
@@ -34,6 +35,11 @@ STALLED_S, STALLED_FACTOR = 5.0, 10.0
 # What takes not many times longer than what a node has done before is no sign that it is stuck; but
 # no longer round than this excuses another one.
 ROUND_FACTOR, LONGEST_ROUND_S = 3.0, 15.0
+
+
+# A node that missed so many beats is silent: that is why what others do with it fails. It is lost
+# a little later, when it missed some more, or it is heard again.
+SILENT_BEATS = 2
 
 
 class LegDelta(msgspec.Struct, frozen=True, gc=False):
@@ -85,6 +91,7 @@ class Node:
         clock: seconds that never go back.
         is_stuck: one of its threads stands still, though it beats.
         replies: to what operators ask of the node.
+        identity: what decides the tokens of its model.
     """
 
     registration: NodeRegistration
@@ -98,8 +105,10 @@ class Node:
     replies: AdminReplies = field(default_factory=AdminReplies)
     load: NodeLoad = field(init=False)
     health: NodeHealth = field(init=False)
+    identity: Identity = field(init=False)
 
     def __post_init__(self) -> None:
+        self.identity = identity_of(self.registration.compatibility)
         self.meet(SharedRates(), NodeHealth(self.name))
 
     def meet(self, shared: SharedRates, health: NodeHealth) -> None:
@@ -124,6 +133,11 @@ class Node:
     def is_draining(self) -> bool:
         """Whether nothing new may be placed here."""
         return self.beat.serving_state is not ServingState.SERVING
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has been heard of it for some beats."""
+        return self.num_missed_beats > SILENT_BEATS + 1
 
     @property
     def beat(self) -> NodeBeat:

@@ -10,7 +10,7 @@ import logging
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.block_hash import HASH_ALGORITHMS
 from baton.errors import NotFoundError
@@ -29,17 +29,20 @@ from baton.link import (
     SendKVSnapshot,
     StepDeltas,
 )
+from baton.model_identity import Identity, identity_of
 from router.fleet import Fleet
-from router.health import NodeHealth, spared
+from router.fleet_choice import make_fleet
+from router.health import NodeHealth
 from router.join_gate import JoinGate
 from router.lost_nodes import LostNodes
 from router.node import Node
 from router.node_claims import Vocabulary, event_problem, registration_problem
 from router.node_load import SharedRates
-from router.pairing import Reach, incompatibility, why_no_pair
+from router.pairing import Reach, are_peers, introduce, why_no_pair
 from router.policies.base import Placement
 from router.prefix_index import PrefixIndex
 from router.prompt_hashes import HashKind
+from router.served_identity import ServedIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,8 @@ class NodePool:
     """All nodes of one router.
 
     Args:
-        model_digest: digest of the model's configuration; nodes of another model are refused.
+        own_identity: the entries of `baton.model_identity` that this router's own folder decides;
+            nodes with another ``model`` are refused, and others that differ do not serve.
         max_model_len: of the model; nodes may have less.
         max_missed_beats: a node that misses more in a row is lost.
         eligibility: a node for which one of these says no gets no new requests. Whoever makes one
@@ -64,12 +68,13 @@ class NodePool:
         prefix_index: which of them has which prompts' KV in its prefix cache.
         lost_nodes: which went away by themselves.
         gate: which nodes may join now.
+        identity: which of their models is served.
     """
 
     def __init__(
         self,
         *,
-        model_digest: str,
+        own_identity: Mapping[str, str],
         max_model_len: int,
         max_missed_beats: int = 4,
         eligibility: Sequence[Callable[[Node], bool]] = (),
@@ -82,7 +87,8 @@ class NodePool:
         self.clock = clock
         self.gate = JoinGate(clock)
         self.lost_nodes = LostNodes(clock)
-        self._model_digest = model_digest
+        self.identity = ServedIdentity(own_identity, clock)
+        self._own_model = own_identity["model"]
         self._vocabulary = Vocabulary(vocab_size, max_model_len)
         self._max_model_len = max_model_len  # of the last fleet; until there is one, the model's
         self._max_missed_beats = max_missed_beats
@@ -145,10 +151,10 @@ class NodePool:
         if self.gate.is_expelled(registration.engine_id):
             return f"{registration.node_name} was removed by an operator; start it anew"
         model = registration.compatibility.get("model")
-        if model != self._model_digest:
+        if model != self._own_model:
             return (
                 f"model: {registration.node_name} has a model with configuration {model}, "
-                f"this router serves {self._model_digest}"
+                f"this router serves {self._own_model}"
             )
         return ""
 
@@ -161,15 +167,7 @@ class NodePool:
             if node.name == old.name or node.engine_id == old.engine_id:
                 self.remove(old, "joined again")
                 old.hang_up()
-        for other in self._peers_of(node):
-            problem = incompatibility(node.registration, other.registration)
-            if problem:
-                report = PeerReport("", False, problem=problem)
-                node.reports[other.engine_id] = other.reports[node.engine_id] = report
-                logger.warning("%s and %s are not paired: %s", node.name, other.name, problem)
-                continue
-            node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
-            other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
+        introduce(node, self._peers_of(node))
         is_canary = any(
             other.registration.role is node.registration.role and other.num_open
             for other in self._nodes.values()
@@ -178,16 +176,15 @@ class NodePool:
         node.clock = self.clock
         node.meet(self._rates, health)
         self._nodes[node.engine_id] = node
-        registration = node.registration
-        if registration.prefix_hash in HASH_ALGORITHMS:
-            kind = HashKind(registration.block_size, registration.prefix_hash)
-            self.prefix_index.add(node.engine_id, kind)
-            node.send(SendKVSnapshot())
         self.lost_nodes.forget(node.name)
         self._roles_seen.add(node.registration.role)
         self._note_kv_sizes()
         self._note_change()
         logger.info("%s node %s joined", node.registration.role.value, node.name)
+        if not self._review_identity():
+            self._index(node)
+        if problem := self.identity.problem(node):
+            logger.warning("%s gets no requests: %s", node.name, problem)
 
     def remove(self, node: Node, why: str = "went away", *, on_purpose: bool = False) -> None:
         """A node's link broke: fail its legs and tell its peers.
@@ -202,6 +199,7 @@ class NodePool:
             self.lost_nodes.note_loss(node.engine_id)
         self.prefix_index.remove(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
+        self._review_identity(left=node.identity if node.is_draining else None)
         self._reach.forget(node.engine_id)
         node.replies.close(f"it {why}")
         for other in self._peers_of(node):
@@ -210,6 +208,24 @@ class NodePool:
         self._note_kv_sizes()
         node.fail_legs(why)
         self._note_change()
+
+    def _review_identity(self, left: Identity | None = None) -> bool:
+        """Whether another identity serves from now on; nothing is known of others' caches."""
+        is_another = self.identity.review(self._nodes.values(), left=left)
+        if is_another:
+            for node in self._nodes.values():
+                self._index(node)
+            self._note_change()
+        return is_another
+
+    def _index(self, node: Node) -> None:
+        registration = node.registration
+        if not self.identity.admits(node):
+            self.prefix_index.remove(node.engine_id)
+        elif registration.prefix_hash in HASH_ALGORITHMS:
+            kind = HashKind(registration.block_size, registration.prefix_hash)
+            self.prefix_index.add(node.engine_id, kind)
+            node.send(SendKVSnapshot())
 
     def _note_kv_sizes(self) -> None:
         """What most nodes say of a token's size is what transfers are reckoned with."""
@@ -226,6 +242,7 @@ class NodePool:
             if name in (node.name, node.engine_id):
                 self.gate.expel(node.engine_id)
                 self.remove(node, "was removed by an operator", on_purpose=True)
+                self._review_identity(left=node.identity)
                 node.send(DrainCommand(stop=True))  # what still listens ends well
                 node.hang_up()
                 return node.registration
@@ -233,6 +250,7 @@ class NodePool:
             if name in (lost.node_name, lost.engine_id):
                 self.gate.expel(lost.engine_id)
                 self.lost_nodes.forget(lost.node_name)
+                self._review_identity(left=identity_of(lost.compatibility))
                 return lost
         raise NotFoundError(f"there is no node {name!r}")
 
@@ -281,9 +299,13 @@ class NodePool:
                 node.send(SendKVSnapshot())
         elif isinstance(event, AdminReply):
             node.replies.take(event)
-        elif isinstance(event, PeerReport) and self._is_peer(node, event.engine_id):
+        elif (
+            isinstance(event, PeerReport)
+            and (peer := self._nodes.get(event.engine_id)) is not None
+            and are_peers(node, peer)
+        ):
             node.reports[event.engine_id] = event
-            self._note_reach(node, event.engine_id)
+            self._reach.note_report(node, peer)
             self._note_change()
             if event.problem:
                 logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
@@ -296,6 +318,7 @@ class NodePool:
             node.send(DrainSeen())  # every time: it may have served in between
         if node.is_draining is not was_draining:
             logger.info("%s is %s", node.name, beat.serving_state.value)
+            self._review_identity()
             self._note_change()
 
     def _watch_progress(self, node: Node) -> None:
@@ -321,34 +344,19 @@ class NodePool:
     def fleet(self) -> Fleet:
         """Nodes that may get requests now, and which pairs of them can reach each other."""
         if self._fleet is None:
-            ready = [node for node in self._nodes.values() if self.is_eligible(node)]
-            prefills, decodes = (
-                [node for node in ready if node.registration.role is role] for role in NodeRole
-            )
-            unwanted = {node.engine_id for nodes in (prefills, decodes) for node in spared(nodes)}
-            # (Those that are left may not reach each other.)
-            self._fleet = self._make_fleet(prefills, decodes, unwanted) or self._make_fleet(
-                prefills, decodes, set()
+            self._fleet = make_fleet(
+                filter(self.is_eligible, self._nodes.values()),
+                self._reach,
+                may_self_prefill=self._may_self_prefill,
             )
         return self._fleet
 
-    def _make_fleet(
-        self, prefills: Sequence[Node], decodes: Sequence[Node], without: Set[str]
-    ) -> Fleet:
-        alone = [node for node in decodes if node.registration.computes_prompts]
-        return Fleet(
-            [node.load for node in prefills if node.engine_id not in without],
-            [node.load for node in decodes if node.engine_id not in without],
-            self._reach.bandwidths,
-            self_prefilling=[node.load for node in alone if node.engine_id not in without]
-            if self._may_self_prefill
-            else (),
-        )
-
     def is_eligible(self, node: Node) -> bool:
         """Whether a node may get new requests."""
-        return not (node.is_draining or node.is_stuck) and all(
-            allows(node) for allows in self._eligibility
+        return (
+            not (node.is_draining or node.is_stuck)
+            and self.identity.admits(node)
+            and all(allows(node) for allows in self._eligibility)
         )
 
     def allow_self_prefill(self, may_self_prefill: bool) -> None:
@@ -364,24 +372,12 @@ class NodePool:
         """One line for a client when there is no pair for so many tokens."""
         if self.fleet:
             return f"no pair of nodes takes requests of {num_tokens} tokens"
-        return why_no_pair(self._of(NodeRole.PREFILL), self._of(NodeRole.DECODE), self.is_eligible)
-
-    def _is_peer(self, node: Node, engine_id: str) -> bool:
-        """Whether a node was introduced to another (others are no business of ours)."""
-        peer = self._nodes.get(engine_id)
-        return (
-            peer is not None
-            and peer.registration.role is not node.registration.role
-            and not incompatibility(node.registration, peer.registration)
+        return why_no_pair(
+            self._of(NodeRole.PREFILL),
+            self._of(NodeRole.DECODE),
+            self.is_eligible,
+            self.identity.problem,
         )
-
-    def _note_reach(self, node: Node, peer_id: str) -> None:
-        """One of two nodes said something about the other."""
-        peer = self._nodes[peer_id]
-        is_prefill = node.registration.role is NodeRole.PREFILL
-        prefill, decode = (node, peer) if is_prefill else (peer, node)
-        there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
-        self._reach.note(prefill.engine_id, decode.engine_id, there, back)
 
     def _note_change(self) -> None:
         self._fleet = None

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from baton.errors import (
     NodeUnavailableError,
 )
-from baton.link import NodeRole, RequestDelta, RequestError
+from baton.link import BEAT_INTERVAL_S, NodeRole, RequestDelta, RequestError
+from baton.model_identity import Identity
 from baton.outputs import Receipt, RequestOutput
 from router.attempt import Attempt
 from router.call import Call, CallOutput
@@ -27,7 +28,7 @@ from router.prompt_hashes import PromptHashes
 from router.request_log import Following
 from router.retry_budget import CallRetries
 from router.suspects import WINDOW_S
-from router.suspicion import Suspicion
+from router.suspicion import Suspicion, had_begun
 
 if TYPE_CHECKING:
     from router.dispatcher import Dispatcher
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # A node that is gone, cannot reach its peer, or has an engine that cannot continue: another may.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
+# Within it a silent node is heard again, or the router says that it is lost.
+_VERDICT_S = 2.0
 _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
 
 
@@ -54,6 +57,7 @@ class OpenCall:
         self._retries = CallRetries(self._options, dispatcher.budget)
         self._choice = PairChoice()
         self._suspicion: Suspicion | None = None  # since the first loss of a node
+        self._identity: Identity = ()  # of the nodes that its tokens are of
         self._ttft_s = 0.0
         self._ended_by: RequestError | None = None  # from outside
         self._router_queue_s = 0.0
@@ -84,6 +88,7 @@ class OpenCall:
                 failure, buffer.failure = buffer.failure, None
                 assert failure.delta.error is not None
                 self._check_retry(attempt, failure)
+                await self._wait_for_turn(attempt, failure.delta.error)
                 attempt = await self._begin(failure.delta.error.message)
 
     def receipt(self) -> Receipt:
@@ -128,7 +133,7 @@ class OpenCall:
         assert error is not None
         decode = attempt.decode.engine_id if attempt.decode else ""
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
-        self._choice.note_failure(prefill, decode, item)
+        self._choice.note_failure(prefill, decode, item, self._silent_of(attempt))
         if self._ended_by is not None:  # it is no node's fault
             raise error_of(self._ended_by)
         self._blame(attempt, item, error)
@@ -136,14 +141,50 @@ class OpenCall:
         if error.code not in (*_RETRYABLE, "PREEMPTED"):
             raise error_of(error)
         self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
+
+    async def _wait_for_turn(self, attempt: Attempt, error: RequestError) -> None:
+        """Wait until a silent node is known to be lost, or not, and the budget has a retry left.
+
+        What a silent node cannot have begun to compute does not wait for that: it is no suspect.
+        """
+        pool, budget = self._dispatcher.pool, self._dispatcher.budget
+        known_by = asyncio.get_running_loop().time() + _VERDICT_S
+        while had_begun(attempt, self._silent_of(attempt)):
+            until = min(known_by, self._expires_at)
+            if asyncio.get_running_loop().time() >= until:
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_INTERVAL_S):
+                    await pool.wait_for_change()
+        self._remaining_s()
         self._suspect(attempt)
+        if self._retries.needs_pause:
+            await self._pause()
+        if not self._retries.may_begin():
+            if budget.is_storm(self._remaining_s()):
+                raise NodeUnavailableError(f"{error.message} (too many retries in the cluster)")
+            with budget.waiting():
+                await self._pause()
+                while not self._retries.may_begin():
+                    await self._pause()
         logger.info("request %s is tried again: %s", self._call.request_id, error.message)
 
+    def _silent_of(self, attempt: Attempt) -> set[str]:
+        """Engine ids of an attempt's nodes of which nothing is heard, and not known to be lost."""
+        pool = self._dispatcher.pool
+        nodes = filter(None, (attempt.prefill, attempt.decode))
+        return {
+            node.engine_id for node in nodes if node.is_silent and pool.node(node.engine_id) is node
+        }
+
     def _is_loss(self, attempt: Attempt, item: LegDelta) -> bool:
-        """Whether an attempt failed because one of its nodes is gone, whoever said so."""
+        """Whether an attempt failed because one of its nodes is gone or silent, whoever said so."""
         error, pool = item.delta.error, self._dispatcher.pool
         nodes = [node for node in (attempt.prefill, attempt.decode) if node is not None]
-        is_gone = any(pool.node(node.engine_id) is not node or node.is_stuck for node in nodes)
+        is_gone = any(
+            pool.node(node.engine_id) is not node or node.is_stuck or node.is_silent
+            for node in nodes
+        )
         return item.node_lost or (is_gone and error is not None and error.code == "UNAVAILABLE")
 
     def _suspect(self, attempt: Attempt) -> None:
@@ -197,6 +238,12 @@ class OpenCall:
         decode = dispatcher.pool.node(placement.decode.engine_id)
         assert decode is not None
         assert prefill is not None or placement.prefill is None
+        if self._output_token_ids and decode.identity != self._identity:
+            raise NodeUnavailableError(
+                f"{failure}; its first {len(self._output_token_ids)} tokens are of a model that is "
+                "no longer served here"
+            )
+        self._identity = decode.identity
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
         num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
         num_left = call.sampling_params.max_tokens - len(self._output_token_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from baton.link import NodeRole
 from router.fleet import Fleet, Pair
 from router.node import LegDelta
@@ -19,16 +21,21 @@ class PairChoice:
         self._failed_pairs: set[Pair] = set()
         self._last_decode = ""
 
-    def note_failure(self, prefill: str, decode: str, item: LegDelta) -> None:
+    def note_failure(
+        self, prefill: str, decode: str, item: LegDelta, silent: Set[str] = frozenset()
+    ) -> None:
         """An attempt on this pair of engine ids ended with an error.
 
-        A node that is lost, dead or short of memory is at fault alone. What else one of the two
-        says is about what passes between them, and so about the pair.
+        Nodes that are silent are at fault, whoever says what. One that is lost, dead or short of
+        memory is at fault alone. What else one of the two says is about what passes between them,
+        and so about the pair.
         """
         error = item.delta.error
         assert error is not None
         self._last_decode = decode
-        if item.node_lost or error.code in ("INTERNAL", "PREEMPTED"):
+        if silent:
+            self._failed_nodes |= silent
+        elif item.node_lost or error.code in ("INTERNAL", "PREEMPTED"):
             self._failed_nodes.add(prefill if item.role is NodeRole.PREFILL else decode)
         else:
             self._failed_pairs.add((prefill, decode))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 
-from baton.link import NodeRegistration, NodeRole, PeerReport
+from baton.link import NodeRegistration, NodeRole, PeerReport, PeerUpdate
 from router.node import Node
+
+logger = logging.getLogger(__name__)
 
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
@@ -17,10 +20,39 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     return ""
 
 
+def introduce(node: Node, peers: Iterable[Node]) -> None:
+    """Tell a node that joined, and those of the other role, of each other, where they fit."""
+    for other in peers:
+        problem = incompatibility(node.registration, other.registration)
+        if problem:
+            report = PeerReport("", False, problem=problem)
+            node.reports[other.engine_id] = other.reports[node.engine_id] = report
+            logger.warning("%s and %s are not paired: %s", node.name, other.name, problem)
+            continue
+        node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
+        other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
+
+
+def are_peers(one: Node, other: Node) -> bool:
+    """Whether two nodes were introduced to each other."""
+    return one.registration.role is not other.registration.role and not incompatibility(
+        one.registration, other.registration
+    )
+
+
 def why_no_pair(
-    prefills: Sequence[Node], decodes: Sequence[Node], is_eligible: Callable[[Node], bool]
+    prefills: Sequence[Node],
+    decodes: Sequence[Node],
+    is_eligible: Callable[[Node], bool],
+    identity_problem: Callable[[Node], str],
 ) -> str:
     """One line for a client when no two nodes may work together."""
+    for nodes in ([*prefills, *decodes], prefills, decodes):
+        foreign = [node for node in nodes if identity_problem(node)]
+        if foreign and len(foreign) == len(nodes):
+            kind = "" if len(prefills) + len(decodes) == len(nodes) else f"{_role_of(nodes[0])} "
+            why = f"{nodes[0].name}: {identity_problem(nodes[0])}"
+            return f"no {kind}node of the model that is served is here ({why})"
     for role, nodes in ((NodeRole.PREFILL, prefills), (NodeRole.DECODE, decodes)):
         if not nodes:
             return f"no {role.value} node has joined the router"
@@ -34,6 +66,10 @@ def why_no_pair(
     return "no prefill node is connected to a decode node yet"
 
 
+def _role_of(node: Node) -> str:
+    return node.registration.role.value
+
+
 class Reach:
     """Who reaches whom, kept as reports come.
 
@@ -43,6 +79,13 @@ class Reach:
 
     def __init__(self) -> None:
         self.bandwidths: dict[str, dict[str, float]] = {}
+
+    def note_report(self, one: Node, other: Node) -> None:
+        """One of two nodes said something about the other."""
+        is_prefill = one.registration.role is NodeRole.PREFILL
+        prefill, decode = (one, other) if is_prefill else (other, one)
+        there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
+        self.note(prefill.engine_id, decode.engine_id, there, back)
 
     def note(
         self, prefill: str, decode: str, there: PeerReport | None, back: PeerReport | None

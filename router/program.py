@@ -22,7 +22,8 @@ from baton.errors import ConfigError
 from baton.exposure import is_public
 from baton.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.link import BEAT_INTERVAL_S
-from baton.model_folder import ModelLimits, config_digest, find_model_folder, read_limits
+from baton.model_folder import ModelLimits, find_model_folder, read_limits
+from baton.model_identity import folder_identity
 from baton.process import num_descriptors_allowed, stop_event
 from baton.rpc import RpcLimits, RpcServer
 from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
@@ -36,7 +37,7 @@ from baton.v1 import (
 )
 from router.admin.service import AdminService
 from router.admission import Admission, AdmissionOptions
-from router.cache_salts import CacheSalts, read_secret
+from router.cache_salts import make_salts
 from router.capacity import Capacity
 from router.connection_budget import ConnectionBudget, ConnectionOptions, share_descriptors
 from router.dispatcher import Dispatcher
@@ -136,7 +137,7 @@ class RouterConfig:
 
 def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodePool:
     return NodePool(
-        model_digest=config_digest(folder),
+        own_identity=folder_identity(folder),
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
         may_self_prefill=_may_self_prefill(config, config.policy),
@@ -166,7 +167,9 @@ async def serve(config: RouterConfig) -> None:
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
-        cache_salts=_make_salts(config),
+        cache_salts=make_salts(
+            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
+        ),
         parsers=parsers,
     )
     intake.start()  # its processes end with this one
@@ -236,17 +239,6 @@ def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
         shared_prefill_window_s=options.shared_prefill_window_s,
         clock=pool.clock,
     )
-
-
-def _make_salts(config: RouterConfig) -> CacheSalts:
-    if config.cache_salt_secret_file:
-        return CacheSalts(read_secret(config.cache_salt_secret_file))
-    if config.api_keys_file:
-        logger.info(
-            "cache_salt_secret_file: not given; what tenants have cached on the nodes is found "
-            "through this router only, until it ends"
-        )
-    return CacheSalts()
 
 
 @contextlib.asynccontextmanager

@@ -69,7 +69,7 @@ class Suspicion:
             self._waits = False  # nodes die anyway: nothing can be told from one more
             return
         is_repeated = len(self._lost_on) > 1
-        self._waits = is_repeated or (_had_begun(attempt, lost) and suspects.admit(lost))
+        self._waits = is_repeated or (had_begun(attempt, lost) and suspects.admit(lost))
 
     def wait_s(self, fleet: Fleet) -> float:
         """How long not to place it yet; to be asked again behind that.
@@ -129,7 +129,7 @@ class Suspicion:
         return fleet.only(is_free, is_free)
 
 
-def _had_begun(attempt: Attempt, lost: set[str]) -> bool:
+def had_begun(attempt: Attempt, lost: set[str]) -> bool:
     """Whether a lost node may have computed something of a call that it had not before."""
     if attempt.prefill is not None and attempt.prefill.engine_id in lost and not attempt.began:
         return True

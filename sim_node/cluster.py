@@ -20,7 +20,8 @@ from types import TracebackType
 
 from baton.errors import ConfigError, NodeUnavailableError
 from baton.link import BEAT_INTERVAL_S, NodeRole
-from baton.model_folder import config_digest, find_model_folder, read_limits
+from baton.model_folder import find_model_folder, read_limits
+from baton.model_identity import SIMULATED, folder_identity
 from baton.router_links import RouterLinks
 from baton.tls import NO_TLS, TlsOptions
 from sim_node.faults import FaultSpec
@@ -284,6 +285,5 @@ def _read_model(model: str, options: SimOptions) -> SimModel:
         limits.max_position_embeddings,
         options.num_blocks * options.block_size,  # one request alone must fit
     )
-    return SimModel(
-        digest=config_digest(folder), vocab_size=limits.vocab_size, max_model_len=longest
-    )
+    identity = {**folder_identity(folder), "weights": SIMULATED}
+    return SimModel(identity=identity, vocab_size=limits.vocab_size, max_model_len=longest)

@@ -169,8 +169,7 @@ class SimNode:
             address="",  # nobody can ask it anything
             peer_info=peer_info,
             compatibility={
-                "model": model.digest,
-                "weights": "simulated",
+                **model.identity,
                 "block_size": str(options.block_size),
                 "kv_connector": TRANSPORT,
                 "version": __version__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
@@ -53,10 +54,10 @@ class SimModel:
     """What a router must be told of the model.
 
     Attributes:
-        digest: of its configuration.
+        identity: what decides its tokens, as nodes tell it.
         max_model_len: most tokens of a request.
     """
 
-    digest: str
+    identity: Mapping[str, str]
     vocab_size: int
     max_model_len: int

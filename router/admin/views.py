@@ -31,6 +31,8 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
     if node.is_stuck:
         description.health = "stuck"
         description.health_why = f"its {node.beat.stalled_thread} thread stands still"
+    if problem := pool.identity.problem(node):
+        description.health, description.health_why = "not serving", problem
     for peer in pool.nodes:
         report = node.reports.get(peer.engine_id)
         if report is not None:

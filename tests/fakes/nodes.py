@@ -52,7 +52,7 @@ def make_pool(
     clock: Callable[[], float] = time.monotonic,
 ) -> NodePool:
     return NodePool(
-        model_digest=MODEL,
+        own_identity={"model": MODEL},
         max_model_len=max_model_len,
         eligibility=eligibility,
         may_self_prefill=may_self_prefill,

@@ -75,7 +75,9 @@ class SimPair:
         self.network = KVNetwork()
         self.events: list[tuple[float, str, NodeEvent]] = []  # when, who, what
         self.options = SimOptions(timing=timing, **{"block_size": 4, "num_blocks": 100, **sizes})
-        self.model = SimModel(digest="d", vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
+        self.model = SimModel(
+            identity={"model": "d"}, vocab_size=VOCAB_SIZE, max_model_len=max_model_len
+        )
         self.parts = {name: self._make_parts(name) for name in ("p", "d")}
         self.logs = {name: KVEventLog(p.cache, p.emit) for name, p in self.parts.items()}
         self.prefill = SimPrefill(self.parts["p"], self.logs["p"])

@@ -143,7 +143,7 @@ class System:
         setup = self.setup
         self._num_routers += 1
         self.pool = NodePool(
-            model_digest="digest",
+            own_identity={"model": "digest"},
             max_model_len=1000,
             may_self_prefill=setup.sometimes_alone,
             clock=self.clock,

@@ -26,7 +26,7 @@ from baton.link import (
     PrefillCommand,
     SendKVSnapshot,
 )
-from baton.model_folder import config_digest
+from baton.model_identity import folder_identity
 from baton.rpc import RpcServer
 from baton.sampling_params import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -131,7 +131,7 @@ def start_process(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 @contextlib.asynccontextmanager
 async def running_site(folder: Path) -> AsyncIterator[tuple[Site, list[subprocess.Popen[bytes]]]]:
-    pool = NodePool(model_digest=config_digest(DEMO_MODEL), max_model_len=2048)
+    pool = NodePool(own_identity=folder_identity(DEMO_MODEL), max_model_len=2048)
 
     def register(server: object) -> None:
         node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), server)  # type: ignore[no-untyped-call]  # generated

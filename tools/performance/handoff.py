@@ -184,6 +184,43 @@ CHAOS = Source(
     ),
 )
 
+
+def _no_errors(document: Json) -> Found:
+    drills = at(document, "drills").values()
+    num_errors = sum(int(number(drill, "errors")) for drill in drills)
+    num_requests = sum(int(number(drill, "requests")) for drill in drills)
+    seeds = min(int(number(drill, "seeds")) for drill in drills)
+    return Found(f"{num_errors} of {num_requests} requests, {seeds} seeds", num_errors == 0)
+
+
+def _longest_pause(document: Json) -> Found:
+    drills = at(document, "drills").values()
+    return Found(f"{max(number(drill, 'longest_pause_s') for drill in drills):.2f} s")
+
+
+STAND_STILL = Source(
+    name="stand_still",
+    command="benchmarks/stand_still.py",
+    intro="A node stands still for 0.5, 3 and 10 s, or two die within a second, under load.",
+    rows=(
+        Row(what="requests that end with an error", target="none", measure=_no_errors),
+        Row(what="longest pause of a stream", measure=_longest_pause),
+    ),
+)
+
+
+def _wrong_tokens(document: Json) -> Found:
+    num_wrong, num_tokens = number(document, "wrong_tokens"), number(document, "tokens")
+    return Found(f"{num_wrong:.0f} of {num_tokens:.0f}", num_wrong == 0 and num_tokens >= 10_000)
+
+
+FOREIGN_NODE = Source(
+    name="foreign_node",
+    command="benchmarks/foreign_node.py",
+    intro="A node with other weights joins first, joins last, is drained, or stays alone.",
+    rows=(Row(what="tokens that are not of one process", target="none", measure=_wrong_tokens),),
+)
+
 AREAS = (
     Area(
         title="The hand-off",
@@ -197,7 +234,7 @@ AREAS = (
     ),
     Area(
         title="Faults in the hand-off",
-        sources=(CHAOS,),
+        sources=(CHAOS, STAND_STILL, FOREIGN_NODE),
         log=(
             "2026-11-21: nodes killed, stopped and restarted under load",
             "2026-11-21: a dead sender's last bytes",

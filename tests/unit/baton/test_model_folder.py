@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from baton.model_folder import (
     read_limits,
     weights_digest,
 )
+from baton.weights_samples import SAMPLE_EVERY_BYTES, WHOLE_FILE_BYTES
 
 CONFIG = {"vocab_size": 10, "max_position_embeddings": 64, "hidden_size": 8, "dtype": "float32"}
 
@@ -134,14 +137,42 @@ def test_the_weights_digest_sees_content_size_and_file_names(tmp_path: Path) -> 
     assert weights_digest(tmp_path / "copy") == weights_digest(tmp_path / "original")
 
 
-def test_the_weights_digest_samples_large_files_everywhere(tmp_path: Path) -> None:
-    size = 64 * 2**17  # twice what is sampled
+def test_every_tensor_of_a_large_file_is_seen(tmp_path: Path) -> None:
+    """(The file is sparse.)"""
+    small, large = 4096, WHOLE_FILE_BYTES // 8
+    ends = list(itertools.accumulate([large, small] * 10))
+    tensors = {
+        f"t{index}": {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for index, (begin, end) in enumerate(itertools.pairwise([0, *ends]))
+    }
+    header = json.dumps(tensors).encode()
     path = tmp_path / "model.safetensors"
-    content = bytearray(size)
-    path.write_bytes(content)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + ends[-1])
     before = weights_digest(tmp_path)
-    for start in (0, size // 2, size * 63 // 64):
-        changed = content.copy()
-        changed[start + 100] = 1
-        path.write_bytes(changed)
+    for index, end in enumerate(ends):
+        for back in [1, small] if index % 2 else [1, large // 2, large]:
+            at = 8 + len(header) + end - back
+            write_at(path, at, b"\1")
+            assert weights_digest(tmp_path) != before, f"t{index}"
+            write_at(path, at, b"\0")
+    assert weights_digest(tmp_path) == before
+
+
+@pytest.mark.parametrize("head", [b"GGUF", b"\x02" + bytes(7) + b"[]", b"\xff" * 8])
+def test_a_large_file_of_another_kind_is_sampled_everywhere(tmp_path: Path, head: bytes) -> None:
+    path, size = tmp_path / "model.safetensors", WHOLE_FILE_BYTES + 1000
+    path.write_bytes(head)
+    os.truncate(path, size)
+    before = weights_digest(tmp_path)
+    for at in (SAMPLE_EVERY_BYTES, size // SAMPLE_EVERY_BYTES * SAMPLE_EVERY_BYTES, size - 1):
+        write_at(path, at, b"\1")
         assert weights_digest(tmp_path) != before
+        write_at(path, at, b"\0")
+
+
+def write_at(path: Path, position: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(content)

@@ -29,7 +29,7 @@ MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 async def router(
     tls: TlsOptions, listen: str = "127.0.0.1:0"
 ) -> AsyncIterator[tuple[str, NodePool]]:
-    pool = NodePool(model_digest=config_digest(MODEL), max_model_len=2048)
+    pool = NodePool(own_identity={"model": config_digest(MODEL)}, max_model_len=2048)
     server = RpcServer(
         [node_pb2.DESCRIPTOR.services_by_name["NodeLink"]],
         lambda it: node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), it),  # type: ignore[no-untyped-call]  # generated
