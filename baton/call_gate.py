@@ -15,12 +15,14 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+import structlog
 from google.protobuf.message import Message
 
 from baton.access import Access
+from baton.access_log import AccessEntry, AccessLog, trace_id_of
 from baton.audit_log import AuditKind
-from baton.call_roles import ANY, OPEN, ROLES_OF_CALL, Roles
-from baton.credentials import grpc_credentials
+from baton.call_roles import ANY, INFER, OPEN, ROLES_OF_CALL, Roles
+from baton.credentials import grpc_credentials, traceparent
 from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
 from baton.identity import ANYBODY_HERE, Principal, Role
@@ -41,16 +43,20 @@ class Context:
 
     Attributes:
         principal: who calls.
+        entry: what the access log tells of the call.
         address: of the machine that calls, without a port. (Asked at the beginning: gRPC crashes
             who asks it for the peer of a call that has ended.)
     """
 
-    __slots__ = ("_context", "address", "principal")
+    __slots__ = ("_context", "address", "entry", "principal")
 
-    def __init__(self, context: _Raw, principal: Principal, address: str) -> None:
+    def __init__(
+        self, context: _Raw, principal: Principal, address: str, entry: AccessEntry
+    ) -> None:
         self._context = context
         self.principal = principal
         self.address = address
+        self.entry = entry
 
     def time_remaining(self) -> float | None:
         """Seconds until the caller's deadline; None when it has none."""
@@ -73,6 +79,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         anybody: who calls where there are no credentials; see `Access.principal_of`.
         stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
         check_load: raises when no prompts are taken on; asked before a message is read.
+        access_log: is told of calls that clients make.
     """
 
     def __init__(
@@ -82,11 +89,13 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         *,
         stall_timeout_s: float = 30.0,
         check_load: Callable[[], None] = lambda: None,
+        access_log: AccessLog | None = None,
     ) -> None:
         self._access = access or Access()
         self._anybody = anybody
         self._stall_timeout_s = stall_timeout_s
         self._check_load = check_load
+        self._access_log = access_log or AccessLog()
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
         """The same with another limit."""
@@ -95,6 +104,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             self._anybody,
             stall_timeout_s=stall_timeout_s,
             check_load=self._check_load,
+            access_log=self._access_log,
         )
 
     async def intercept_service(
@@ -121,15 +131,19 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
     def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
         async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
             watch: StallWatch | None = None
+            entry, principal, status = AccessEntry(call=method), None, "CANCELLED"
             try:
                 shown = grpc_credentials(raw)
+                entry.address = shown.address
+                entry.trace_id = trace_id_of(traceparent(raw))
+                structlog.contextvars.bind_contextvars(trace_id=entry.trace_id or None)
                 principal = self._access.admit(shown, roles, method, self._anybody)
                 if Role.INFER in roles:
                     self._check_load()
                 if handler is None:
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return
-                context = Context(raw, principal, shown.address)
+                context = Context(raw, principal, shown.address, entry)
                 request = requests if handler.request_streaming else await _only(requests)
                 behavior = _behavior(handler)
                 if inspect.isasyncgenfunction(behavior):
@@ -144,6 +158,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                             yield response  # back when the client's side has taken it
                             watch.is_sending = False
                             watch.num_sent += 1
+                    status = "OK"
                     return
                 if handler.response_streaming:  # of a library, which writes by itself
                     await behavior(request, raw)
@@ -154,12 +169,16 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     self._note(method, context, request, str(error))
                     raise
                 self._note(method, context, request)
+                status = "OK"
                 yield response
             except grpc.aio.BaseError:  # gRPC's own, such as a client that is gone
                 raise
             except Exception as error:
+                status = status_name(error) if isinstance(error, BatonError) else "INTERNAL"
                 await _abort(raw, error)
             finally:
+                if roles is INFER:
+                    self._access_log.write(entry, principal, status)
                 if watch is not None:
                     watch.close()
 

@@ -61,6 +61,7 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
     "grpc.health.v1.Health": {"Check": OPEN, "List": OPEN, "Watch": ANY},
     # What it tells is in the repository; still, nobody unknown gets to look around.
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": ANY},
+    "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": ANY},
 }
 
 ROLES_OF_CALL: Mapping[str, Roles | None] = {

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from baton import wire
+from baton.addresses import DEFAULT_ADDRESS
 from baton.client_channel import AsyncChannel, SyncChannel
 from baton.client_messages import (
     ModelDescription,
@@ -27,7 +28,7 @@ from baton.client_messages import (
 )
 from baton.outputs import Completion, TextDelta
 from baton.sampling_params import SamplingParams
-from baton.tls import TlsOptions
+from baton.tls_options import TlsOptions
 from baton.v1 import inference_pb2
 
 __all__ = [
@@ -38,9 +39,6 @@ __all__ = [
     "Prompt",
     "make_request",
 ]
-
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 
 
 class Client:

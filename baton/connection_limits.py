@@ -32,6 +32,31 @@ class ConnectionLimits:
                 raise ConfigError(f"{name}: must be above 0, got {getattr(self, name):g}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RpcLimits:
+    """What connections to a server may cost.
+
+    Attributes:
+        max_connections: open at once; more are closed as they come.
+        handshake_timeout_s: for a connection to come up, with what TLS needs.
+        idle_timeout_s: one without a call is closed; clients connect again by themselves.
+        stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
+    """
+
+    max_connections: int = 256
+    handshake_timeout_s: float = 10.0
+    idle_timeout_s: float = 75.0
+    stall_timeout_s: float = 30.0
+
+    def channel_arguments(self) -> list[tuple[str, int]]:
+        """These limits as gRPC's core takes them."""
+        return [
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.server_handshake_timeout_ms", round(1000 * self.handshake_timeout_s)),
+            ("grpc.max_connection_idle_ms", round(1000 * self.idle_timeout_s)),
+        ]
+
+
 @dataclass(slots=True)
 class ConnectionCounts:
     """Of one listener, since it was made.

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
-
-from aiohttp import hdrs, web
 
 from baton.certificates import certificate_principal
 from baton.errors import UnauthenticatedError
 from baton.identity import Credentials
 
+if TYPE_CHECKING:
+    from aiohttp import web
+
+_AUTHORIZATION = "authorization"
+TRACEPARENT = "traceparent"  # of W3C
+
 
 def grpc_credentials(context: Any) -> Credentials:
     """Of a call, given gRPC's own context, while it is open."""
     metadata = context.invocation_metadata() or ()
-    shown = [str(value) for name, value in metadata if name == "authorization"]
+    shown = [str(value) for name, value in metadata if name == _AUTHORIZATION]
     return _credentials(shown, context, address_of(context.peer()))
+
+
+def traceparent(context: Any) -> str:
+    """Of a call: the trace that its caller says it is part of; empty: of none."""
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for name, value in metadata if name == TRACEPARENT), "")
 
 
 def http_credentials(request: web.BaseRequest) -> Credentials:
     """Of a request."""
-    shown = request.headers.getall(hdrs.AUTHORIZATION, [])
+    shown = request.headers.getall(_AUTHORIZATION, [])
     return _credentials(shown, request.transport, request.remote or "")
 
 

@@ -36,6 +36,20 @@ def split_address(option: str, address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def check_is_free(option: str, address: str) -> None:
+    """Raise ConfigError that names the option if another program listens on ``host:port``."""
+    host, port = split_address(option, address)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, where in found if port else ():
+            with socket.socket(family, kind, protocol) as probe:
+                # What is left of connections that have ended is in nobody's way.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot listen on {address} ({error.strerror})") from error
+
+
 def _ipv6(host: str) -> ipaddress.IPv6Address | None:
     if not (host.startswith("[") and host.endswith("]")):
         return None

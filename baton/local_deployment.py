@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,24 +20,16 @@ from types import TracebackType
 
 import grpc
 
+from baton.child_processes import PARENT_PIPE_VARIABLE, PYTHON_MODULE, fleet_environment
 from baton.errors import ConfigError, NodeUnavailableError
-from baton.exposure import split_address
-from baton.process import PARENT_PIPE_VARIABLE
+from baton.exposure import check_is_free, split_address
 from baton.rpc import bearer, open_sync_channel
-from baton.tls import (
-    CA_VARIABLE,
-    CERT_VARIABLE,
-    KEY_VARIABLE,
-    NO_TLS,
-    REQUIRE_CLIENT_CERTS_VARIABLE,
-    TlsOptions,
-    read_tls,
-)
+from baton.tls import read_tls
+from baton.tls_options import NO_TLS, TlsOptions
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 STOP_GRACE_S = 6.0  # beyond the time that open requests have
 _POLL_S = 0.1
-_NOT_INHERITED = (CERT_VARIABLE, KEY_VARIABLE, CA_VARIABLE, REQUIRE_CLIENT_CERTS_VARIABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +102,10 @@ class LocalDeployment:
         self._tokens = _tokens(config)
 
     def __enter__(self) -> LocalDeployment:
+        # Or our nodes would join whoever is there, before our router says that it is in use.
+        check_is_free("listen", self.config.listen)
+        if self.config.http_listen:
+            check_is_free("http_listen", self.config.http_listen)
         folder = self.config.log_folder
         if folder is None:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
@@ -272,10 +267,8 @@ class LocalDeployment:
         more_arguments: Sequence[str] = (),
     ) -> Child:
         log = self._log_folder / f"{name}.log"
-        # Whose certificates the environment names, is whoever calls: not its children.
-        inherited = {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
         environment = {
-            **inherited,
+            **fleet_environment(),
             PARENT_PIPE_VARIABLE: str(self._read_end),
             **self._tokens,  # not where `ps` shows them
         }
@@ -283,7 +276,7 @@ class LocalDeployment:
             environment["OMP_NUM_THREADS"] = str(len(cores))
         with log.open("ab") as output:  # after a restart the log goes on
             process = subprocess.Popen(
-                [sys.executable, "-m", "baton", *arguments, *more_arguments],
+                [*PYTHON_MODULE, "baton", *arguments, *more_arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -328,6 +321,8 @@ def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
 
 def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]]:
     """Each process's share of the cores: disjoint while there are enough, else one each in turn."""
+    if not num_processes:
+        return
     if num_processes >= len(cores):
         for index in range(num_processes):
             yield [cores[index % len(cores)]]

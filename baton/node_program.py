@@ -32,6 +32,7 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
+from baton.logs import close_logging
 from baton.metrics_page import MetricsPage
 from baton.node_admin import NodeAdmin
 from baton.process import print_error, stop_event
@@ -222,6 +223,7 @@ async def _make_or_stop(make: Callable[[], NodeProgram], stopping: asyncio.Event
     await asyncio.wait([making, stop], return_when=asyncio.FIRST_COMPLETED)
     if not making.done():
         logger.info("stopped while loading")
+        close_logging()
         os._exit(0)
     stop.cancel()
     return making.result()
@@ -257,6 +259,7 @@ def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
     )
     faulthandler.dump_traceback(all_threads=True)
     node.dump(error)
+    close_logging()
     print_error(error)
     os._exit(1)
 

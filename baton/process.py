@@ -1,10 +1,9 @@
-"""Process life: one-line errors, logging, stop signals, and never outliving the parent."""
+"""Process life: one-line errors, stop signals, and never outliving the parent."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import resource
 import signal
@@ -13,32 +12,34 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import uvloop
+from baton.child_processes import PARENT_PIPE_VARIABLE
 
-from baton.errors import BatonError, ConfigError
-
-PARENT_PIPE_VARIABLE = "BATON_PARENT_PIPE"
-LOG_LEVELS = ("debug", "info", "warning", "error")
-_LOG_FORMAT, _LOG_TIME = "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
 _PARENT_GRACE_S = 5.0
 _MAX_DESCRIPTORS = 2**20  # containers have limits that no machine can keep
 
 
-def run_program(main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str) -> int:
+def run_program(
+    main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str, log_format: str = "text"
+) -> int:
     """Run a program's main coroutine to its end; returns the exit code.
 
-    What is wrong with options, files or peers is one line on standard error, without a traceback.
+    Raises:
+        BatonError: what is wrong with options, files or peers.
     """
+    # Imported here: who asks for help does not wait for it.
+    import uvloop
+
+    from baton.logs import close_logging, set_up_logging
+
     watch_parent()
     try:
-        set_up_logging(log_level)
+        set_up_logging(log_level, log_format)
         raise_descriptor_limit()
         uvloop.run(main())
-    except BatonError as error:
-        print_error(error)
-        return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        close_logging()
     return 0
 
 
@@ -66,47 +67,6 @@ def print_error(error: object) -> None:
     text = " ".join(str(error).split())
     sys.stderr.write(f"error: {text}\n")
     sys.stderr.flush()
-
-
-def set_up_logging(level: str) -> None:
-    """Log to standard error, one line each; raises ConfigError for an unknown level."""
-    _check_log_level(level)
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        force=True,
-    )
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(_OneLine(_LOG_FORMAT, _LOG_TIME))
-
-
-class _OneLine(logging.Formatter):
-    """What others said is in messages: none of it begins a line, or moves a terminal's cursor."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # logging's naming
-        if not record.message.isprintable():
-            record.message = "".join(
-                char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-                for char in record.message
-            )
-        return super().formatMessage(record)
-
-
-def change_log_level(level: str) -> str:
-    """Log from now on what is of this level or above, and return the level before.
-
-    Raises ConfigError for an unknown level.
-    """
-    _check_log_level(level)
-    root = logging.getLogger()
-    previous = logging.getLevelName(root.level).lower()
-    root.setLevel(level.upper())
-    return previous
-
-
-def _check_log_level(level: str) -> None:
-    if level.lower() not in LOG_LEVELS:
-        raise ConfigError(f"log_level: must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
 
 
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:

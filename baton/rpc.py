@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from baton.call_gate import CallGate
+from baton.connection_limits import RpcLimits
 from baton.errors import ConfigError
 from baton.exposure import split_address
 from baton.tls import TlsFiles, TlsMaterial, channel_credentials, server_credentials
@@ -34,6 +34,8 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 ]
+# The library knows v1alpha only.
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _IDENTITY_ONLY = 1  # in gRPC's set of compression algorithms
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -54,29 +56,16 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RpcLimits:
-    """What connections to a server may cost.
-
-    Attributes:
-        max_connections: open at once; more are closed as they come.
-        handshake_timeout_s: for a connection to come up, with what TLS needs.
-        idle_timeout_s: one without a call is closed; clients connect again by themselves.
-        stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
-    """
-
-    max_connections: int = 256
-    handshake_timeout_s: float = 10.0
-    idle_timeout_s: float = 75.0
-    stall_timeout_s: float = 30.0
-
-    def channel_arguments(self) -> list[tuple[str, int]]:
-        """These limits as gRPC's core takes them."""
-        return [
-            ("grpc.max_allowed_incoming_connections", self.max_connections),
-            ("grpc.server_handshake_timeout_ms", round(1000 * self.handshake_timeout_s)),
-            ("grpc.max_connection_idle_ms", round(1000 * self.idle_timeout_s)),
-        ]
+def _add_reflection(servicer: Any, server: grpc.aio.Server) -> None:
+    """Serve reflection v1alpha, and v1: the same messages under another name."""
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(REFLECTION_V1, methods),))
 
 
 def bearer(token: str) -> Metadata:
@@ -127,9 +116,9 @@ class RpcServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # lazy there
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._service_names = [service.full_name for service in services]
-        reflection.enable_server_reflection(
-            (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
-        )
+        names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # lazy there
+        _add_reflection(servicer, self._server)
 
     async def start(self, listen: str) -> str:
         """Listen on ``host:port`` (port 0: any free one) and return the address with its port.

@@ -1,4 +1,4 @@
-"""TlsOptions: a program's certificate, key and trusted CAs; as gRPC and HTTPS take them.
+"""TlsFiles: what is in the files that `TlsOptions` name, checked; as gRPC and HTTPS take it.
 
 Files are read again when they change, so that certificates are rotated without a restart: servers
 look at each handshake, clients when they connect. Knows nothing of what a certificate allows.
@@ -7,7 +7,6 @@ look at each handshake, clients when they connect. Knows nothing of what a certi
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 import tempfile
 import threading
@@ -27,75 +26,29 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from baton.errors import ConfigError
+from baton.tls_options import NO_TLS, SYSTEM_CAS, TlsOptions
+
+__all__ = [
+    "NO_TLS",
+    "SYSTEM_CAS",
+    "ServerContext",
+    "TlsFiles",
+    "TlsMaterial",
+    "TlsOptions",
+    "channel_credentials",
+    "client_context",
+    "describe",
+    "load_pair",
+    "names_of",
+    "read_material",
+    "read_tls",
+    "server_credentials",
+]
 
 logger = logging.getLogger(__name__)
 
-CERT_VARIABLE = "BATON_TLS_CERT"
-KEY_VARIABLE = "BATON_TLS_KEY"
-CA_VARIABLE = "BATON_TLS_CA"
-REQUIRE_CLIENT_CERTS_VARIABLE = "BATON_TLS_REQUIRE_CLIENT_CERTS"
-SYSTEM_CAS = "system"
 _LOOK_INTERVAL_S = 0.5
 _MAX_FILE_BYTES = 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsOptions:
-    """What a program shows of itself, and whom it trusts; nothing given: no TLS.
-
-    Attributes:
-        cert: PEM file of its certificate and of those between it and the CA.
-        key: PEM file of the certificate's private key, not encrypted.
-        ca: PEM file of the CAs whose certificates it trusts; ``system``: those of this machine.
-        require_client_certs: whether a server answers only who shows a certificate.
-
-    Raises:
-        ConfigError: they do not go together. What is in the files is looked at later.
-    """
-
-    cert: str = ""
-    key: str = ""
-    ca: str = ""
-    require_client_certs: bool = False
-
-    def __post_init__(self) -> None:
-        if bool(self.cert) != bool(self.key):
-            missing, given = ("tls_key", "tls_cert") if self.cert else ("tls_cert", "tls_key")
-            raise ConfigError(f"{missing}: must be given, too, when {given} is")
-        if self.require_client_certs and (not self.ca or self.ca == SYSTEM_CAS):
-            raise ConfigError(
-                "tls_require_client_certs: needs tls_ca, the file of the CAs that clients' "
-                "certificates are signed by"
-            )
-
-    @classmethod
-    def from_environment(cls) -> TlsOptions:
-        """Read what a client takes from ``BATON_TLS_CERT``, ``BATON_TLS_KEY``, ``BATON_TLS_CA``."""
-        read = os.environ.get
-        return cls(
-            cert=read(CERT_VARIABLE, ""), key=read(KEY_VARIABLE, ""), ca=read(CA_VARIABLE, "")
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self.cert or self.ca)
-
-    @property
-    def verifies_clients(self) -> bool:
-        """Whether a server can tell by their certificates who its clients are."""
-        return bool(self.cert and self.ca and self.ca != SYSTEM_CAS)
-
-    def check_server(self) -> None:
-        """Raise ConfigError for what a client can do with and a server cannot."""
-        if self.ca and not self.cert:
-            raise ConfigError("tls_cert: must be given with tls_ca: a server has to show one")
-        if self.ca == SYSTEM_CAS:
-            raise ConfigError(
-                f"tls_ca: {SYSTEM_CAS!r} would let in whoever any of the world's CAs knows; "
-                "a server needs a file of its own CAs"
-            )
-
-
-NO_TLS = TlsOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

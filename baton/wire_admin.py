@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from baton.errors import ConfigError, InvalidRequestError
-from baton.process import change_log_level
+from baton.logs import change_log_level
 from baton.stack_sampler import sample_stacks
 from baton.v1 import admin_pb2
 

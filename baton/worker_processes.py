@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from baton.child_processes import PYTHON_MODULE
 from baton.errors import InvalidRequestError, NodeUnavailableError, OverloadedError
 from baton.worker_template import (
     ANSWER,
@@ -220,7 +220,7 @@ class WorkerProcesses:
             "MALLOC_ARENA_MAX": "1",
         }
         self._template = subprocess.Popen(
-            [sys.executable, "-m", "baton.worker_template", str(theirs.fileno())],
+            [*PYTHON_MODULE, "baton.worker_template", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=(theirs.fileno(),),

@@ -205,6 +205,12 @@ class DecodeNode:
             take = self.reservations.decline
         reservation = take(request, command.epoch, command.prefill_engine_id, received_at)
         self._jobs[command.request_id] = _Job(command, request, reservation)
+        logger.debug(
+            "is to be decoded; %s computes its prompt of %d tokens",
+            command.prefill_engine_id or "this node",
+            request.num_initial_tokens,
+            extra={"request_id": command.request_id},
+        )
 
     def _is_short(self, request: Request) -> bool:
         """Whether so much of a request is cached that the rest is computed here, and at once."""
@@ -265,6 +271,12 @@ class DecodeNode:
             if output.finish_reason is not None:
                 del self._jobs[output.request_id]
                 receipt = _receipt(job)
+                logger.debug(
+                    "ended (%s) after %d tokens",
+                    output.finish_reason.value,
+                    job.request.num_output_tokens,
+                    extra={"request_id": output.request_id},
+                )
             self._deltas.append(RequestDelta(output, job.command.epoch, decode=receipt))
 
     def _end_failed(self) -> None:
@@ -284,6 +296,7 @@ class DecodeNode:
     def _fail(self, reservation: Reservation, code: str, reason: str) -> None:
         request_id = reservation.request.request_id
         self._jobs.pop(request_id, None)
+        logger.debug("%s: %s", code, reason, extra={"request_id": request_id})
         error = RequestError(code, f"decode: {reason}")
         output = RequestOutput(request_id, 0, ())
         self._deltas.append(RequestDelta(output, reservation.epoch, error=error))

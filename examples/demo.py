@@ -20,7 +20,7 @@ from rich.table import Table
 
 from baton import BatonError, Client, Receipt, SamplingParams, TextDelta
 from baton.cli.receipt_table import format_bytes
-from baton.cli.up import wait_ready
+from baton.cli.run_up import wait_ready
 from baton.client import Prompt
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.command_line import CommandLine
 from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
-from baton.client_messages import API_KEY_VARIABLE
 from baton.errors import ConfigError
 from baton.process import run_program
-from baton.tls import TlsOptions
+from baton.tls_options import TlsOptions
 from loadtest.audit import Auditor
 from loadtest.compare_command import compare
 from loadtest.execute import Job, execute
@@ -50,11 +50,7 @@ from loadtest.slo import Slo
 from loadtest.steps import Sweep
 from loadtest.targets.base import COUNT_TOKENS_BY, TargetOptions
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Measure a deployment under load.",
-)
+app = CommandLine(add_completion=False, help="Measure a deployment under load.")
 
 
 @app.callback()
@@ -148,7 +144,7 @@ def run(
             "are held after the run; with --up: that router."
         ),
     ] = "",
-    admin_token: Annotated[str, typer.Option(help="For --admin.", envvar="BATON_ADMIN_TOKEN")] = "",
+    admin_token: Annotated[str, typer.Option(help="For --admin.")] = "",
     input_tokens: InputTokensOption = "512",
     output_tokens: OutputTokensOption = "128",
     prefix_groups: PrefixGroupsOption = 0,
@@ -170,9 +166,7 @@ def run(
     model: Annotated[
         str, typer.Option(help="HTTP: name of the model; the first that is listed if empty.")
     ] = "",
-    api_key: Annotated[
-        str, typer.Option(help="That the server wants; in no report.", envvar=API_KEY_VARIABLE)
-    ] = "",
+    api_key: Annotated[str, typer.Option(help="That the server wants; in no report.")] = "",
     tls_cert: TlsCertOption = "",
     tls_key: TlsKeyOption = "",
     tls_ca: TlsCaOption = "",

@@ -203,6 +203,12 @@ class PrefillNode:
         )
         self._jobs[command.request_id] = _Job(command, request, received_at)
         engine.add(request)
+        logger.debug(
+            "has a prompt of %d tokens to compute, for %s",
+            request.num_initial_tokens,
+            command.decode_engine_id or "nobody else",
+            extra={"request_id": command.request_id},
+        )
         if command.decode_engine_id:
             self.push_tracker.add(
                 request, command.epoch, command.decode_engine_id, command.timeout_s
@@ -242,6 +248,12 @@ class PrefillNode:
                 num_cached_tokens=job.request.num_cached_tokens,
             )
             self._deltas.append(RequestDelta(output, job.command.epoch, prefill=receipt))
+            logger.debug(
+                "computed its prompt in %.3g s, %d tokens of it were cached",
+                receipt.prefill_s,
+                receipt.num_cached_tokens,
+                extra={"request_id": output.request_id},
+            )
         return handed_over
 
     def _end_failed(self) -> None:
@@ -278,6 +290,7 @@ class PrefillNode:
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
         # A wrong field is named as the client wrote it.
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
+        logger.debug("%s: %s", code, message, extra={"request_id": request_id})
         error = RequestError(code, message)
         self._deltas.append(RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error))
         self._jobs.pop(request_id, None)

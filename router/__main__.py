@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
+from baton.addresses import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.audit_log import HELP as AUDIT_LOG_HELP
 from baton.audit_log import STANDARD_OUTPUT
+from baton.cli.command_line import CommandLine
+from baton.cli.log_options import LogFormatOption, LogLevelOption
 from baton.cli.tls_options import (
     InsecureOption,
     RequireClientCertsOption,
@@ -16,20 +19,17 @@ from baton.cli.tls_options import (
     TlsCertOption,
     TlsKeyOption,
 )
-from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.process import run_program
-from baton.tls import TlsOptions
+from baton.tls_options import TlsOptions
 from router.admission import AdmissionOptions
 from router.connection_budget import ConnectionOptions
 from router.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.policies import POLICIES
-from router.program import RouterConfig, serve
-from router.text_options import TextOptions
 
 ADMISSION = AdmissionOptions()
 CONNECTIONS = ConnectionOptions()
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = CommandLine(add_completion=False)
 
 
 @app.command()
@@ -118,7 +118,6 @@ def router(
         typer.Option(
             help="What nodes may bring to join: a key with the role join and no file. With this, "
             "--admin-token or --api-keys-file nothing is open to who brings none of them.",
-            envvar="BATON_NODE_TOKEN",
         ),
     ] = "",
     admin_token: Annotated[
@@ -127,7 +126,6 @@ def router(
             help="What operators may bring: a key with the roles infer, look and operate, and no "
             "file. Without any key anybody may look, and change something if only this machine "
             "can reach the router.",
-            envvar="BATON_ADMIN_TOKEN",
         ),
     ] = "",
     node_listen: Annotated[
@@ -187,7 +185,6 @@ def router(
         typer.Option(
             help="TOML, a table per key (baton keys new): who may call, over gRPC and HTTP, and "
             "what. Read again on SIGHUP.",
-            envvar="BATON_API_KEYS_FILE",
         ),
     ] = "",
     audit_log: Annotated[str, typer.Option(help=AUDIT_LOG_HELP)] = STANDARD_OUTPUT,
@@ -257,14 +254,21 @@ def router(
             help="A secret of 16 bytes or more, of which each tenant's cache salt is made; give "
             "all routers of a fleet the same. If not given it is drawn at each start: tenants "
             "then find what they have cached on nodes through this router only, until it ends.",
-            envvar="BATON_CACHE_SALT_SECRET_FILE",
         ),
     ] = "",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    access_log: Annotated[
+        bool, typer.Option(help="A line in the log for each request, when it has ended.")
+    ] = True,
+    log_level: LogLevelOption = "info",
+    log_format: LogFormatOption = "text",
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
 
     def run() -> Coroutine[None, None, None]:
+        # Imported here: who asks for help does not wait for it.
+        from router.program import RouterConfig, serve
+        from router.text_options import TextOptions
+
         return serve(
             RouterConfig(
                 model=model,
@@ -300,6 +304,7 @@ def router(
                 ),
                 api_keys_file=api_keys_file,
                 audit_log=audit_log,
+                access_log=access_log,
                 tls=TlsOptions(
                     cert=tls_cert,
                     key=tls_key,
@@ -322,7 +327,7 @@ def router(
             )
         )
 
-    raise typer.Exit(run_program(run, log_level=log_level))
+    raise typer.Exit(run_program(run, log_level=log_level, log_format=log_format))
 
 
 if __name__ == "__main__":

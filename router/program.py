@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.access import Access
+from baton.access_log import AccessLog
+from baton.addresses import DEFAULT_ADDRESS
 from baton.audit_log import AuditLog
 from baton.call_gate import CallGate
-from baton.client import DEFAULT_ADDRESS
-from baton.connection_limits import ConnectionLimits
+from baton.connection_limits import ConnectionLimits, RpcLimits
 from baton.errors import ConfigError
 from baton.exposure import is_public
 from baton.identity import ANYBODY, ANYBODY_HERE, Role
@@ -25,7 +26,7 @@ from baton.link import BEAT_INTERVAL_S
 from baton.model_folder import ModelLimits, find_model_folder, read_limits
 from baton.model_identity import folder_identity
 from baton.process import num_descriptors_allowed, stop_event
-from baton.rpc import RpcLimits, RpcServer
+from baton.rpc import RpcServer
 from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
 from baton.v1 import (
     admin_pb2,
@@ -72,6 +73,7 @@ class RouterConfig:
         texts: how conversations become prompts, and outputs messages.
         api_keys_file: who may call; without it, tokens and CAs: anybody.
         audit_log: "-": standard output; empty: none.
+        access_log: whether the log has a line for each request.
         connections: what clients' connections may cost.
         max_request_timeout_s: a deadline that a client sets itself is at most this far away.
         drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
@@ -105,6 +107,7 @@ class RouterConfig:
     texts: TextOptions = field(default_factory=TextOptions)
     api_keys_file: str = ""
     audit_log: str = ""
+    access_log: bool = True
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     max_request_timeout_s: float = 3600.0
     drain_delay_s: float | None = None
@@ -262,11 +265,12 @@ async def _serving_http(
     tls = None
     if files is not None:
         tls = ServerContext.of(files, require_client_certs=config.tls.require_client_certs)
+    model_name = config.served_model_name or config.model
     server = HttpServer(
         intake,
         pool,
         metrics,
-        model_name=config.served_model_name or config.model,
+        model_name=model_name,
         strict_fields=config.strict_fields,
         access=access,
         cors_origin=config.http_cors_origin,
@@ -274,6 +278,7 @@ async def _serving_http(
         limits=limits,
         overload=overload,
         tls=tls,
+        access_log=AccessLog(model_name, is_on=config.access_log),
     )
     metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)
@@ -353,6 +358,7 @@ def _make_servers(
                 access,
                 ANYBODY if is_public("listen", listen) else ANYBODY_HERE,
                 check_load=overload.check,
+                access_log=access_log,
             ),
             limits=limits,
             tls=files,
@@ -360,6 +366,7 @@ def _make_servers(
             **options,
         )
 
+    access_log = AccessLog(model_name, is_on=config.access_log)
     private = config.node_listen or config.listen
     if not config.node_listen:
         return {private: make(private, [inference, link, admin], add_all, budget.public)}

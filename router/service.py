@@ -7,7 +7,9 @@ import dataclasses
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+import structlog
 
 from baton import wire, wire_types
 from baton.call_gate import Context
@@ -17,8 +19,9 @@ from baton.identity import Principal
 from baton.outputs import TextDelta
 from baton.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from router.call import Call
 from router.choices import accept_choices, check_num_outputs, merge_streams
-from router.intake import GenerationRequest, Intake, Prompt
+from router.intake import MAX_REQUEST_ID_CHARS, GenerationRequest, Intake, Prompt
 from router.journal import Journal
 from router.texts import ChatPrompt, check_num_messages
 
@@ -63,6 +66,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Stream the completion of one prompt; the receipt comes in the trailers, too."""
         async with contextlib.aclosing(await self._begin(request, context)) as deltas:
             async for delta in deltas:
+                context.entry.note_tokens(len(delta.token_ids))
                 if delta.receipt is not None:
                     context.set_trailing_metadata((receipt_trailer(delta.receipt),))
                 yield wire.text_delta_to_proto(delta)
@@ -72,9 +76,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Go on with a resumable request's stream."""
         tenant = context.principal.tenant
+        _name(context, request.request_id)
         kept = self._journal.read(request.request_id, request.next_output_index, tenant=tenant)
         async with contextlib.aclosing(kept) as deltas:
             async for delta in deltas:
+                context.entry.note_tokens(len(delta.token_ids))
                 if delta.receipt is not None:
                     context.set_trailing_metadata((receipt_trailer(delta.receipt),))
                 yield wire.text_delta_to_proto(delta)
@@ -85,10 +91,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Stream the outputs of several prompts as they come. All are checked before one begins."""
         arrival = self._arrival(context)
         first, more_prompts = _batch_from_proto(request, arrival)
+        _name(context, request.request_id)
         calls = await accept_choices(self._intake, first, more_prompts)
+        _note_accepted(context, calls, request.n or 1)
         streams = [self._intake.stream(call) for call in calls]
         async with contextlib.aclosing(merge_streams(streams)) as merged:
             async for number, delta in merged:
+                context.entry.note_tokens(len(delta.token_ids))
                 prompt_index, choice_index = divmod(number, request.n or 1)
                 yield wire.text_delta_to_proto(
                     dataclasses.replace(delta, prompt_index=prompt_index, choice_index=choice_index)
@@ -121,14 +130,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[TextDelta, None]:
         """The stream of a request; of a resumable one that is kept already, the same again."""
+        _name(context, message.request_id)
         request = _request_from_proto(message, self._arrival(context))
         if not message.resumable:
-            return self._intake.stream(await self._intake.accept(request))
+            call = await self._intake.accept(request)
+            _note_accepted(context, [call])
+            return self._intake.stream(call)
         content = message.SerializeToString(deterministic=True)
         tenant = request.principal.tenant
         request_id = message.request_id or uuid.uuid4().hex
         if not self._journal.holds(request_id, content, tenant=tenant):
             call = await self._intake.accept(dataclasses.replace(request, request_id=request_id))
+            _note_accepted(context, [call])
             # Still not: checking takes time.
             if not self._journal.holds(request_id, content, tenant=tenant):
                 deltas = self._intake.stream(call)
@@ -140,6 +153,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if timeout_s is not None:
             timeout_s = min(timeout_s, self._max_timeout_s)
         return _Arrival(time.perf_counter(), timeout_s, context.principal)
+
+
+def _name(context: Context, request_id: str) -> None:
+    """Have logs tell which request a call is of. (It is not checked yet.)"""
+    context.entry.request_id = request_id[:MAX_REQUEST_ID_CHARS]
+    structlog.contextvars.bind_contextvars(request_id=context.entry.request_id or None)
+
+
+def _note_accepted(context: Context, calls: Sequence[Call], num_choices: int = 1) -> None:
+    """Have logs tell what was accepted."""
+    _name(context, calls[0].request_id)
+    prompts = (call.prompt_token_ids for call in calls[::num_choices])
+    context.entry.num_prompt_tokens = sum(map(len, prompts))
 
 
 def _request_from_proto(

@@ -8,19 +8,22 @@ from typing import Annotated
 
 import typer
 
+from baton.addresses import DEFAULT_ADDRESS
 from baton.block_hash import HASH_ALGORITHMS
+from baton.cli.command_line import CommandLine
+from baton.cli.log_options import LogFormatOption, LogLevelOption
 from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
-from baton.client import DEFAULT_ADDRESS
 from baton.exposure import split_address
 from baton.process import run_program, stop_event
-from baton.tls import TlsOptions
+from baton.tls_options import TlsOptions
 from sim_node.cluster import SimCluster
 from sim_node.faults import FaultSpec
 from sim_node.options import SimOptions
-from sim_node.timing import PRESETS, preset
+from sim_node.timing import PRESETS
+from sim_node.timing import preset as make_timing
 
 logger = logging.getLogger(__name__)
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = CommandLine(add_completion=False)
 _DEFAULTS = SimOptions()
 
 
@@ -56,9 +59,8 @@ def sim_node(
     prefill: Annotated[int, typer.Option(help="Prefill nodes of this process.", min=0)] = 1,
     decode: Annotated[int, typer.Option(help="Decode nodes of this process.", min=0)] = 1,
     name: Annotated[str, typer.Option(help="The nodes are NAME-p0, NAME-d0, ...")] = "sim",
-    preset_name: Annotated[
-        str,
-        typer.Option("--preset", help=f"What is simulated: {', '.join(PRESETS)}."),
+    preset: Annotated[
+        str, typer.Option(help=f"What is simulated: {', '.join(PRESETS)}.")
     ] = "h100-8b",
     time_scale: Annotated[
         float, typer.Option(help="Times as long as in the preset; 0.1: ten times as fast.")
@@ -99,20 +101,20 @@ def sim_node(
         typer.Option(
             help="Shows the router that these nodes may join: its --node-token, or an API key with "
             "the role join.",
-            envvar="BATON_NODE_TOKEN",
         ),
     ] = "",
     tls_cert: TlsCertOption = "",
     tls_key: TlsKeyOption = "",
     tls_ca: TlsCaOption = "",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: LogLevelOption = "info",
+    log_format: LogFormatOption = "text",
 ) -> None:
     """Simulate prefill and decode nodes: the node protocol with a timing model, and no model."""
 
     async def run() -> None:
         split_address("router", router)
         options = SimOptions(
-            timing=preset(preset_name).scaled(time_scale),
+            timing=make_timing(preset).scaled(time_scale),
             block_size=block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -135,7 +137,7 @@ def sim_node(
         )
         await simulate(cluster)
 
-    raise typer.Exit(run_program(run, log_level=log_level))
+    raise typer.Exit(run_program(run, log_level=log_level, log_format=log_format))
 
 
 if __name__ == "__main__":

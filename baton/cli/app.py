@@ -1,78 +1,116 @@
-"""`baton`: every command in one place. Programs are imported when they are called."""
+"""`baton`: every command in one place. Each is imported when it is called, and not for the list."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-import click
 import typer
-import typer.core
 import typer.main
 
-from baton.cli import certs, client_commands, keys, up
-from baton.cli.admin import app as admin
+from baton.cli.command_line import CommandGroup, CommandLine
 from baton.registry import Registry
 from baton.version import __version__
 
-# Named by string: the ground knows that programs exist, not what is in them.
-PROGRAMS: Registry[typer.Typer] = Registry(
-    "program",
-    {
-        "router": "router.__main__:app",
-        "prefill": "prefill_node.__main__:app",
-        "decode": "decode_node.__main__:app",
-        "sim-node": "sim_node.__main__:app",
-        "loadtest": "loadtest.__main__:app",
-    },
-)
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A command: where it is, by name (the ground knows that programs exist, not what is in
+    them), and the first line of its help."""
+
+    where: str
+    summary: str
 
 
-class _ProgramGroup(typer.core.TyperGroup):
-    """The commands of this file and the programs."""
+_ENTRIES = {
+    "up": _Entry(
+        "baton.cli.up:up",
+        "Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.",
+    ),
+    "router": _Entry(
+        "router.__main__:app",
+        "Serve the public API and place requests on prefill and decode nodes.",
+    ),
+    "prefill": _Entry(
+        "prefill_node.__main__:app",
+        "Compute prompts, push their KV blocks to decode nodes, sample the first token.",
+    ),
+    "decode": _Entry(
+        "decode_node.__main__:app",
+        "Receive prompts' KV blocks from prefill nodes and decode in continuous batches.",
+    ),
+    "sim-node": _Entry(
+        "sim_node.__main__:app",
+        "Simulate prefill and decode nodes: the node protocol with a timing model, and no model.",
+    ),
+    "loadtest": _Entry("loadtest.__main__:app", "Measure a deployment under load."),
+    "generate": _Entry(
+        "baton.cli.client_commands:generate", "Complete a text; prints it as it is made."
+    ),
+    "chat": _Entry(
+        "baton.cli.client_commands:chat",
+        "Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer.",
+    ),
+    "admin": _Entry("baton.cli.admin.app:app", "Operate a router and its nodes."),
+    "keys": _Entry("baton.cli.keys:app", "Make and check the API keys of a router."),
+    "certs": _Entry("baton.cli.certs:app", "Make certificates for trying TLS."),
+    "version": _Entry("baton.cli.app:version", "Print the version."),
+}
+COMMANDS: Registry[Any] = Registry("command", {name: one.where for name, one in _ENTRIES.items()})
+
+
+class _LazyGroup(CommandGroup):
+    """All commands, none of them imported before it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [
-            "up",
-            *PROGRAMS.names(),
-            "generate",
-            "chat",
-            "admin",
-            "keys",
-            "certs",
-            "version",
-        ]
+        return COMMANDS.names()
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in PROGRAMS.names():
-            command = typer.main.get_command(PROGRAMS.load(cmd_name))
-            command.name = cmd_name
-            return command
-        return super().get_command(ctx, cmd_name)
+        if cmd_name not in COMMANDS.names():
+            return None
+        found = COMMANDS.load(cmd_name)
+        if not isinstance(found, typer.Typer):
+            app = CommandLine(add_completion=False)
+            app.command(cmd_name)(found)
+            found = app
+        command = typer.main.get_command(found)
+        command.name = cmd_name
+        return command
+
+    def summaries(self, ctx: Any) -> list[tuple[str, str]]:
+        return [(name, one.summary) for name, one in _ENTRIES.items()]
 
 
-app = typer.Typer(
-    cls=_ProgramGroup,
+app = CommandLine(
+    cls=_LazyGroup,
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
     help="Serve large language models with prefill and decode on separate machines.",
+    epilog="Every option of every command can be given as an environment variable, too: "
+    "--max-model-len as BATON_MAX_MODEL_LEN.",
 )
-app.command()(up.up)
-app.command()(client_commands.generate)
-app.command()(client_commands.chat)
-app.add_typer(admin.app, name="admin")
-app.add_typer(keys.app, name="keys")
-app.add_typer(certs.app, name="certs")
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        version()
+        raise typer.Exit
 
 
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
     """Keeps the group a group."""
 
 
-@app.command()
 def version() -> None:
     """Print the version."""
-    click.echo(__version__)
+    typer.echo(__version__)
 
 
 def main() -> None:

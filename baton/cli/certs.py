@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from baton.certificates import NODE_KINDS
+from baton.cli.command_line import CommandLine
 from baton.dev_certificates import LOCAL_HOSTS, ROUTER, Holder, write_dev_certificates
 from baton.errors import ConfigError
 from baton.identity import Role
@@ -18,9 +19,7 @@ _CALLER_ROLES = tuple(role.value for role in Role if role is not Role.JOIN)
 _ROLE = re.compile(rf"({'|'.join(_CALLER_ROLES)})(-({'|'.join(_CALLER_ROLES)}))*")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
-app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, help="Make certificates for trying TLS."
-)
+app = CommandLine(no_args_is_help=True, help="Make certificates for trying TLS.")
 
 
 @app.callback()

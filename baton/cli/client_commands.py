@@ -6,12 +6,10 @@ import contextlib
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from baton.cli.receipt_table import receipt_line
 from baton.cli.structured_output_options import (
     ChoiceOption,
     GrammarOption,
@@ -21,14 +19,16 @@ from baton.cli.structured_output_options import (
     make_structured_output,
 )
 from baton.cli.tls_options import RouterAccess, takes_access
-from baton.client import Client
 from baton.errors import BatonError
 from baton.outputs import TextDelta
 from baton.process import print_error
 from baton.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from baton.client import Client
+
 takes_client_access = takes_access(
-    router=Annotated[str, typer.Option(help="host:port of the router.", envvar="BATON_ROUTER")]
+    router=Annotated[str, typer.Option(help="host:port of the router.")]
 )
 MaxTokensOption = Annotated[int, typer.Option(help="Most output tokens.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -72,7 +72,9 @@ def generate(
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
     """Complete a text; prints it as it is made."""
-    with _errors():
+    from baton.client import Client  # here: who asks for help does not wait for it
+
+    with _interruptible():
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
@@ -105,6 +107,10 @@ def generate(
                 )
             )
     if receipt and last is not None and last.receipt is not None:
+        from rich.console import Console
+
+        from baton.cli.receipt_table import receipt_line
+
         Console(stderr=True, highlight=False).print(receipt_line(last.receipt), style="dim")
 
 
@@ -119,11 +125,13 @@ def chat(
     system: Annotated[str, typer.Option(help="System message.")] = "",
 ) -> None:
     """Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer."""
+    from baton.client import Client
+
     with contextlib.suppress(ImportError):  # makes the arrow keys work in `input`
         import readline  # noqa: F401
     messages = [{"role": "system", "content": system}] if system else []
     session_id = uuid.uuid4().hex  # every turn begins with all before it
-    with _errors():
+    with _interruptible():
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
@@ -176,13 +184,10 @@ def _read_line() -> str | None:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
-    """One line and exit code 1 for our errors; 130 for Ctrl-C."""
+def _interruptible() -> Iterator[None]:
+    """Exit code 130 for Ctrl-C."""
     try:
         yield
-    except BatonError as error:
-        print_error(error)
-        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo()
         raise typer.Exit(130) from None

@@ -24,12 +24,12 @@ from baton.api_keys import (
     read_keys,
 )
 from baton.cli.admin.output import make_table
+from baton.cli.command_line import CommandLine
 from baton.errors import BatonError, ConfigError
 from baton.process import print_error
 
-app = typer.Typer(
+app = CommandLine(
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
     help="Make and check the API keys of a router; what is in the file: docs/security.md.",
 )
 
@@ -54,21 +54,17 @@ def new(
     ] = None,
 ) -> None:
     """Print a new key, once, and the entry for the router's --api-keys-file, which is no secret."""
-    try:
-        key = draw_key()
-        entry = entry_text(
-            key,
-            name,
-            tenant=tenant,
-            roles=role or ["infer"],
-            expires=_expiry(expires),
-            models=model or [],
-        )
-        if file is not None:
-            _append(file, entry)
-    except BatonError as error:
-        print_error(error)
-        raise typer.Exit(1) from None
+    key = draw_key()
+    entry = entry_text(
+        key,
+        name,
+        tenant=tenant,
+        roles=role or ["infer"],
+        expires=_expiry(expires),
+        models=model or [],
+    )
+    if file is not None:
+        _append(file, entry)
     typer.echo(key)
     if file is None:
         typer.echo(f"\n{entry}", nl=False)
@@ -77,11 +73,7 @@ def new(
 @app.command()
 def check(file: Annotated[Path, typer.Argument(help="An --api-keys-file.")]) -> None:
     """Show who may do what; exit code 1 if the file is wrong."""
-    try:
-        keys = read_keys(file)
-    except BatonError as error:
-        print_error(error)
-        raise typer.Exit(1) from None
+    keys = read_keys(file)
     table = make_table("name", "tenant", "roles", "expires", "models", "limits")
     for key in keys:
         table.add_row(*map(escape, _cells(key)))

@@ -10,17 +10,17 @@ from typing import Annotated
 
 import typer
 
+from baton.addresses import DEFAULT_ADDRESS
 from baton.audit_log import HELP as AUDIT_LOG_HELP
 from baton.audit_log import STANDARD_OUTPUT
 from baton.block_hash import HASH_ALGORITHMS
+from baton.cli.log_options import LogFormatOption, LogLevelOption
 from baton.cli.run_node import NodeOptions, run_node
 from baton.cli.tls_options import InsecureOption, TlsCaOption, TlsCertOption, TlsKeyOption
-from baton.client import DEFAULT_ADDRESS
 from baton.engine_config import DTYPES, KV_CACHE_DTYPES, WEIGHTS, EngineConfig
 from baton.errors import ConfigError
-from baton.process import print_error
 from baton.push_mode import PushMode
-from baton.tls import TlsOptions
+from baton.tls_options import TlsOptions
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULTS = EngineConfig()
@@ -89,7 +89,6 @@ def node_command(
             typer.Option(
                 help="Shows routers that this node may join: their --node-token, or an API key "
                 "with the role join.",
-                envvar="BATON_NODE_TOKEN",
             ),
         ] = "",
         admin_token: Annotated[
@@ -97,7 +96,6 @@ def node_command(
             typer.Option(
                 help="That who looks at the metrics page must bring. Without it and "
                 "--api-keys-file whoever reaches the page may look.",
-                envvar="BATON_ADMIN_TOKEN",
             ),
         ] = "",
         api_keys_file: Annotated[
@@ -105,7 +103,6 @@ def node_command(
             typer.Option(
                 help="API keys, as of the router; those with the role look or operate may look at "
                 "the metrics page. Read again on SIGHUP.",
-                envvar="BATON_API_KEYS_FILE",
             ),
         ] = "",
         audit_log: Annotated[str, typer.Option(help=AUDIT_LOG_HELP)] = STANDARD_OUTPUT,
@@ -217,7 +214,8 @@ def node_command(
                 "nodes. If not given: where UCX_NET_DEVICES lets KV leave loopback."
             ),
         ] = None,
-        log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+        log_level: LogLevelOption = "info",
+        log_format: LogFormatOption = "text",
         inject_faults: Annotated[
             str,
             typer.Option(
@@ -226,65 +224,60 @@ def node_command(
                 "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write). "
                 "@FILE: what is in the file, also when that changes; @FOLDER: in its file of the "
                 "node's name.",
-                envvar="BATON_INJECT_FAULTS",
             ),
         ] = "",
     ) -> None:
-        try:
-            options = NodeOptions(
-                model=model,
-                name=name or f"{role}-{socket.gethostname()}-{os.getpid()}",
-                routers=tuple(router),
-                listen=listen,
-                join_timeout_s=join_timeout_s,
-                kv_connector=kv_connector,
-                kv_listen=kv_listen,
-                engine=EngineConfig(
-                    dtype=dtype,
-                    kv_cache_dtype=kv_cache_dtype,
-                    device=device,
-                    block_size=block_size,
-                    num_blocks=num_blocks or None,
-                    kv_cache_bytes=None
-                    if kv_cache_memory == "auto"
-                    else parse_bytes("kv_cache_memory", kv_cache_memory),
-                    memory_utilization=memory_utilization or None,
-                    max_model_len=max_model_len or None,
-                    max_num_requests=max_num_requests,
-                    max_num_batched_tokens=max_num_batched_tokens,
-                    long_prefill_token_threshold=long_prefill_token_threshold,
-                    scheduling_policy=scheduling_policy,
-                    prefix_cache=prefix_cache,
-                    prefix_hash=prefix_hash,
-                    attention_backend=attention_backend,
-                    async_scheduling=async_scheduling,
-                    cuda_graphs=role == "decode" if cuda_graphs is None else cuda_graphs,
-                    cuda_graph_max_batch=cuda_graph_max_batch,
-                    num_threads=num_threads,
-                    cpu_list=cpu_list,
-                    weights=weights,
-                    native_kernels=native_kernels,
-                ),
-                log_level=log_level,
-                push=push,
-                layer_groups=layer_groups,
-                kv_digests=kv_digests,
-                inject_faults=inject_faults,
-                drain_timeout_s=drain_timeout_s,
-                engine_timeout_s=engine_timeout_s,
-                node_token=node_token,
-                metrics_listen=metrics_listen,
-                admin_token=admin_token,
-                api_keys_file=api_keys_file,
-                audit_log=audit_log,
-                tls=TlsOptions(cert=tls_cert, key=tls_key, ca=tls_ca),
-                insecure=insecure,
-            )
-            options = complete(options)
-        except ConfigError as error:
-            print_error(error)
-            raise typer.Exit(1) from None
-        raise typer.Exit(run_node(options, program))
+        options = NodeOptions(
+            model=model,
+            name=name or f"{role}-{socket.gethostname()}-{os.getpid()}",
+            routers=tuple(router),
+            listen=listen,
+            join_timeout_s=join_timeout_s,
+            kv_connector=kv_connector,
+            kv_listen=kv_listen,
+            engine=EngineConfig(
+                dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
+                device=device,
+                block_size=block_size,
+                num_blocks=num_blocks or None,
+                kv_cache_bytes=None
+                if kv_cache_memory == "auto"
+                else parse_bytes("kv_cache_memory", kv_cache_memory),
+                memory_utilization=memory_utilization or None,
+                max_model_len=max_model_len or None,
+                max_num_requests=max_num_requests,
+                max_num_batched_tokens=max_num_batched_tokens,
+                long_prefill_token_threshold=long_prefill_token_threshold,
+                scheduling_policy=scheduling_policy,
+                prefix_cache=prefix_cache,
+                prefix_hash=prefix_hash,
+                attention_backend=attention_backend,
+                async_scheduling=async_scheduling,
+                cuda_graphs=role == "decode" if cuda_graphs is None else cuda_graphs,
+                cuda_graph_max_batch=cuda_graph_max_batch,
+                num_threads=num_threads,
+                cpu_list=cpu_list,
+                weights=weights,
+                native_kernels=native_kernels,
+            ),
+            log_level=log_level,
+            log_format=log_format,
+            push=push,
+            layer_groups=layer_groups,
+            kv_digests=kv_digests,
+            inject_faults=inject_faults,
+            drain_timeout_s=drain_timeout_s,
+            engine_timeout_s=engine_timeout_s,
+            node_token=node_token,
+            metrics_listen=metrics_listen,
+            admin_token=admin_token,
+            api_keys_file=api_keys_file,
+            audit_log=audit_log,
+            tls=TlsOptions(cert=tls_cert, key=tls_key, ca=tls_ca),
+            insecure=insecure,
+        )
+        raise typer.Exit(run_node(complete(options), program))
 
     command.__doc__ = summary
     return command

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-from baton.access import Access
-from baton.audit_log import AuditLog
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
 from baton.exposure import split_address
-from baton.link import NodeEvent
-from baton.model_folder import find_model_folder
-from baton.node_program import NodeProgram, run_node_program
 from baton.process import run_program
 from baton.push_mode import PushMode
 from baton.registry import Registry
-from baton.tls import NO_TLS, TlsOptions
+from baton.tls_options import NO_TLS, TlsOptions
+
+if TYPE_CHECKING:
+    from baton.link import NodeEvent
+    from baton.node_program import NodeProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class NodeOptions:
     kv_listen: str
     engine: EngineConfig
     log_level: str
+    log_format: str
     push: PushMode
     layer_groups: int
     kv_digests: bool | None
@@ -50,9 +51,9 @@ class NodeOptions:
     decode: DecodeOptions = field(default_factory=DecodeOptions)  # a prefill node's are not read
 
 
-MakeProgram = Callable[
-    [NodeOptions, Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram
-]
+MakeProgram: TypeAlias = (
+    "Callable[[NodeOptions, Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram]"
+)
 
 
 def run_node(options: NodeOptions, program: str) -> int:
@@ -61,6 +62,11 @@ def run_node(options: NodeOptions, program: str) -> int:
     Args:
         program: ``"package.module:function"`` that makes it; imported late, as it needs torch.
     """
+    # Imported here: who asks for help does not wait for it.
+    from baton.access import Access
+    from baton.audit_log import AuditLog
+    from baton.model_folder import find_model_folder
+    from baton.node_program import run_node_program
 
     def make_node(
         emit: Callable[[NodeEvent], None], on_death: Callable[[Exception], None]
@@ -107,4 +113,4 @@ def run_node(options: NodeOptions, program: str) -> int:
             insecure=options.insecure,
         )
 
-    return run_program(main, log_level=options.log_level)
+    return run_program(main, log_level=options.log_level, log_format=options.log_format)

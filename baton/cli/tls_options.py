@@ -10,34 +10,24 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.client import DEFAULT_ADDRESS
+from baton.addresses import DEFAULT_ADDRESS
+from baton.cli.command_line import with_option_names
 from baton.errors import ConfigError
-from baton.process import print_error
-from baton.tls import (
-    CA_VARIABLE,
-    CERT_VARIABLE,
-    KEY_VARIABLE,
-    REQUIRE_CLIENT_CERTS_VARIABLE,
-    TlsOptions,
-)
+from baton.tls_options import TlsOptions
 
 TlsCertOption = Annotated[
     str,
     typer.Option(
         help="PEM file of this program's certificate, and of those between it and its CA; read "
         "again when it changes. No TLS if neither this nor --tls-ca is given.",
-        envvar=CERT_VARIABLE,
     ),
 ]
-TlsKeyOption = Annotated[
-    str, typer.Option(help="PEM file of the private key of --tls-cert.", envvar=KEY_VARIABLE)
-]
+TlsKeyOption = Annotated[str, typer.Option(help="PEM file of the private key of --tls-cert.")]
 TlsCaOption = Annotated[
     str,
     typer.Option(
         help="PEM file of the CAs that the other side's certificate must be signed by; system: "
         "those of this machine (clients only).",
-        envvar=CA_VARIABLE,
     ),
 ]
 RequireClientCertsOption = Annotated[
@@ -46,7 +36,6 @@ RequireClientCertsOption = Annotated[
         "--tls-require-client-certs",
         help="Serve only who shows a certificate of --tls-ca. Of nodes and `baton admin` on "
         "--node-listen that is always wanted.",
-        envvar=REQUIRE_CLIENT_CERTS_VARIABLE,
     ),
 ]
 InsecureOption = Annotated[
@@ -88,7 +77,9 @@ def takes_access(**options: Any) -> Callable[[Callable[..., None]], Callable[...
             try:
                 own = TlsOptions(**{name[4:]: values.pop(name) for name in tls})
             except ConfigError as error:
-                print_error(error)
+                from baton.process import print_error  # here: else nobody waits for it
+
+                print_error(with_option_names(str(error), tls))
                 raise typer.Exit(2) from None
             access = RouterAccess(**{name: values.pop(name) for name in options}, tls=own)
             command(access=access, **values)

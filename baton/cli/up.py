@@ -1,29 +1,17 @@
-"""`baton up`: router, prefill and decode nodes on this machine, in one command."""
+"""`baton up`: the options of the command."""
 
 from __future__ import annotations
 
-import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
+from baton.addresses import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.cli.tls_options import InsecureOption
-from baton.client import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
-from baton.errors import BatonError
-from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
-from baton.process import print_error
-from baton.tls import TlsOptions
-
-_STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
 
 
 def up(
-    context: typer.Context,
     model: Annotated[str, typer.Option(help="Model folder or hub id.")],
     prefill: Annotated[int, typer.Option(help="Prefill nodes.", min=1)] = 1,
     decode: Annotated[int, typer.Option(help="Decode nodes.", min=1)] = 1,
@@ -63,9 +51,7 @@ def up(
     ] = None,
     admin_token: Annotated[
         str,
-        typer.Option(
-            help="That admin calls must bring; none if empty.", envvar="BATON_ADMIN_TOKEN"
-        ),
+        typer.Option(help="That admin calls must bring; none if empty."),
     ] = "",
     tls_folder: Annotated[
         Path | None,
@@ -89,6 +75,10 @@ def up(
 
     The machine's cores are divided between the nodes.
     """
+    # Imported here: who asks for help does not wait for it.
+    from baton.cli.run_up import run_up
+    from baton.local_deployment import LocalDeploymentConfig
+
     config = LocalDeploymentConfig(
         model=model,
         listen=listen,
@@ -111,50 +101,4 @@ def up(
         insecure=insecure,
         drain_timeout_s=drain_timeout_s,
     )
-    stopping = threading.Event()
-
-    def stop(number: int, frame: object) -> None:
-        stopping.set()
-        raise KeyboardInterrupt
-
-    # Also where SIGINT is ignored from the start, as for background jobs of a script.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    console = Console()
-    try:
-        with LocalDeployment(config) as deployment:
-            wait_ready(deployment, console, ready_timeout_s)
-            tls = _client_options(config.tls_of("client"))
-            call = f'baton generate --router {listen}{tls} "def add(a, b):"'
-            console.print(f"[green]ready[/]  {call}", soft_wrap=True)
-            if http_listen and not http_listen.endswith(":0"):  # else the router's log says it
-                scheme = "https" if tls else "http"
-                console.print(f"       OpenAI API: {scheme}://{http_listen}/v1")
-            console.print("[dim]Ctrl-C stops everything[/]")
-            while not stopping.wait(0.5):
-                deployment.check(may_leave=True)
-    except KeyboardInterrupt:
-        console.print("stopped")
-    except BatonError as error:
-        print_error(error)
-        raise typer.Exit(1) from None
-
-
-def _client_options(tls: TlsOptions) -> str:
-    return f" --tls-cert {tls.cert} --tls-key {tls.key} --tls-ca {tls.ca}" if tls else ""
-
-
-def wait_ready(deployment: LocalDeployment, console: Console, timeout_s: float) -> None:
-    """Wait for all nodes, showing each one's state; raises BatonError."""
-    with Live(_table(deployment.children), console=console, transient=False) as live:
-        deployment.wait_ready(timeout_s, lambda children: live.update(_table(children)))
-    if not console.is_terminal:
-        console.print()
-
-
-def _table(children: list[Child]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for child in children:
-        style = _STYLES[child.state]
-        table.add_row(child.name, f"pid {child.process.pid}", f"[{style}]{child.state}[/]")
-    return table
+    raise typer.Exit(run_up(config, ready_timeout_s=ready_timeout_s))

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from aiohttp import hdrs, web
 
+from baton.access_log import AccessEntry
 from baton.errors import InvalidRequestError
 from baton.identity import Principal
 from baton.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
@@ -22,7 +23,7 @@ from baton.stop_strings import DetokenizeOptions
 from router.call import Call
 from router.choices import merge_streams
 from router.http.decoding import decode
-from router.http.errors import ApiError, known_error
+from router.http.errors import ApiError, known_error, status_of
 from router.http.ignored_fields import note_ignored
 from router.http.options import HttpOptions
 from router.http.responses import Choice, Receipts, Response, usage_of, usage_up_to
@@ -34,6 +35,7 @@ from router.intake import GenerationRequest, Intake, Prompt
 T = TypeVar("T", bound=SamplingRequest)
 
 REQUEST_ID = web.RequestKey("request_id", str)
+ENTRY = web.RequestKey("entry", AccessEntry)
 PRINCIPAL = web.RequestKey("principal", Principal)
 SESSION_ID_HEADER = "X-Session-Id"
 # A body has so long, and so much longer as it comes at the slowest rate.
@@ -98,6 +100,9 @@ class Exchange:
 
     async def respond(self) -> web.StreamResponse:
         """Run the calls; ends them when the client goes away."""
+        entry = self.request[ENTRY]
+        of_prompts = self.calls[:: self.num_choices]
+        entry.num_prompt_tokens = sum(len(call.prompt_token_ids) for call in of_prompts)
         if self.body.stream:
             return await self._respond_in_events()
         deltas: list[list[TextDelta]] = [[] for _ in self.calls]
@@ -107,6 +112,7 @@ class Exchange:
                 async for index, delta in merged:
                     deltas[index].append(delta)
                     self.dialect.take(index, delta)
+                    entry.note_tokens(len(delta.token_ids))
                     num_logprobs += count_logprobs(delta)
                     if num_logprobs > MAX_LOGPROBS_AT_ONCE:
                         raise InvalidRequestError(
@@ -141,7 +147,9 @@ class Exchange:
         except Exception as error:  # the interceptor, of what has begun to be sent
             if not events.begun or isinstance(error, ConnectionError):
                 raise
-            await events.fail(known_error(error))
+            known = known_error(error)
+            self.request[ENTRY].error = str(status_of(known))
+            await events.fail(known)
         return events.response
 
     async def _send_events(self, events: EventStream) -> None:
@@ -151,6 +159,7 @@ class Exchange:
         receipts: dict[int, Receipt] = {}
         async with contextlib.aclosing(self._merged()) as merged:
             async for index, delta in merged:
+                self.request[ENTRY].note_tokens(len(delta.token_ids))
                 ended = []
                 if delta.finish_reason is not None:
                     ended = [_receipt_of(delta)]

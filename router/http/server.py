@@ -10,21 +10,23 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import structlog
 from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.access import Access
+from baton.access_log import AccessEntry, AccessLog, trace_id_of
 from baton.audit_log import AuditKind
 from baton.call_roles import ANY, INFER, LOOK, OPEN, Roles
 from baton.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.connections import Listener
-from baton.credentials import http_credentials
-from baton.errors import ConfigError, InvalidRequestError, OverloadedError
+from baton.credentials import TRACEPARENT, http_credentials
+from baton.errors import HTTP_STATUS_OF, ConfigError, InvalidRequestError, OverloadedError
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import ApiError, error_middleware, error_response
-from router.http.exchange import PRINCIPAL, REQUEST_ID, unknown_model
+from router.http.exchange import ENTRY, PRINCIPAL, REQUEST_ID, unknown_model
 from router.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
 from router.http.options import HttpOptions
 from router.http.rate_headers import rate_headers
@@ -57,6 +59,7 @@ class HttpServer:
         limits: of connections.
         overload: says what is not taken on.
         tls: what it serves HTTPS with; None: HTTP.
+        access_log: is told of requests that have ended.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class HttpServer:
         limits: ConnectionLimits | None = None,
         overload: Overload | None = None,
         tls: ssl.SSLContext | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
         self._intake = intake
         self._pool = pool
@@ -83,6 +87,7 @@ class HttpServer:
         self._access = access or Access()
         self._cors_origin = cors_origin
         self._tls = tls
+        self._access_log = access_log or AccessLog()
         self._created = int(time.time())
         self._is_stopping = False
         self._overload = overload or Overload()
@@ -91,6 +96,7 @@ class HttpServer:
             middlewares=[
                 self._note_work,
                 self._name_and_preflight,
+                self._log_access,
                 error_middleware,
                 self._authenticate,
             ],
@@ -196,7 +202,27 @@ class HttpServer:
         is_preflight = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
         if request.method == hdrs.METH_OPTIONS and is_preflight and self._cors_origin:
             return web.Response(status=204)
-        return await handler(request)
+        with structlog.contextvars.bound_contextvars(request_id=request[REQUEST_ID]):
+            return await handler(request)
+
+    @web.middleware
+    async def _log_access(self, request: web.Request, handler: Handler) -> Any:
+        """Tell the access log of what clients ask for; not of what operators and balancers do."""
+        entry = request[ENTRY] = AccessEntry(
+            call=f"{request.method} {request.path}",
+            address=request.remote or "",
+            request_id=request[REQUEST_ID],
+            trace_id=trace_id_of(request.headers.get(TRACEPARENT, "")),
+        )
+        status = HTTP_STATUS_OF["CANCELLED"]
+        try:
+            with structlog.contextvars.bound_contextvars(trace_id=entry.trace_id or None):
+                response: web.StreamResponse = await handler(request)
+            status = response.status
+            return response
+        finally:
+            if self._roles.get(request.match_info.handler, INFER) is INFER:
+                self._access_log.write(entry, request.get(PRINCIPAL), str(status))
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> Any:

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from baton.access import Access
+from baton.access_log import AccessLog
 from baton.call_gate import CallGate
 from baton.client import AsyncClient
+from baton.connection_limits import RpcLimits
 from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, RouterCommand
 from baton.outputs import FinishReason
-from baton.rpc import RpcLimits, RpcServer
+from baton.rpc import RpcServer
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -112,13 +114,14 @@ async def served(
     api_key: str = "",
     limits: RpcLimits | None = None,
     max_timeout_s: float = math.inf,
+    access_log: AccessLog | None = None,
 ) -> AsyncIterator[tuple[GrpcScene, AsyncClient]]:
     """A scene behind a real server, and a client of it."""
     scene = GrpcScene(options, max_timeout_s)
     server = RpcServer(
         [inference_pb2.DESCRIPTOR.services_by_name["Inference"]],
         lambda one: inference_pb2_grpc.add_InferenceServicer_to_server(scene.service, one),  # type: ignore[no-untyped-call]  # generated
-        CallGate(access),
+        CallGate(access, access_log=access_log),
         limits=limits,
     )
     scene.address = address = await server.start("127.0.0.1:0")

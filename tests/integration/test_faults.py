@@ -44,4 +44,4 @@ def test_a_malformed_spec_ends_a_node_with_one_line() -> None:
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1
-    assert "inject_faults: drop must be a probability from 0 to 1, got 'lots'" in lines[0]
+    assert "--inject-faults: drop must be a probability from 0 to 1, got 'lots'" in lines[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 
 from baton import AsyncClient, SamplingParams
 from baton.errors import NodeUnavailableError
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
 SOME = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -90,3 +93,21 @@ def test_what_is_open_when_up_is_stopped_ends_by_itself(
         _, alive = psutil.wait_procs(children, timeout=30)
         assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert process.wait(15) == 0
+
+
+def test_a_second_ctrl_c_ends_at_once_what_would_take_its_time(tmp_path: Path) -> None:
+    config = LocalDeploymentConfig(
+        model=str(DEMO_MODEL), listen=free_address(), num_prefill=0, num_decode=0,
+        router_args=["--drain-delay-s", "60"], log_folder=tmp_path,
+    )  # fmt: skip
+    with LocalDeployment(config) as deployment:
+        while "listens on" not in (tmp_path / "router.log").read_text():
+            deployment.check()
+            time.sleep(0.05)
+        process = deployment.child("router").process
+        second = threading.Timer(1, _thread.interrupt_main)
+        second.start()
+        deployment.stop()
+        second.join()
+    assert process.returncode == -signal.SIGKILL
+    assert "serves on for 60 s" in (tmp_path / "router.log").read_text()

@@ -45,10 +45,10 @@ def test_faults_come_at_their_times_and_leave_no_block(tmp_path: Path) -> None:
         (["--target", "grpc://127.0.0.1:1", "--fault", "drop 1% of pushes @1-2s"], r"(--up)"),
         (["--target", "x", "--fault", "kill p0 @8s"], "must end before duration_s (5.0)"),
         (["--up", "no/such/model"], "no/such/model"),
-        (["--target", "x", "--find-max-goodput"], "find_max_goodput: needs --slo, and --rate"),
+        (["--target", "x", "--find-max-goodput"], "--find-max-goodput: needs --slo, and --rate"),
         (
             ["--target", "x", "--find-max-goodput", "--slo", "ttft=1", "--save-requests", "r"],
-            "save_requests: is of a single run",
+            "--save-requests: is of a single run",
         ),
     ],
 )

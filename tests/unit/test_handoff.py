@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 import pytest
 
@@ -73,6 +75,22 @@ def test_a_request_is_handed_over_and_nothing_is_left() -> None:
     assert cluster.d_engine.num_commits == 1
     assert_right(cluster)
     assert_clean(cluster)
+
+
+def test_both_nodes_log_which_request_they_work_on(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("prefill_node", "decode_node"):
+        caplog.set_level(logging.DEBUG, name)
+    cluster = make_cluster(20)
+    place(cluster, "a", 10)
+    cluster.settle()
+    told = [
+        (record.name, record.getMessage())
+        for record in caplog.records
+        if getattr(record, "request_id", "") == "a"
+    ]
+    assert ("prefill_node.node", "has a prompt of 10 tokens to compute, for d") in told
+    assert ("decode_node.node", "ended (length) after 4 tokens") in told
+    assert len(told) == 4
 
 
 def test_the_decode_node_computes_no_prompt_token_and_one_forward_less_than_tokens() -> None:

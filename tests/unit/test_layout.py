@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,26 @@ def test_transformers_can_be_imported_from_the_root_of_the_repository() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "transformers.models.qwen3.modeling_qwen3"
+
+
+def test_every_package_says_that_it_is_typed() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        packages = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert [name for name in packages if not (ROOT / name / "py.typed").exists()] == []
+
+
+@pytest.mark.parametrize("missing", ["numpy", "torch"])
+def test_without_the_extra_the_engine_says_which_one_it_needs(missing: str) -> None:
+    code = (
+        f"import sys\nsys.modules[{missing!r}] = None\n"
+        "try: from engine import LLM\nexcept ImportError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == (
+        f"{missing} is not installed; the engine needs: pip install 'baton-serve[node]'\n"
+    )
 
 
 def test_every_package_has_files() -> None:

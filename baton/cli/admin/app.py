@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typer
-
 from baton.cli.admin import (
     audit,
     explain,
@@ -16,10 +14,10 @@ from baton.cli.admin import (
     tuning,
     version,
 )
+from baton.cli.command_line import CommandLine
 
-app = typer.Typer(
+app = CommandLine(
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
     help="Operate a router and its nodes. Exit codes: 0 done, 1 error or unreachable, 2 usage, "
     "3 no such node or request, 4 the time is up, 5 the audit found orphans.",
 )

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import grpc
 import typer
 
+from baton.addresses import DEFAULT_ADDRESS
 from baton.cli.tls_options import RouterAccess, takes_access
-from baton.client import DEFAULT_ADDRESS
 from baton.client_messages import trailers_of
 from baton.error_details import error_from_trailers
 from baton.errors import ConfigError, InvalidRequestError, NotFoundError
@@ -44,7 +44,7 @@ class OutputFormat(enum.Enum):
 
 
 takes_admin_access = takes_access(
-    router=Annotated[str, typer.Option(help="host:port of the router.", envvar="BATON_ROUTER")],
+    router=Annotated[str, typer.Option(help="host:port of the router.")],
     token=Annotated[
         str,
         typer.Option(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from baton.cli.admin.connection import (
     OutputFormat,
@@ -17,6 +18,8 @@ from baton.cli.admin.connection import (
 from baton.cli.admin.output import format_time, is_json, make_console, make_table, print_json
 from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
+
+_ENOUGH = 1000  # columns of a terminal
 
 
 @takes_admin_access
@@ -69,15 +72,36 @@ def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:
     if not decision.candidates:
         console.print("this policy compares no costs", style="dim")
         return
+    table = _columns(decision)
+    needed = console.measure(table, options=console.options.update(max_width=_ENOUGH)).minimum
+    fits = needed + len(table.columns) <= console.width  # else words would be cut
+    console.print(table if fits else _sentences(decision))
+
+
+def _columns(decision: admin_pb2.DecisionDescription) -> Table:
+    """A column for each term."""
     terms = list(dict.fromkeys(term.name for one in decision.candidates for term in one.terms))
     titles = [name.replace("_", " ") for name in terms]
     table = make_table("prefill", "decode", "cost", *titles, right=("cost", *titles))
     for one in decision.candidates:
         values = {term.name: term.value for term in one.terms}
-        table.add_row(
-            escape(one.prefill_node or "-"),
-            escape(one.decode_node),
-            f"{one.cost:.4g}",
-            *(f"{values[name]:.3g}" if name in values else "" for name in terms),
+        cells = (f"{values[name]:.3g}" if name in values else "" for name in terms)
+        table.add_row(*_place(one), *cells)
+    return table
+
+
+def _sentences(decision: admin_pb2.DecisionDescription) -> Table:
+    """One column for all terms; those that cost nothing are left out."""
+    table = make_table("prefill", "decode", "cost", "made of", right=("cost",))
+    for one in decision.candidates:
+        parts = (
+            f"{term.name.removesuffix('_ms').replace('_', ' ')} {term.value:.3g}"
+            for term in one.terms
+            if term.value
         )
-    console.print(table)
+        table.add_row(*_place(one), ", ".join(parts))
+    return table
+
+
+def _place(one: admin_pb2.CandidateDescription) -> tuple[str, str, str]:
+    return escape(one.prefill_node or "-"), escape(one.decode_node), f"{one.cost:.4g}"

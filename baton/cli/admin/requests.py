@@ -37,7 +37,7 @@ _STYLES = {"running": "green", "failed": "red", "queued": "yellow"}
 def requests(
     node: OptionalNodeArgument = "",
     limit: Annotated[int, typer.Option(help="Of the router: at most so many.", min=1)] = 20,
-    open_only: Annotated[
+    open: Annotated[
         bool, typer.Option("--open", help="Of the router: only those in progress.")
     ] = False,
     *,
@@ -49,7 +49,7 @@ def requests(
         if node:
             of_node = admin.call("ListNodeRequests", admin_pb2.NodeRequest(node=node))
         else:
-            request = admin_pb2.ListRouterRequestsRequest(limit=limit, open_only=open_only)
+            request = admin_pb2.ListRouterRequestsRequest(limit=limit, open_only=open)
             found = admin.call("ListRequests", request)
     if is_json(output):
         print_json(of_node if node else found)

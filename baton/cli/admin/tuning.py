@@ -18,12 +18,13 @@ from baton.cli.admin.connection import (
     takes_admin_access,
 )
 from baton.cli.admin.output import format_seconds, is_json, make_console, make_table, print_json
+from baton.cli.command_line import CommandLine
 from baton.cli.tls_options import RouterAccess
 from baton.v1 import admin_pb2
 
 ROUTER = "router"
 
-policy = typer.Typer(no_args_is_help=True, help="See or change how requests are placed.")
+policy = CommandLine(no_args_is_help=True, help="See or change how requests are placed.")
 
 
 @policy.command("get")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import typer
 import typer.main
+from rich.console import Console
 from typer.testing import CliRunner
 
+from baton.cli.admin import explain
 from baton.cli.admin.app import app
 from baton.cli.admin.connection import ExitCode
 from baton.cli.admin.output import (
@@ -58,7 +61,7 @@ def test_every_exit_code_is_on_the_page_and_in_the_help() -> None:
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
     for code in ExitCode:
         assert re.search(rf"^\| {int(code)} \|", PAGE, re.MULTILINE), code
-        assert re.search(rf"[ :]{int(code)} ", shown), code
+        assert re.search(rf"[ :]{int(code)}\s", shown), code
 
 
 @pytest.mark.parametrize(
@@ -104,3 +107,28 @@ def test_json_has_numbers_as_numbers_absent_values_as_null_and_every_field(
     assert found.keys() == {field.name for field in stats.DESCRIPTOR.fields}
     assert (found["num_finished"], found["num_failed"]) == (2**40, {"CANCELLED": 3})
     assert found["admission"] is None
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_explain_breaks_no_word_however_narrow_the_terminal_is(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terms = ("prefill_queue_ms", "prefill_ms", "prefill_damage_ms", "exposed_transfer_ms",
+             "stall_ms", "decode_ms", "damage_ms", "local_queue_ms", "margin_ms")  # fmt: skip
+    decision = admin_pb2.DecisionDescription(
+        candidates=[
+            admin_pb2.CandidateDescription(
+                prefill_node="p0", decode_node=f"d{i}", cost=100 + i,
+                terms=[admin_pb2.CostTerm(name=name, value=198.7) for name in terms],
+            )
+            for i in range(2)
+        ]
+    )  # fmt: skip
+    shown = io.StringIO()
+    console = Console(file=shown, width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(explain, "make_console", lambda: console)
+    explain._print(decision, "now")
+    words = set(re.findall(r"\w+", shown.getvalue()))
+    assert {word for name in terms for word in name.removesuffix("_ms").split("_")} <= words
+    assert {"p0", "d0", "d1", "100", "101", "199"} <= words
+    assert max(map(len, shown.getvalue().splitlines())) <= width

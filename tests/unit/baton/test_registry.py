@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from baton.cli.app import PROGRAMS
+from baton.cli.app import COMMANDS
 from baton.errors import ConfigError, InvalidRequestError
 from baton.registry import Registry
 from router.policies import POLICIES
@@ -36,7 +36,7 @@ def test_changing_the_given_table_later_changes_nothing() -> None:
     assert registry.names() == ["a"]
 
 
-@pytest.mark.parametrize("registry", [PROGRAMS, POLICIES], ids=lambda r: r.kind)
+@pytest.mark.parametrize("registry", [COMMANDS, POLICIES], ids=lambda r: r.kind)
 def test_every_torch_free_entry_can_be_loaded(registry: Registry[object]) -> None:
     assert registry.names()
     for name in registry.names():

@@ -206,11 +206,12 @@ async def test_the_policy_of_the_next_request_can_be_chosen() -> None:
 
 @asynchronous
 async def test_the_log_level_of_the_router_can_be_changed_and_the_change_is_logged() -> None:
-    before = logging.getLogger().level
+    ours = logging.getLogger("router")
+    before = ours.level
     try:
         async with served(Scene()) as call:
             await call("SetLogLevel", level="error")
-            assert logging.getLogger().level == logging.ERROR
+            assert ours.level == logging.ERROR
             assert (await call("SetLogLevel", level="info")).previous == "error"
             code, details = await code_of(call, "SetLogLevel", level="loud")
             assert code is grpc.StatusCode.INVALID_ARGUMENT

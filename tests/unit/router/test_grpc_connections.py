@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from baton import wire_types
+from baton.connection_limits import RpcLimits
 from baton.link import CancelCommand
-from baton.rpc import RpcLimits, RpcServer
+from baton.rpc import RpcServer
 from baton.tls import TlsFiles
 from baton.v1 import inference_pb2, types_pb2
 from tests.fakes.certificates import Authority

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from baton import wire
 from baton.access import Access
@@ -99,15 +99,17 @@ def test_the_table_has_every_call_of_our_protos_and_nothing_else() -> None:
     assert all(roles is not OPEN for call, roles in ROLES_OF_CALL.items() if call in ours)
 
 
-def test_the_table_has_every_service_that_a_server_serves(keys_file: Path) -> None:
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+def test_the_table_has_every_service_that_a_server_serves(keys_file: Path, version: str) -> None:
     @asynchronous
     async def run() -> None:
         async with served(Access(keys_file=keys_file)) as (_, channel):
-            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             question = reflection_pb2.ServerReflectionRequest(list_services="")
-            replies = stub.ServerReflectionInfo(
-                iter([question]), metadata=bearer(KEYS[Role.LOOK]), timeout=5
-            )
+            replies = cast(Any, channel).stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )(iter([question]), metadata=bearer(KEYS[Role.LOOK]), timeout=5)
             reply = await anext(aiter(replies))
         pool = descriptor_pool.Default()
         for service in reply.list_services_response.service:
@@ -125,6 +127,7 @@ def test_the_table_has_every_service_that_a_server_serves(keys_file: Path) -> No
         "/no.Such/Call",
         "/",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
     ],
 )
 @pytest.mark.parametrize("key", ["", "a guess"])

@@ -1,0 +1,94 @@
+"""CommandLine: what all commands have in common: `-h`, plain help, options from the environment.
+
+Every option can be given as an environment variable, too: ``BATON_`` and its name in capitals.
+Errors of ours end a command with one line, which names options as users write them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import typer
+import typer.core
+
+from baton.child_processes import ENVIRONMENT_PREFIX
+from baton.errors import BatonError
+
+EPILOG = (
+    "Every option can be given as an environment variable, too: --max-model-len as "
+    f"{ENVIRONMENT_PREFIX}_MAX_MODEL_LEN."
+)
+_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+# What options are called inside, where that is not their name.
+_FIELDS = {"kv_cache_bytes": "kv_cache_memory"}
+
+
+def with_option_names(text: str, options: Iterable[str]) -> str:
+    """An error's text with ``--max-model-len`` for ``max_model_len``.
+
+    Args:
+        options: that the command has, named as its parameters are.
+    """
+    known = {name: name for name in options}
+    known |= {field: name for field, name in _FIELDS.items() if name in known}
+
+    def option(found: re.Match[str]) -> str:
+        name = known.get(found[0])
+        return f"--{name.replace('_', '-')}" if name else found[0]
+
+    # One word may be a word of the text: it is an option only in front.
+    return re.sub(r"^[a-z]\w*(?=: )|\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b", option, text)
+
+
+class _Command(typer.core.TyperCommand):
+    """A command; the variables of its options are told once, below them."""
+
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        context = _HELP_NAMES | {"auto_envvar_prefix": ENVIRONMENT_PREFIX}
+        settings["context_settings"] = context | (settings.get("context_settings") or {})
+        settings["epilog"] = settings.get("epilog") or EPILOG
+        super().__init__(name, **settings)
+        for parameter in self.params:
+            if isinstance(parameter, typer.core.TyperOption) and parameter.envvar is None:
+                parameter.show_envvar = False
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BatonError as error:
+            from baton.process import print_error  # here: else nobody waits for it
+
+            options = (parameter.name for parameter in self.params)
+            print_error(with_option_names(str(error), filter(None, options)))
+            raise typer.Exit(1) from None
+
+
+class CommandGroup(typer.core.TyperGroup):
+    """A group of commands."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings["context_settings"] = _HELP_NAMES | (settings.get("context_settings") or {})
+        super().__init__(**settings)
+
+    def summaries(self, ctx: Any) -> list[tuple[str, str]]:
+        """The commands, each with what it does."""
+        found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        return [(name, (one.help or "").partition("\n\n")[0]) for name, one in found if one]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(self.summaries(ctx))
+
+
+class CommandLine(typer.Typer):
+    """Commands whose help has no boxes and cuts nothing off, however narrow the terminal is."""
+
+    def __init__(self, *, cls: type[CommandGroup] = CommandGroup, **settings: Any) -> None:
+        super().__init__(cls=cls, rich_markup_mode=None, pretty_exceptions_enable=False, **settings)
+
+    def command(  # type: ignore[override]  # the settings are Typer's
+        self, name: str | None = None, **settings: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        return super().command(name, **{"cls": _Command, **settings})

@@ -1,0 +1,164 @@
+"""All commands: help that fits 80 columns, options from the environment, one-line errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.core
+import typer.main
+from typer.testing import CliRunner
+
+from baton.cli.app import COMMANDS, app
+from baton.cli.command_line import with_option_names
+from baton.version import __version__
+
+WIDTH = 80
+ROOT: Any = typer.main.get_command(app)
+
+
+def leaves(command: Any = ROOT, name: str = "baton") -> Iterator[tuple[str, Any]]:
+    """All commands that do something, with the words that call them."""
+    if not hasattr(command, "list_commands"):
+        yield name, command
+        return
+    for word in command.list_commands(None):
+        yield from leaves(command.get_command(None, word), f"{name} {word}")
+
+
+def groups(command: Any = ROOT, name: str = "baton") -> Iterator[tuple[str, Any]]:
+    if hasattr(command, "list_commands"):
+        yield name, command
+        for word in command.list_commands(None):
+            yield from groups(command.get_command(None, word), f"{name} {word}")
+
+
+ALL = dict(leaves())
+
+
+def options(command: Any) -> list[typer.core.TyperOption]:
+    return [one for one in command.params if isinstance(one, typer.core.TyperOption)]
+
+
+def long_name(option: typer.core.TyperOption) -> str:
+    return next(name for name in option.opts if name.startswith("--"))
+
+
+def shown(command: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    context = command.context_class(command, info_name=name, **command.context_settings)
+    text: str = command.get_help(context)
+    return text
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_help_names_every_option_in_full_within_80_columns(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = shown(ALL[name], name, monkeypatch)
+    for option in options(ALL[name]):
+        for word in (*option.opts, *option.secondary_opts):
+            assert word in text.split() or f"{word}," in text.split()
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("name", [name for name, _ in groups()])
+def test_the_list_of_commands_fits_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(dict(groups())[name], name, monkeypatch)
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize("name", COMMANDS.names())
+def test_the_list_says_of_a_command_what_its_own_help_says(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = " ".join(shown(ROOT, "baton", monkeypatch).split())
+    own = ROOT.get_command(None, name).help
+    assert own
+    first = " ".join(own.split("\n\n")[0].split())
+    sentence = first.partition(". ")[0].partition("; what")[0].removesuffix(".")
+    assert f"{name} {sentence}" in listed
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_option_can_be_given_by_a_variable_of_its_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ALL[name]
+    context = command.context_class(command, info_name=name, **command.context_settings)
+    for option in options(command):
+        variable = "BATON_" + long_name(option)[2:].replace("-", "_").upper()
+        monkeypatch.setenv(variable, "given")
+        assert option.resolve_envvar_value(context) == "given", variable
+        monkeypatch.delenv(variable)
+
+
+def baton(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command."""
+    done = CliRunner(env=environment).invoke(app, list(arguments))
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["version"]])
+def test_the_version(arguments: list[str]) -> None:
+    assert baton(*arguments, BATON_VERSION="something else") == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [[], ["router"], ["admin"], ["admin", "explain"], ["keys"]])
+def test_h_is_help(words: list[str]) -> None:
+    assert baton(*words, "-h") == baton(*words, "--help")
+    assert baton(*words, "-h")[0] == 0
+
+
+def test_a_command_line_wins_over_the_environment_and_both_over_the_default(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys.toml"
+    variables = {"BATON_TENANT": "theirs", "BATON_FILE": str(file), "BATON_ROLE": "look operate"}
+    assert baton("keys", "new", "a", **variables)[0] == 0
+    assert baton("keys", "new", "b", "--tenant", "ours", **variables)[0] == 0
+    text = file.read_text(encoding="utf-8")
+    assert ('tenant = "theirs"' in text, 'tenant = "ours"' in text) == (True, True)
+    assert text.count('roles = ["look", "operate"]') == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kv_cache_bytes: 10 holds 0 blocks", "--kv-cache-memory: 10 holds 0 blocks"),
+        ("listen: cannot listen on 1.2.3.4:5", "--listen: cannot listen on 1.2.3.4:5"),
+        ("tls_key: must be given when tls_cert is", "--tls-key: must be given when tls_cert is"),
+        ("no_option: is wrong", "no_option: is wrong"),
+    ],
+)
+def test_errors_name_options_as_users_write_them(text: str, expected: str) -> None:
+    assert with_option_names(text, ["kv_cache_memory", "listen", "tls_key"]) == expected
+
+
+def test_an_error_of_a_command_is_one_line_with_its_option() -> None:
+    code, _, errors = baton("prefill", "--model", "x", "--block-size", "0")
+    assert (code, errors) == (1, "error: --block-size: must be 1 or more, got 0\n")
+    code, _, errors = baton("generate", "x", "--max-tokens", "-1")
+    assert (code, errors.count("\n")) == (1, 1)
+    assert errors.startswith("error: --max-tokens: ")
+
+
+def test_help_waits_for_no_library_that_it_does_not_need() -> None:
+    """What takes longest to import, and what brings it in."""
+    code = (
+        "import sys\nfrom baton.cli.app import app\n"
+        "try: app(['--help'], prog_name='baton')\n"
+        "except SystemExit: pass\n"
+        "slow = 'grpc aiohttp asyncio cryptography rich.console pydantic uvloop google router'\n"
+        "print([name for name in slow.split() if name in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert done.stderr == "[]\n"
