@@ -24,7 +24,7 @@ _CONTROL = "".join(map(chr, range(0x20)))
 
 
 def enforceable_schema(text: str) -> str:
-    """A schema, as JSON, whose every output fits; raises InvalidRequestError if it cannot be had."""
+    """A schema, as JSON, whose every output fits; raises InvalidRequestError if there is none."""
     return json.dumps(_repair(json.loads(text)), separators=(",", ":"))
 
 
