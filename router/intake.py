@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from baton.errors import BatonError, InvalidRequestError
 from baton.grammar_trials import GrammarTrials
@@ -83,9 +84,10 @@ class Intake:
         metrics: count every request.
         cache_salts: whose cached prompts a request may find; each tenant its own if not given.
         parsers: what outputs of conversations go through; by the chat template if not given.
+        sampling_defaults: what HTTP clients' requests are sampled with where they do not say.
 
     Attributes:
-        tokenizer, cache_salts, parsers: as given.
+        tokenizer, cache_salts, parsers, sampling_defaults: as given.
     """
 
     def __init__(
@@ -98,12 +100,14 @@ class Intake:
         metrics: RouterMetrics | None = None,
         cache_salts: CacheSalts | None = None,
         parsers: OutputParsers | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
         self.cache_salts = cache_salts or CacheSalts()
         self.parsers = parsers or OutputParsers(tokenizer)
+        self.sampling_defaults = dict(sampling_defaults or {})
         self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s

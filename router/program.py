@@ -174,6 +174,7 @@ async def serve(config: RouterConfig) -> None:
             config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
         ),
         parsers=parsers,
+        sampling_defaults=config.texts.sampling_defaults(folder),
     )
     intake.start()  # its processes end with this one
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)

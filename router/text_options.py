@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from baton.errors import ConfigError
+from baton.sampling_defaults import read_sampling_defaults
 from baton.tokenizer import Tokenizer
-from router.parsers.choice import AUTO, OutputParsers
+from router.parsers.choice import AUTO, NONE, OutputParsers
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +22,26 @@ class TextOptions:
     Attributes:
         chat_template: a file to use instead of the checkpoint's template; empty: none.
         tool_call_parser, reasoning_parser: names of parsers, ``auto`` or ``none``.
+        generation_config: ``auto``: the checkpoint's recommendations are defaults; or ``none``.
     """
 
     chat_template: str = ""
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
+    generation_config: str = AUTO
+
+    def __post_init__(self) -> None:
+        if self.generation_config not in (AUTO, NONE):
+            given = self.generation_config
+            raise ConfigError(f"generation_config: must be {AUTO} or {NONE}, got {given!r}")
+
+    def sampling_defaults(self, folder: Path) -> dict[str, Any]:
+        """What is sampled with where a request does not say; raises ModelLoadError."""
+        defaults = read_sampling_defaults(folder) if self.generation_config == AUTO else {}
+        if defaults:
+            shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            logger.info("sampling defaults of generation_config.json: %s", shown)
+        return defaults
 
     def load(self, folder: Path) -> tuple[Tokenizer | None, OutputParsers]:
         """What a model's texts need; raises ConfigError of an option that cannot be had."""

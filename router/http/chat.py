@@ -169,6 +169,7 @@ async def chat_completions(
     params = sampling_params(
         body,
         max_tokens=_max_tokens(body, intake.max_model_len - len(prompt)),
+        defaults=intake.sampling_defaults,
         logprobs=_num_logprobs(body),
         structured_output=forced,
     )

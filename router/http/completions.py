@@ -125,6 +125,7 @@ async def completions(
     params = sampling_params(
         body,
         max_tokens=1 if scores_only else max_tokens,
+        defaults=intake.sampling_defaults,
         logprobs=body.logprobs,
         prompt_logprobs=_num_prompt_logprobs(body),
     )
