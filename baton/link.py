@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -359,6 +360,17 @@ class AbortAll:
 
 
 # ------------------------------------------------------------------ requests of several routers
+
+
+def scoped_id(request_id: str, tenant: str) -> str:
+    """A request's name wherever requests of several tenants meet, such as on nodes.
+
+    Clients choose their request ids; so that a guessed one is of no use, those of each tenant are
+    apart. As the client wrote it where there are no tenants.
+    """
+    if not tenant:
+        return request_id
+    return f"{request_id}@{hashlib.sha256(tenant.encode(errors='surrogatepass')).hexdigest()[:16]}"
 
 
 def node_request_id(request_id: str, router_id: str) -> str:

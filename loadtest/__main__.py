@@ -39,8 +39,11 @@ from loadtest.options import (
     SeedOption,
     SloOption,
     TimeoutOption,
+    TurnPauseOption,
+    TurnsOption,
     VocabSizeOption,
     WarmupOption,
+    fresh_seed,
 )
 from loadtest.outputs import Outputs
 from loadtest.plan import ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
@@ -152,7 +155,23 @@ def run(
     cancel_rate: Annotated[
         float, typer.Option(help="Share of requests that the client gives up on the way.")
     ] = 0.0,
-    seed: SeedOption = 0,
+    turns: TurnsOption = "1",
+    turn_pause_s: TurnPauseOption = 0.0,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts and conversations of this file instead of random tokens: ShareGPT, or "
+            "JSONL with prompt, messages or turns."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with tokenizer.json: outputs are as long as the data set's answers, where "
+            "it has them; else as --output-tokens says."
+        ),
+    ] = None,
+    seed: SeedOption = None,
     warmup_s: WarmupOption = 0.0,
     duration_s: Annotated[
         float | None, typer.Option(help="Nothing is sent after, seconds; warm-up included.")
@@ -207,7 +226,11 @@ def run(
             prefix_groups=prefix_groups,
             prefix_tokens=prefix_tokens,
             cancel_rate=cancel_rate,
-            seed=seed,
+            turns=parse_lengths("turns", turns),
+            turn_pause_s=turn_pause_s,
+            dataset=dataset,
+            tokenizer=tokenizer,
+            seed=fresh_seed() if seed is None else seed,
             warmup_s=warmup_s,
             duration_s=duration_s,
             num_requests=num_requests,

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from baton.link import scoped_id, split_request_id
 from baton.rpc import bearer, open_channel
 from baton.tls import NO_TLS, TlsOptions, read_tls
 from baton.v1 import admin_pb2, admin_pb2_grpc
@@ -84,7 +85,8 @@ class Auditor:
                 return Look(audit=BlockAudit(num_orphans=0, num_held=0, problems=(problem,)))
         nodes = [one for one in found.nodes if not one.problem]
         problems = tuple(f"{one.node_name}: {one.problem}" for one in found.nodes if one.problem)
-        return _look(nodes, {one.request_id for one in listed.requests}, problems)
+        open_ids = {scoped_id(one.request_id, one.tenant) for one in listed.requests}
+        return _look(nodes, open_ids, problems)
 
     async def look_until_free(self, timeout_s: float) -> Look:
         """After the last request: until nothing is held, or the time is up."""
@@ -99,6 +101,7 @@ class Auditor:
 def _look(
     nodes: Sequence[admin_pb2.NodeAudit], open_ids: Set[str], problems: tuple[str, ...]
 ) -> Look:
+    """What the nodes hold; ``open_ids`` are the router's, each with its tenant (`scoped_id`)."""
     unowned = [
         (one.node_name, part)
         for one in nodes
@@ -116,6 +119,8 @@ def _look(
         for node, holding in owned
         for block in _blocks(node, holding.request_id, holding.ranges)
     }
+    # Nodes name a request by its router, too.
+    ended = {block for block in held if split_request_id(block[1])[0] not in open_ids}
     return Look(
         audit=BlockAudit(
             num_orphans=sum(part.num_blocks for _, part in unowned),
@@ -123,7 +128,7 @@ def _look(
             problems=problems,
         ),
         held=frozenset(held | orphans),
-        stale=frozenset({block for block in held if block[1] not in open_ids} | orphans),
+        stale=frozenset(ended | orphans),
     )
 
 

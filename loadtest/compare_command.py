@@ -37,6 +37,7 @@ from loadtest.options import (
     TimeoutOption,
     VocabSizeOption,
     WarmupOption,
+    fresh_seed,
 )
 from loadtest.outputs import Outputs
 from loadtest.plan import LoadPlan, OpenLoop
@@ -113,7 +114,7 @@ def compare(
     output_tokens: OutputTokensOption = "128",
     prefix_groups: PrefixGroupsOption = 0,
     prefix_tokens: PrefixTokensOption = 0,
-    seed: SeedOption = 0,
+    seed: SeedOption = None,
     warmup_s: WarmupOption = 0.0,
     vocab_size: VocabSizeOption = 1000,
     timeout_s: TimeoutOption = 600.0,
@@ -139,7 +140,7 @@ def compare(
             output_lengths=parse_lengths("output_tokens", output_tokens),
             prefix_groups=prefix_groups,
             prefix_tokens=prefix_tokens,
-            seed=seed,
+            seed=fresh_seed() if seed is None else seed,
             warmup_s=warmup_s,
             duration_s=duration_s,
             vocab_size=vocab_size,

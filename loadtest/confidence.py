@@ -34,6 +34,18 @@ class Interval:
         return f"{self.mean:{form}} (95 %: {self.low:{form}} to {self.high:{form}})"
 
 
+def bracket_interval(brackets: Sequence[tuple[float, float]]) -> Interval:
+    """Of 1 to MAX_REPEATS brackets that each have the value somewhere between their ends.
+
+    The mean is that of the lower ends, and the interval reaches from where theirs begins to where
+    the upper ends' stops: it is never narrower than what a bracket leaves open, however alike the
+    brackets are.
+    """
+    lower = mean_interval([low for low, _ in brackets])
+    upper = mean_interval([high for _, high in brackets])
+    return Interval(mean=lower.mean, low=lower.low, high=upper.high, values=lower.values)
+
+
 def mean_interval(
     values: Sequence[float], least: float | None = 0.0, most: float = math.inf
 ) -> Interval:

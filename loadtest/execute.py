@@ -19,6 +19,7 @@ from loadtest.outputs import Outputs
 from loadtest.plan import LoadPlan
 from loadtest.report import WIDTH, plain, print_summary, result_to_json, write_requests
 from loadtest.report_steps import (
+    cache_lines,
     search_lines,
     search_to_json,
     step_heading,
@@ -128,6 +129,8 @@ async def _sweep(job: Job, session: Session, console: Console, sweep: Sweep) -> 
         console.print(step_line(step), soft_wrap=True)
 
     steps = await play_sweep(session.play, job.plan, sweep, show)
+    for line in cache_lines(steps):
+        console.print(line, style="red", soft_wrap=True)
     job.outputs.write(plain(steps_to_json("sweep", sweep.variable, steps, shown(job.options))))
     return judge([step.result for step in steps])
 
@@ -139,6 +142,8 @@ async def _search(job: Job, session: Session, console: Console, search: Search) 
         console.print(step_line(step), soft_wrap=True)
 
     found = await play_search(session.play, job.plan, search, show)
+    for line in cache_lines(found.steps):
+        console.print(line, style="red", soft_wrap=True)
     for line in search_lines(found, job.plan.slo.text()):
         console.print(line, soft_wrap=True)
     if found.steps:

@@ -7,53 +7,63 @@ from collections import deque
 from collections.abc import Iterator
 
 from loadtest.targets.base import Target
-from loadtest.workload import PlannedRequest
+from loadtest.workload import Conversation, PlannedRequest
 
-MAX_REQUESTS = 1000
-MAX_PROMPT_TOKENS = 1_000_000
+MAX_CONVERSATIONS = 1000
+MAX_BYTES = 4_000_000
 
 Prepared = tuple[PlannedRequest, bytes]
+PreparedConversation = tuple[Prepared, ...]
 
 
 class Lookahead:
-    """A queue of ready messages; one is made for each that is taken.
+    """A queue of conversations with ready messages; one is made for each that is taken.
 
     Args:
-        requests: in order; how many are ready is limited by number and by tokens.
+        conversations: in order; how many are ready is limited by number and by bytes.
     """
 
-    def __init__(self, requests: Iterator[PlannedRequest], target: Target, vocab_size: int) -> None:
-        self._requests = requests
+    def __init__(
+        self, conversations: Iterator[Conversation], target: Target, vocab_size: int
+    ) -> None:
+        self._conversations = conversations
         self._target = target
         self._vocab_size = vocab_size
-        self._ready: deque[Prepared] = deque()
-        self._num_tokens = 0
+        self._ready: deque[PreparedConversation] = deque()
+        self._num_bytes = 0
 
     def fill(self) -> None:
         """Make as many as may be ready; takes a while."""
         while self._make_one():
             pass
 
-    def take(self) -> Prepared | None:
+    def take(self) -> PreparedConversation | None:
         """The next one; None when there are no more."""
         if not self._ready:
             self._make_one()
         if not self._ready:
             return None
         prepared = self._ready.popleft()
-        self._num_tokens -= prepared[0].num_prompt_tokens
+        self._num_bytes -= _num_bytes(prepared)
         # After what is due now has been sent.
         asyncio.get_running_loop().call_soon(self._make_one)
         return prepared
 
     def _make_one(self) -> bool:
-        if len(self._ready) >= MAX_REQUESTS or self._num_tokens >= MAX_PROMPT_TOKENS:
+        if len(self._ready) >= MAX_CONVERSATIONS or self._num_bytes >= MAX_BYTES:
             return False
-        request = next(self._requests, None)
-        if request is None:
+        conversation = next(self._conversations, None)
+        if conversation is None:
             return False
-        token_ids = request.prompt_token_ids(self._vocab_size)
-        payload = self._target.prepare(token_ids, request.output_length)
-        self._ready.append((request, payload))
-        self._num_tokens += len(token_ids)
+        prepared = tuple(
+            (request, self._target.prepare(request.prompt.make(self._vocab_size),
+                                           request.output_length))
+            for request in conversation
+        )  # fmt: skip
+        self._ready.append(prepared)
+        self._num_bytes += _num_bytes(prepared)
         return True
+
+
+def _num_bytes(conversation: PreparedConversation) -> int:
+    return sum(len(payload) for _, payload in conversation)

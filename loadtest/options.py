@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,14 @@ import typer
 from loadtest.execute import EXIT_LAGGED
 from loadtest.lengths import NOTATION
 from loadtest.plan import ARRIVALS
+
+MAX_FRESH_SEED = 2**31
+
+
+def fresh_seed() -> int:
+    """One that no run has had, most probably."""
+    return secrets.randbelow(MAX_FRESH_SEED)
+
 
 ArrivalsOption = Annotated[str, typer.Option(help=f"Open loop: {', '.join(ARRIVALS)}.")]
 BurstinessOption = Annotated[
@@ -26,7 +35,23 @@ PrefixGroupsOption = Annotated[
 PrefixTokensOption = Annotated[
     int, typer.Option(help="Tokens of a group's beginning, before those of --input-tokens.")
 ]
-SeedOption = Annotated[int, typer.Option(help="Same seed, same requests.")]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Same seed, same requests, which a server may have cached; without one every run has "
+        "fresh prompts, and the report tells their seed."
+    ),
+]
+TurnsOption = Annotated[
+    str,
+    typer.Option(
+        help=f"Requests of a conversation, each of which goes on from the one before: {NOTATION}."
+    ),
+]
+TurnPauseOption = Annotated[
+    float,
+    typer.Option(help="Mean pause between an answer and the next turn, seconds, exponential."),
+]
 WarmupOption = Annotated[
     float, typer.Option(help="What is scheduled before is not measured, seconds.")
 ]

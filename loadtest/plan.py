@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
+from loadtest.generate import Lengths
 from loadtest.lengths import LengthDistribution
 from loadtest.slo import NO_SLO, Slo
 
@@ -76,6 +77,7 @@ class TraceReplay:
             raise ConfigError(f"slowdown: must be above 0, got {self.slowdown!r}")
 
 
+ONE_TURN = Lengths(1)
 Load = OpenLoop | ClosedLoop | TraceReplay
 
 
@@ -88,8 +90,15 @@ class LoadPlan:
         prefix_groups: requests are drawn into so many groups; 0: none.
         prefix_tokens: with which all prompts of a group begin.
         cancel_rate: share of requests that the client gives up before their end.
+        seed: of all that is drawn. Another one makes other prompts, also of a trace or a data set.
         round: of a plan that is played several times with the same seed: each has requests of its
             own, for a server may remember the prompts of the one before.
+        turns: of a conversation, each of whose prompts goes on from the one before; such a turn is
+            sent when the answer before it has come. An open loop begins conversations at its rate.
+        turn_pause_s: mean pause between an answer and the next turn, exponential.
+        dataset: a file of prompts or conversations to be sent instead of random token ids.
+        tokenizer: a folder with tokenizer.json, that says how long the answers of a data set are;
+            None: the output lengths are as long.
         warmup_s: what is scheduled before is not measured.
         duration_s: nothing is scheduled after; None: no limit.
         num_requests: at most; None: no limit.
@@ -105,6 +114,10 @@ class LoadPlan:
     prefix_groups: int = 0
     prefix_tokens: int = 0
     cancel_rate: float = 0.0
+    turns: LengthDistribution = ONE_TURN
+    turn_pause_s: float = 0.0
+    dataset: Path | None = None
+    tokenizer: Path | None = None
     seed: int = 0
     round: int = 0
     warmup_s: float = 0.0
@@ -121,6 +134,7 @@ class LoadPlan:
             ("prefix_groups", 0),
             ("prefix_tokens", 0),
             ("cancel_rate", 0),
+            ("turn_pause_s", 0),
             ("warmup_s", 0),
             ("num_requests", 1),
             ("vocab_size", 1),
@@ -146,6 +160,15 @@ class LoadPlan:
                 f"duration_s: must be more than warmup_s ({self.warmup_s:g}), "
                 f"got {self.duration_s!r}"
             )
+        has_turns = self.turns != ONE_TURN
+        if isinstance(self.load, TraceReplay) and (has_turns or self.dataset is not None):
+            raise ConfigError("turns, dataset: cannot be given with trace, which has its own")
+        if self.dataset is not None and (has_turns or self.prefix_groups):
+            raise ConfigError(
+                "turns, prefix_groups: cannot be given with dataset, which has its own"
+            )
+        if self.tokenizer is not None and self.dataset is None:
+            raise ConfigError("tokenizer: is for the answers of --dataset")
         is_endless = self.duration_s is None and self.num_requests is None
         if is_endless and not isinstance(self.load, TraceReplay):
             raise ConfigError("duration_s, num_requests: one of them must be given")

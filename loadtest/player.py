@@ -1,8 +1,9 @@
 """Player: plays a plan's requests against a target and notes what they met with.
 
-Open loop and trace: whatever the server does, a request is begun when it is due. Closed loop: a
-user's next request is due when the last answer has come and the pause is over. It measures; what
-the numbers say is for `summary.py`.
+Open loop and trace: whatever the server does, a conversation is begun when it is due. Closed loop:
+a user's next request is due when the last answer has come and the pause is over. So it is with the
+later turns of all conversations; one that meets an error, or is given up, has no more turns. It
+measures; what the numbers say is for `summary.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from loadtest.clock import LoopLag, RunClock
-from loadtest.lookahead import Lookahead, Prepared
+from loadtest.lookahead import Lookahead, Prepared, PreparedConversation
 from loadtest.plan import ClosedLoop, LoadPlan
 from loadtest.record import Outcome, RequestRecord
 from loadtest.targets.base import Target, TargetError
-from loadtest.workload import planned_requests
+from loadtest.workload import planned_conversations
 
 Beside = Callable[[RunClock], Coroutine[Any, Any, None]]
 
@@ -48,7 +49,7 @@ class Player:
         self.num_errors = 0
         self.num_tokens = 0
         self.was_stopped = False
-        self._lookahead = Lookahead(planned_requests(plan), target, plan.vocab_size)
+        self._lookahead = Lookahead(planned_conversations(plan), target, plan.vocab_size)
         self._calls: set[asyncio.Task[object]] = set()
         self._broken: asyncio.Future[BaseException]
 
@@ -104,16 +105,24 @@ class Player:
                 self._start(self._be_user(warmup_s * user / load.concurrency))
             await asyncio.wait(self._calls, timeout=self._plan.duration_s)
             return
+        in_turns: list[asyncio.Task[object]] = []
         while (prepared := self._lookahead.take()) is not None:
-            due_s = prepared[0].due_s
+            due_s = prepared[0][0].due_s
             assert due_s is not None
             await self.clock.sleep_until(due_s)
-            self._start(self._exchange(prepared, due_s))
+            begun = self._start(self._converse(prepared, due_s))
+            if len(prepared) > 1:
+                in_turns.append(begun)
+        if in_turns:  # they send more
+            end_s = self._plan.duration_s
+            left_s = None if end_s is None else max(end_s - self.clock.now_s(), 0)
+            await asyncio.wait(in_turns, timeout=left_s)
 
-    def _start(self, work: Coroutine[Any, Any, object]) -> None:
+    def _start(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         call = asyncio.create_task(work)
         self._calls.add(call)
         call.add_done_callback(self._forget)
+        return call
 
     def _forget(self, call: asyncio.Task[object]) -> None:
         self._calls.discard(call)
@@ -131,12 +140,22 @@ class Player:
             prepared = self._lookahead.take()
             if prepared is None:
                 return
+            due_s = await self._converse(prepared, due_s)
+
+    async def _converse(self, conversation: PreparedConversation, due_s: float) -> float:
+        """One turn after the other, the first when it is due and thought about; returns when the
+        last answer ended, or when the turn is due that comes too late."""
+        end_s = self._plan.duration_s
+        for prepared in conversation:
             due_s += prepared[0].think_s
             if end_s is not None and due_s >= end_s:
-                return
+                break
             await self.clock.sleep_until(due_s)
             record = await self._exchange(prepared, due_s)
             due_s = record.ended_s
+            if record.outcome is not Outcome.OK:
+                break
+        return due_s
 
     async def _exchange(self, prepared: Prepared, due_s: float) -> RequestRecord:
         """Send one request and read its answer."""

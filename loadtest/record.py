@@ -89,6 +89,11 @@ class RequestRecord:
         if frame.receipt is not None:
             self.receipt = frame.receipt
 
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        """As the server says; else as they were planned, which texts are not."""
+        return self.usage.num_prompt_tokens if self.usage else self.planned.prompt.num_tokens
+
     def end(self, outcome: Outcome, now_s: float, kind: str = "", problem: str = "") -> None:
         """Note the end; nothing is written after."""
         self.outcome = outcome

@@ -22,7 +22,7 @@ from loadtest.terms import LATENCY_NAMES
 
 WIDTH = 100
 # Raised when fields change their meaning or go.
-JSON_FORMAT = 1
+JSON_FORMAT = 2
 _COLUMNS = ("mean", *PER_MILLE, "max")
 _SERVER = "server_ttft_s"  # from here on it is what the receipts say
 
@@ -38,8 +38,8 @@ def print_summary(result: RunResult, console: Console) -> None:
         parts.append(f"{sum(summary.errors.values())} failed")
     console.print(f"{', '.join(parts)}; measured from {begin_s:.1f} s to {end_s:.1f} s")
     console.print(
-        f"throughput: {summary.requests_per_s:.2f} requests/s, "
-        f"{summary.output_tokens_per_s:.0f} output tokens/s, "
+        f"throughput: {summary.requests_per_s:.2f} requests/s of {summary.asked_per_s:.2f} asked "
+        f"for, {summary.output_tokens_per_s:.0f} output tokens/s, "
         f"{summary.prompt_tokens_per_s:.0f} prompt tokens/s"
     )
     if summary.goodput_per_s is not None:
@@ -56,6 +56,10 @@ def print_summary(result: RunResult, console: Console) -> None:
     if summary.receipts is not None:
         console.print(_receipt_line(summary.receipts))
     console.print(_token_line(summary))
+    console.print(f"{summary.cache.line()}; seed {result.plan.seed}")
+    warning = summary.cache.warning()
+    if warning:
+        console.print(f"warning: {warning}", style="red", soft_wrap=True)
     for kind, number in summary.errors.items():
         example = " ".join(summary.error_examples[kind].split())
         console.print(f"{number} x {kind}: {example}", style="red", overflow="ellipsis")
@@ -87,9 +91,8 @@ def few_samples_line(latencies: Mapping[str, Distribution]) -> str:
 
 
 def _receipt_line(receipts: ReceiptReport) -> str:
-    cached = receipts.num_cached_prompt_tokens / max(receipts.num_prompt_tokens, 1)
     return (
-        f"receipts: {receipts.num_receipts}; {cached:.1%} of prompt tokens cached, "
+        f"receipts: {receipts.num_receipts}; "
         f"{format_bytes(receipts.num_transferred_bytes)} transferred, "
         f"{receipts.num_retried} retried, {receipts.num_preemptions} preemptions"
     )
@@ -127,9 +130,16 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
     plan["load"] = {"kind": type(result.plan.load).__name__} | plan["load"]
     for name in ("input_lengths", "output_lengths"):
         plan[name] = {"kind": type(getattr(result.plan, name)).__name__} | plan[name]
+    plan["turns"] = {"kind": type(result.plan.turns).__name__} | plan["turns"]
     plan["slo"] = dict(result.plan.slo.limits)
     summary = dataclasses.asdict(result.summary)
     summary["lag"]["kept_up"] = result.summary.lag.kept_up
+    cache = result.summary.cache
+    summary["cache"] |= {
+        "cached_share": cache.cached_share,
+        "shared_share": cache.shared_share,
+        "warning": cache.warning(),
+    }
     return {
         "format": JSON_FORMAT,
         "kind": "run",
@@ -177,7 +187,8 @@ def _row(record: RequestRecord) -> dict[str, Any]:
         "error_kind": record.error_kind,
         "error": record.error,
         "finish_reason": record.finish_reason,
-        "num_prompt_tokens": record.planned.num_prompt_tokens,
+        "turn": record.planned.turn,
+        "num_prompt_tokens": record.planned.prompt.num_tokens,
         "output_length": record.planned.output_length,
         "cancel_after_tokens": record.planned.cancel_after_tokens,
         "scheduled_s": record.scheduled_s,
@@ -186,6 +197,7 @@ def _row(record: RequestRecord) -> dict[str, Any]:
         "num_output_tokens": record.num_tokens,
         "server_prompt_tokens": record.usage.num_prompt_tokens if record.usage else None,
         "server_output_tokens": record.usage.num_output_tokens if record.usage else None,
+        "server_cached_tokens": record.usage.num_cached_tokens if record.usage else None,
         "tokens_are_counted": record.counted,
         "frame_times_s": [round(time_s, 6) for time_s in record.frame_times_s],
         "frame_tokens": record.frame_tokens.tolist(),

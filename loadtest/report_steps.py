@@ -12,8 +12,11 @@ from loadtest.search import Search, SearchResult
 from loadtest.steps import Step
 
 Document = dict[str, Any]
-_HEADINGS = ("ended/s", "goodput/s", "attained", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
-_WIDTHS = (9, 10, 9, 9, 9, 9, 9, 9)
+_HEADINGS = (
+    "ended/s", "goodput/s", "attained", "cached", "tokens/s",
+    "TTFT p50", "p99", "ITL p50", "p99 ms",
+)  # fmt: skip
+_WIDTHS = (9, 10, 9, 8, 9, 9, 8, 8, 8)
 _SHARED = ("format", "plan", "target", "environment", "faults", "audit")
 
 
@@ -28,10 +31,12 @@ def step_line(step: Step) -> str:
     latencies = summary.latencies
     ttft, itl = latencies.get("ttft_s"), latencies.get("itl_s")
     goodput, attained = summary.goodput_per_s, summary.attainment
+    cached = summary.cache.cached_share
     cells = [
         f"{summary.requests_per_s:.2f}",
         "-" if goodput is None else f"{goodput:.2f}",
         "-" if attained is None else f"{attained:.1%}",
+        "-" if cached is None else f"{cached:.0%}",
         f"{summary.output_tokens_per_s:.0f}",
         *(_ms(values, name) for values in (ttft, itl) for name in ("p50", "p99")),
     ]
@@ -49,6 +54,12 @@ def _ms(values: Distribution | None, name: str) -> str:
     return "-" if values is None else f"{getattr(values, name) * 1e3:,.1f}"
 
 
+def cache_lines(steps: Sequence[Step]) -> list[str]:
+    """Which steps' latencies are a cache's, and why."""
+    warned = [(step, warning) for step in steps if (warning := step.result.summary.cache.warning())]
+    return [f"warning: at {step.value:.4g}: {warning}" for step, warning in warned]
+
+
 def search_lines(found: SearchResult, slo: str) -> list[str]:
     """What the search says, last."""
     share = f"{found.search.attainment:.0%} of requests within {slo}:"
@@ -64,6 +75,8 @@ def search_lines(found: SearchResult, slo: str) -> list[str]:
     return [
         share,
         f"highest rate that holds: {found.max_rate_per_s.text()} requests/s",
+        "a rate that held and one that failed, of each search: "
+        + ", ".join(f"{low:.2f} and {high:.2f}" for low, high in found.brackets),
         f"goodput there: {found.goodput_per_s.text()} requests/s; "
         f"{len(found.max_rate_per_s.values)} of {found.search.repeats} searches",
         *([f"in {num_zero} of them no rate that was tried held: they count as 0"] * bool(num_zero)),
@@ -100,6 +113,7 @@ def search_to_json(found: SearchResult, target_options: Document) -> Document:
     return steps_to_json("search", "rate", found.steps, target_options) | {
         "search": {
             **dataclasses.asdict(search),
+            "brackets": [{"held": low, "failed": high} for low, high in found.brackets],
             "max_rate_per_s": found.max_rate_per_s and dataclasses.asdict(found.max_rate_per_s),
             "goodput_per_s": found.goodput_per_s and dataclasses.asdict(found.goodput_per_s),
             "holds_some": found.holds_some,

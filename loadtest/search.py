@@ -1,17 +1,19 @@
 """Search for the highest rate that a server holds within an SLO, and how sure that is.
 
-Bracketed, then bisected; the whole search is repeated with other requests, for one search gives one
-number and no idea of its error.
+Bracketed, then bisected; the whole search is repeated with other requests, for one search gives
+one bracket and no idea of its error. Each repeat tries other rates: on one grid all of them would
+end at the same points, and agree for no other reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from loadtest.confidence import MAX_REPEATS, Interval, mean_interval
+from loadtest.confidence import MAX_REPEATS, Interval, bracket_interval, mean_interval
 from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.steps import OnStep, Play, Step, with_load
 
@@ -47,14 +49,17 @@ class Search:
 class SearchResult:
     """Attributes:
     steps: all trials in their order, with the rate as value.
-    max_rate_per_s: the highest that held, over the repeats that are whole; 0 where no rate that
-        was tried did; None: no repeat is whole.
+    brackets: of each repeat that is whole, the highest rate that held (0: none that was tried did)
+        and the lowest above it that failed: the rate that is searched for is between them.
+    max_rate_per_s: the mean of those that held; its interval has room for the brackets; None: no
+        repeat is whole.
     goodput_per_s: what was measured at those rates; 0 where there is none.
     highest: those steps, one per repeat that is whole; None where no rate held.
     """
 
     search: Search
     steps: list[Step]
+    brackets: list[tuple[float, float]]
     max_rate_per_s: Interval | None
     goodput_per_s: Interval | None
     highest: list[Step | None]
@@ -79,8 +84,10 @@ async def find_highest(
     factor: float,
     precision: float,
     least: float,
-) -> float | None:
-    """The highest value that holds, if all below it do; None: none that was tried does.
+) -> tuple[float, float]:
+    """The highest value that holds, if all below it do, and the lowest above it that does not.
+
+    0 and that: none that was tried holds. Infinity: none that was tried fails.
 
     Args:
         start: tried first.
@@ -100,7 +107,7 @@ async def find_highest(
             continue
         value = low * factor if low else max(high / factor, least)
         factor = min(factor**2, _MAX_FACTOR)
-    return low or None
+    return low, high
 
 
 def check_search(plan: LoadPlan) -> OpenLoop:
@@ -116,6 +123,7 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
     steps: list[Step] = []
     highest: list[Step | None] = []
     start, factor, least = load.rate_per_s, _MAX_FACTOR, load.rate_per_s * _GIVE_UP_AT
+    chance = random.Random(f"{plan.seed} search")
     was_stopped = False
 
     async def holds(rate_per_s: float) -> bool:
@@ -146,17 +154,27 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
         highest.append(max(held, key=lambda step: step.value, default=None))
         # The next search begins where this one ended: one try, if again nothing holds.
         found = highest[-1]
-        start = min(step.value for step in steps) if found is None else found.value
         factor = _MAX_FACTOR if found is None else min(1 + 2 * search.precision, _MAX_FACTOR)
-    rates = [0.0 if step is None else step.value for step in highest]
+        start = min(step.value for step in steps) if found is None else found.value
+        if found is not None:  # and off its grid
+            start *= (1 + search.precision) ** chance.uniform(-0.5, 0.5)
+    brackets = [_bracket(steps, repeat) for repeat in range(len(highest))]
     goodputs = [
         0.0 if step is None else step.result.summary.goodput_per_s or 0.0 for step in highest
     ]
     return SearchResult(
         search=search,
         steps=steps,
-        max_rate_per_s=mean_interval(rates) if rates else None,
+        brackets=brackets,
+        max_rate_per_s=bracket_interval(brackets) if brackets else None,
         goodput_per_s=mean_interval(goodputs) if goodputs else None,
         highest=highest,
         was_stopped=was_stopped,
     )
+
+
+def _bracket(steps: Sequence[Step], repeat: int) -> tuple[float, float]:
+    """See SearchResult; a repeat that tried nothing is held against what the others tried."""
+    tried = [step for step in steps if step.repeat == repeat] or steps
+    low = max((step.value for step in tried if step.held), default=0.0)
+    return low, min((step.value for step in tried if step.value > low), default=low)

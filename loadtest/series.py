@@ -6,19 +6,20 @@ Numbers for plots, part of the JSON, so that a picture can be drawn again from t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.outputs import Receipt
-from loadtest.distribution import distribution, weighted_distribution
+from loadtest.distribution import distribution
 from loadtest.plan import LoadPlan
 from loadtest.record import Outcome, RequestRecord
-from loadtest.summary import client_seconds, frame_gaps
+from loadtest.summary import RECEIPT_SECONDS, client_seconds, frame_gaps
+from loadtest.terms import LATENCY_NAMES
 
 MAX_POINTS = 200  # of a curve, and then its last hundredth in full detail
 MIN_BINS, MAX_BINS = 10, 60
 MIN_PER_BIN = 5  # requests, if there are enough bins: a rate of one or none is a picket fence
-AFTER_FIRST = "tokens after the first"
+AFTER_FIRST = "after_first_s"
 _WIDTHS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
 Point = tuple[float, float]
@@ -46,17 +47,19 @@ class TimelineBin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A part of the receipts' time, as mean and median over all of them; 0 where one has no such.
+    """A part of the mean request's time, over all receipts: 0 where a request has no such part.
 
     Attributes:
-        begin_mean_s: where it begins in a request of means, after the request was received.
+        latency: by which name the summary has the same part, over the requests that have it.
+        begin_s: where it begins in the mean request, after the request was received.
+        seconds: those of the mean request; of stages that follow each other they add up.
         overlaps: it runs while other stages do; the others follow each other.
     """
 
     name: str
-    begin_mean_s: float
-    mean_s: float
-    median_s: float
+    latency: str
+    begin_s: float
+    seconds: float
     overlaps: bool = False
 
 
@@ -166,45 +169,41 @@ def timeline(
     return found
 
 
-# Stages that follow each other; of the means, those before token 1 sum to that of the TTFT.
-_IN_TURN: dict[str, Callable[[Receipt], float]] = {
-    "queue of the router": lambda r: r.router_queue_s,
-    "queue of prefill": lambda r: r.prefill.queue_s if r.prefill else 0.0,
-    "prefill": lambda r: r.prefill.prefill_s if r.prefill else 0.0,
-    "network to TTFT": lambda r: r.network_s if r.prefill else 0.0,
-    "prompt on decode alone": lambda r: 0.0 if r.prefill else r.network_s,
-    AFTER_FIRST: lambda r: r.total_s - r.ttft_s,
-}
+# Stages that follow each other; those before token 1 sum to the TTFT.
+_IN_TURN = (
+    "router_queue_s", "prefill_queue_s", "prefill_s", "network_s", "decode_prompt_s", AFTER_FIRST,
+)  # fmt: skip
 # Stages that run beside them: after which of those above they begin.
-_BESIDE: dict[str, tuple[str, Callable[[Receipt], float]]] = {
-    "parked on decode": ("queue of the router", lambda r: r.decode.parked_s if r.decode else 0.0),
-    "exposed transfer": (
-        "prefill", lambda r: r.decode.push.exposed_transfer_s if r.decode else 0.0
-    ),
-    "first decode step": (
-        "parked on decode", lambda r: r.decode.first_step_s if r.decode else 0.0
-    ),
-}  # fmt: skip
+_BESIDE = {
+    "parked_s": "router_queue_s",
+    "exposed_transfer_s": "prefill_s",
+    "first_step_s": "parked_s",
+}
 
 
 def waterfall(receipts: Sequence[Receipt]) -> list[Stage]:
-    """Where the time of a request went, on the mean and for the median of each stage."""
+    """Where the time of the mean request went."""
     if not receipts:
         return []
     stages: dict[str, Stage] = {}
     begin_s = 0.0
-    for name, seconds_of in _IN_TURN.items():
-        stages[name] = _stage(name, begin_s, map(seconds_of, receipts))
-        begin_s += stages[name].mean_s
-    for name, (after, seconds_of) in _BESIDE.items():
-        begin_s = stages[after].begin_mean_s + stages[after].mean_s
-        stages[name] = _stage(name, begin_s, map(seconds_of, receipts), overlaps=True)
-    return [stage for stage in stages.values() if stage.mean_s > 0]
+    for latency in _IN_TURN:
+        stages[latency] = _stage(latency, begin_s, receipts)
+        begin_s += stages[latency].seconds
+    for latency, after in _BESIDE.items():
+        begin_s = stages[after].begin_s + stages[after].seconds
+        stages[latency] = _stage(latency, begin_s, receipts, overlaps=True)
+    return [stage for stage in stages.values() if stage.seconds > 0]
 
 
-def _stage(name: str, begin_s: float, values: Iterable[float], overlaps: bool = False) -> Stage:
-    found = weighted_distribution([(value, 1) for value in values])
-    assert found is not None
+def _stage(
+    latency: str, begin_s: float, receipts: Sequence[Receipt], overlaps: bool = False
+) -> Stage:
+    seconds_of = RECEIPT_SECONDS[latency]
     return Stage(
-        name=name, begin_mean_s=begin_s, mean_s=found.mean, median_s=found.p50, overlaps=overlaps
+        name=LATENCY_NAMES[latency],
+        latency=latency,
+        begin_s=begin_s,
+        seconds=sum(seconds_of(receipt) or 0.0 for receipt in receipts) / len(receipts),
+        overlaps=overlaps,
     )

@@ -1,8 +1,9 @@
 """Summary: what the records of a run say of the server, and whether they can be trusted.
 
-Measured are the requests that were scheduled within the window (after the warm-up). TTFT and E2E
-run from the scheduled time. TPOT is a request's time after its first frame over the tokens that
-came after it. ITL is over all tokens: a frame of k tokens after a gap g is k gaps of g / k.
+Measured are the requests that were scheduled within the window (after the warm-up): latencies, and
+what ends per second, are all of the same requests. TTFT and E2E run from the scheduled time. TPOT
+is a request's time after its first frame over the tokens that came after it. ITL is over all
+tokens: a frame of k tokens after a gap g is k gaps of g / k.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.outputs import PushReceipt, Receipt
+from loadtest.cached import CacheReport, report_cache
 from loadtest.clock import LoopLag
 from loadtest.distribution import Distribution, distribution, weighted_distribution
 from loadtest.plan import LoadPlan
@@ -25,7 +27,9 @@ RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
     "router_queue_s": lambda r: r.router_queue_s,
     "prefill_queue_s": lambda r: r.prefill.queue_s if r.prefill else None,
     "prefill_s": lambda r: r.prefill.prefill_s if r.prefill else None,
-    "network_s": lambda r: r.network_s,
+    "network_s": lambda r: r.network_s if r.prefill else None,
+    "decode_prompt_s": lambda r: None if r.prefill else r.network_s,
+    "after_first_s": lambda r: r.total_s - r.ttft_s,
     "exposed_transfer_s": lambda r: p.exposed_transfer_s if (p := _push_of(r)) else None,
     "posting_s": lambda r: p.posting_s if (p := _push_of(r)) else None,
     "parked_s": lambda r: r.decode.parked_s if r.decode else None,
@@ -80,8 +84,6 @@ class ReceiptReport:
     """What Baton's receipts say beyond seconds, of ``num_receipts`` requests."""
 
     num_receipts: int
-    num_prompt_tokens: int
-    num_cached_prompt_tokens: int
     num_retried: int
     num_preemptions: int
     num_transferred_bytes: int
@@ -94,13 +96,19 @@ class Summary:
     Attributes:
         window_s: begin and end, in seconds of the run.
         num_requests: measured ones; ``num_ok``, ``num_cancelled`` and ``errors`` add up to it.
-        requests_per_s: that ended well in the window, whenever they were scheduled.
-        output_tokens_per_s: that arrived in the window.
-        prompt_tokens_per_s: of prompts whose first token arrived in the window.
+        asked_per_s: measured requests over the window's length.
+        rate_span_s: over which what ended is counted: the window's length or, where it is longer,
+            the time from the first to the last good end of a measured request. A server that is
+            asked for more than it can has its backlog's time, too.
+        requests_per_s: measured requests that ended well, over ``rate_span_s``. Never above
+            ``asked_per_s``.
+        output_tokens_per_s: that arrived in the window, whosever, over its length.
+        prompt_tokens_per_s: of prompts whose first token arrived in the window, over its length.
         latencies: by name; only what was measured.
         attainment: share of the measured requests, client-cancelled ones aside, that ended well
             and keep the SLO; None without an SLO or a request.
-        goodput_per_s: those, per second; None without an SLO.
+        goodput_per_s: those, over ``rate_span_s``; None without an SLO. Never above
+            ``requests_per_s``.
     """
 
     window_s: tuple[float, float]
@@ -109,6 +117,8 @@ class Summary:
     num_cancelled: int
     errors: dict[str, int]
     error_examples: dict[str, str]
+    asked_per_s: float
+    rate_span_s: float
     requests_per_s: float
     output_tokens_per_s: float
     prompt_tokens_per_s: float
@@ -116,6 +126,7 @@ class Summary:
     attainment: float | None
     goodput_per_s: float | None
     tokens: TokenReport
+    cache: CacheReport
     receipts: ReceiptReport | None
     lag: LagReport
 
@@ -158,7 +169,9 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
     counts = Counter(record.outcome for record in measured)
     failed = [record for record in measured if record.outcome is Outcome.ERROR]
     length_s = max(end_s - begin_s, 1e-9)
-    good = [r for r in measured if r.outcome is Outcome.OK and plan.slo.is_kept(client_seconds(r))]
+    ended_well = [r for r in measured if r.outcome is Outcome.OK]
+    span_s = _rate_span_s(ended_well, length_s)
+    good = [r for r in ended_well if plan.slo.is_kept(client_seconds(r))]
     num_judged = len(measured) - counts[Outcome.CANCELLED]
     has_slo = bool(plan.slo.limits)
     return Summary(
@@ -168,21 +181,21 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
         num_cancelled=counts[Outcome.CANCELLED],
         errors=dict(Counter(record.error_kind for record in failed).most_common()),
         error_examples={record.error_kind: record.error for record in reversed(failed)},
-        requests_per_s=sum(
-            r.outcome is Outcome.OK and begin_s <= r.ended_s <= end_s for r in records
-        )
-        / length_s,
+        asked_per_s=len(measured) / length_s,
+        rate_span_s=span_s,
+        requests_per_s=len(ended_well) / span_s,
         output_tokens_per_s=sum(_tokens_within(r, begin_s, end_s) for r in records) / length_s,
         prompt_tokens_per_s=sum(
-            r.planned.num_prompt_tokens
+            r.num_prompt_tokens or 0
             for r in records
             if r.frame_times_s and begin_s <= r.frame_times_s[0] <= end_s
         )
         / length_s,
         latencies=_latencies(measured),
         attainment=len(good) / num_judged if has_slo and num_judged else None,
-        goodput_per_s=len(good) / length_s if has_slo else None,
+        goodput_per_s=len(good) / span_s if has_slo else None,
         tokens=_token_report(measured),
+        cache=report_cache(measured),
         receipts=_receipt_report([r.receipt for r in measured if r.receipt is not None]),
         lag=LagReport(
             send=distribution(record.sent_s - record.scheduled_s for record in measured),
@@ -201,6 +214,12 @@ def _window(plan: LoadPlan, records: Sequence[RequestRecord]) -> tuple[float, fl
     last_s = max((max(r.scheduled_s, r.ended_s) for r in records), default=plan.warmup_s)
     end_s = last_s if plan.duration_s is None else min(last_s, plan.duration_s)
     return plan.warmup_s, max(end_s, plan.warmup_s)
+
+
+def _rate_span_s(ended_well: Sequence[RequestRecord], length_s: float) -> float:
+    """See Summary."""
+    ends_s = [record.ended_s for record in ended_well]
+    return max(length_s, max(ends_s, default=0.0) - min(ends_s, default=0.0))
 
 
 def _tokens_within(record: RequestRecord, begin_s: float, end_s: float) -> int:
@@ -245,8 +264,6 @@ def _receipt_report(receipts: Sequence[Receipt]) -> ReceiptReport | None:
     decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
     return ReceiptReport(
         num_receipts=len(receipts),
-        num_prompt_tokens=sum(receipt.num_prompt_tokens for receipt in receipts),
-        num_cached_prompt_tokens=sum(receipt.num_cached_tokens for receipt in receipts),
         num_retried=sum(receipt.num_attempts > 1 for receipt in receipts),
         num_preemptions=sum(decode.num_preemptions for decode in decodes),
         num_transferred_bytes=sum(decode.push.num_bytes for decode in decodes),

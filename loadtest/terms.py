@@ -1,4 +1,4 @@
-"""What reports call what is measured, in the order in which they show it."""
+"""What reports call what is measured, in the order in which they show it, and what it means."""
 
 LATENCY_NAMES = {
     "ttft_s": "TTFT",
@@ -13,8 +13,22 @@ LATENCY_NAMES = {
     "prefill_queue_s": "queue of prefill",
     "prefill_s": "prefill",
     "network_s": "network to TTFT",
+    "decode_prompt_s": "prompt on decode alone",
+    "after_first_s": "tokens after the first",
     "exposed_transfer_s": "exposed transfer",
     "posting_s": "posting of writes",
     "parked_s": "parked on decode",
     "first_step_s": "first decode step",
+}
+FIRST_STAGE = "router_queue_s"  # from here on: parts of the time, by the receipts
+
+# What the rates of a report count, written beside them.
+RATE_MEANINGS = {
+    "asked_per_s": "requests scheduled in the window, over its length",
+    "requests_per_s": "those of them that ended well, over the window's length or, if longer, the "
+    "time from the first to the last such end",
+    "goodput_per_s": "those of these that keep the SLO, over the same time",
+    "attainment": "those, of all that were not cancelled by the client",
+    "output_tokens_per_s": "that arrived in the window, over its length",
+    "prompt_tokens_per_s": "of prompts whose first token arrived in the window, over its length",
 }

@@ -116,8 +116,15 @@ def _parse(line: str, next_id: int) -> TraceRequest:
     )
 
 
-def prompt_token_ids(hash_ids: Sequence[int], input_length: int, vocab_size: int) -> list[int]:
-    """A prompt that shares with others what their ids share.
+def block_seed(hash_id: int, seed: str) -> str:
+    """What the 512 token ids of a block are drawn with."""
+    return f"{seed} block {hash_id}"
+
+
+def prompt_token_ids(
+    hash_ids: Sequence[int], input_length: int, vocab_size: int, seed: str = ""
+) -> list[int]:
+    """A prompt that shares with others of the same seed what their ids share.
 
     Each id stands for 512 token ids drawn with it as the seed; the last block is cut to length.
 
@@ -131,6 +138,6 @@ def prompt_token_ids(hash_ids: Sequence[int], input_length: int, vocab_size: int
         )
     token_ids: list[int] = []
     for hash_id in hash_ids:
-        chance = random.Random(f"block {hash_id}")
+        chance = random.Random(block_seed(hash_id, seed))
         token_ids += chance.choices(range(vocab_size), k=BLOCK_TOKENS)
     return token_ids[:input_length]

@@ -281,6 +281,7 @@ def router(
     def run() -> Coroutine[None, None, None]:
         # Imported here: who asks for help does not wait for it.
         from router.program import RouterConfig, serve
+        from router.text_options import TextOptions
 
         return serve(
             RouterConfig(

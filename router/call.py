@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import msgspec
 
 from baton.identity import ANYBODY, Principal
+from baton.link import scoped_id
 from baton.outputs import Receipt, RequestOutput
 from baton.sampling_params import SamplingParams
 from baton.stop_strings import DEFAULT_TEXT, DetokenizeOptions
@@ -55,17 +55,6 @@ class Call:
     def scoped_id(self) -> str:
         """Its name among the requests of all tenants."""
         return scoped_id(self.request_id, self.principal.tenant)
-
-
-def scoped_id(request_id: str, tenant: str) -> str:
-    """A request's name wherever requests of several tenants meet, such as on nodes.
-
-    Clients choose their request ids; so that a guessed one is of no use, those of each tenant are
-    apart. As the client wrote it where there are no tenants.
-    """
-    if not tenant:
-        return request_id
-    return f"{request_id}@{hashlib.sha256(tenant.encode(errors='surrogatepass')).hexdigest()[:16]}"
 
 
 class CallOutput(msgspec.Struct, frozen=True, gc=False):

@@ -2,79 +2,100 @@
 
 from __future__ import annotations
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.page.palette import BLUE, GREEN, ORANGE, PURPLE, RED, WIDTH_INCHES, Document
+from loadtest.page.palette import Document, Look, make_logarithmic
 
+# Each with the limit of an SLO that is upon it.
 _PANELS = {
-    "goodput_per_s": ("Goodput", "requests/s within the SLO", 1.0),
-    "itl_p99_s": ("ITL p99", "milliseconds", 1e3),
-    "ttft_p50_s": ("TTFT p50", "milliseconds", 1e3),
-    "ttft_p99_s": ("TTFT p99", "milliseconds", 1e3),
+    "goodput_per_s": ("Goodput", "requests/s within the SLO", 1.0, ""),
+    "itl_p99_s": ("ITL p99", "milliseconds", 1e3, ""),
+    "ttft_p50_s": ("TTFT p50", "milliseconds", 1e3, "ttft"),
+    "ttft_p99_s": ("TTFT p99", "milliseconds", 1e3, "ttft"),
 }
-_SPLIT = ((BLUE, "-"), (GREEN, "-."), (PURPLE, (0, (3, 1, 1, 1, 1, 1))))
-_COLOCATED = ((ORANGE, "--"), (RED, ":"))
-_CDFS = {"itl_s": "ITL, per token", "ttft_s": "TTFT"}
+_CDFS = {"itl_s": ("ITL, per token", ""), "ttft_s": ("TTFT", "ttft")}
+_MOST_ABOVE = 3.0  # times the highest value, that an interval is drawn in full
 
 
-def compare_figures(document: Document) -> dict[str, Figure]:
+def compare_figures(document: Document, look: Look) -> dict[str, Figure]:
     """By name."""
-    figures = {"comparison": comparison(document)}
+    figures = {"comparison": comparison(document, look)}
     if all(one["runs"] for one in document["deployments"]):
-        figures["comparison_cdfs"] = comparison_cdfs(document)
+        figures["comparison_cdfs"] = comparison_cdfs(document, look)
     return figures
 
 
-def comparison(document: Document) -> Figure:
+def comparison(document: Document, look: Look) -> Figure:
     """A bar per deployment, every repeat as a dot, and the interval of the mean."""
-    deployments = document["deployments"]
-    names = [one["name"] for one in deployments]
-    figure = Figure(figsize=(WIDTH_INCHES, 5.6), layout="constrained")
-    for index, (metric, (title, unit, scale)) in enumerate(_PANELS.items()):
-        axes = figure.add_subplot(2, 2, index + 1)
-        top = 0.0
+    deployments, slo = document["deployments"], document["plan"]["slo"]
+    figure, panels = look.panels(2, 2)
+    for axes, (metric, (title, unit, scale, limited)) in zip(panels, _PANELS.items(), strict=True):
+        found = [one["metrics"][metric] for one in deployments]
+        tops = [value * scale for one in found if one is not None for value in one["values"]]
+        ends = [one["high"] * scale for one in found if one is not None and one["high"] is not None]
+        top = max(tops, default=0.0)
+        limit = min(max([top, *ends]), _MOST_ABOVE * top) or 1.0
         for place, one in enumerate(deployments):
-            found = one["metrics"][metric]
-            if found is None:
-                continue
-            mean = found["mean"] * scale
-            color = ORANGE if one["is_colocated"] else BLUE
-            axes.bar(place, mean, color=color, width=0.6, hatch="//" if one["is_colocated"] else "",
-                     edgecolor="white")  # fmt: skip
-            values = [value * scale for value in found["values"]]
-            axes.plot([place] * len(values), values, "o", color="black", markersize=3.5)
-            if found["low"] is not None:
-                ends = [[mean - found["low"] * scale], [found["high"] * scale - mean]]
-                axes.errorbar(place, mean, ends, color="#555555", capsize=4, linewidth=1)
-            top = max(top, *values)
+            _bar(axes, place, one, metric, scale, limit, look)
+        if limited in slo:
+            look.put_limit(axes, slo[limited] * scale, f"SLO {slo[limited] * scale:g} ms")
+            limit = max(limit, slo[limited] * scale)
         axes.set_title(title)
         axes.set_ylabel(unit)
-        axes.set_xticks(range(len(names)), names)
+        axes.set_xticks(range(len(deployments)), [one["name"] for one in deployments])
         axes.grid(axis="x", visible=False)
-        # An interval of few repeats may be far wider than all values: it leaves the picture.
-        axes.set_ylim(0, 1.35 * top or 1.0)
+        axes.set_ylim(0, 1.15 * limit)
+        look.put_legend(axes)
     return figure
 
 
-def comparison_cdfs(document: Document) -> Figure:
+def _bar(
+    axes: Axes, place: int, one: Document, metric: str, scale: float, limit: float, look: Look
+) -> None:
+    found = one["metrics"][metric]
+    if found is None:
+        return
+    mean = found["mean"] * scale
+    is_first = place == 0
+    axes.bar(place, mean, color=look.orange if one["is_colocated"] else look.blue, width=0.6,
+             hatch="//" if one["is_colocated"] else "", edgecolor=look.paper)  # fmt: skip
+    values = [value * scale for value in found["values"]]
+    axes.plot([place] * len(values), values, "o", color=look.ink, markersize=3.5,
+              label="repeats" if is_first else None)  # fmt: skip
+    if found["low"] is None:
+        return
+    low, high = found["low"] * scale, found["high"] * scale
+    axes.errorbar(place, mean, [[mean - low], [min(high, limit) - mean]], color=look.ink, alpha=0.7,
+                  capsize=4, linewidth=1, label="95 % interval" if is_first else None)  # fmt: skip
+    if high > limit:  # of few repeats it may be far wider than all values
+        axes.annotate(f"to {high:,.3g}", (place, limit), xytext=(3, 2), fontsize=8,
+                      textcoords="offset points")  # fmt: skip
+
+
+def comparison_cdfs(document: Document, look: Look) -> Figure:
     """The first repeat's distributions, all deployments in one picture."""
-    figure = Figure(figsize=(WIDTH_INCHES, 3.4), layout="constrained")
-    for index, (name, title) in enumerate(_CDFS.items()):
-        axes = figure.add_subplot(1, 2, index + 1)
+    split = ((look.blue, "-"), (look.green, "-."), (look.purple, (0, (3, 1, 1, 1, 1, 1))))
+    colocated = ((look.orange, "--"), (look.red, ":"))
+    slo = document["plan"]["slo"]
+    figure, panels = look.panels(1, 2)
+    for axes, (name, (title, limited)) in zip(panels, _CDFS.items(), strict=True):
         num_before = {True: 0, False: 0}
         for one in document["deployments"]:
             points = one["runs"][0]["series"]["cdfs"].get(name, [])
             kind = one["is_colocated"]
-            strokes = _COLOCATED if kind else _SPLIT
+            strokes = colocated if kind else split
             color, stroke = strokes[num_before[kind] % len(strokes)]
             num_before[kind] += 1
             axes.plot([seconds * 1e3 for seconds, _ in points], [100 * s for _, s in points],
                       color=color, linestyle=stroke, label=one["name"],
                       drawstyle="steps-post")  # fmt: skip
+        if limited in slo:
+            look.put_limit(axes, slo[limited] * 1e3, f"SLO {slo[limited] * 1e3:g} ms", is_x=True)
         axes.set_title(f"{title}, first repeat")
         axes.set_xlabel("milliseconds")
         axes.set_ylabel("% of values at or below")
-        axes.set_xscale("log")
+        make_logarithmic(axes, is_x=True)
         axes.set_ylim(0, 101)
-        axes.legend(loc="lower right", frameon=True, facecolor="white", edgecolor="none")
+        look.put_legend(axes)
     return figure

@@ -1,12 +1,13 @@
 """One HTML file of a result's JSON: opens from a disk, asks no network, runs no script.
 
-Every number in it is looked up in the JSON by its path, and the JSON itself is in the page, so that
-no number can differ from it. Knows no run.
+Every number and every sentence with numbers in it is looked up in the JSON by its path, and the
+JSON itself is in the page, so that none can differ from it. Knows no run.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from markupsafe import Markup
 
 from baton.errors import ConfigError
 from loadtest.distribution import PER_MILLE
-from loadtest.terms import LATENCY_NAMES
+from loadtest.terms import FIRST_STAGE, LATENCY_NAMES, RATE_MEANINGS
 
 Document = dict[str, Any]
 COLUMNS = ("mean", *PER_MILLE, "max")
@@ -32,11 +33,19 @@ ALTERNATIVES = {
     "search": "Share of requests within the SLO over the rate, for every try of the search",
     "comparison": "Goodput, ITL p99, TTFT p50 and TTFT p99 of each deployment",
     "comparison_cdfs": "Cumulative distributions of ITL and TTFT of each deployment",
-    "receipt_waterfall": "Mean and median time of every stage of the receipts",
+    "receipt_waterfall": "Time of every stage of the mean request, by the receipts",
+}
+# Which picture is shown where: whether it is dark, and narrow.
+_MEDIA = {
+    "(max-width: 600px) and (prefers-color-scheme: dark)": (True, True),
+    "(max-width: 600px)": (False, True),
+    "(prefers-color-scheme: dark)": (True, False),
+    "": (False, False),
 }
 _FORMATS: dict[str, Callable[[Any], str]] = {
-    "any": lambda value: f"{value:g}",
+    "any": lambda value: f"{value}" if isinstance(value, int) else f"{value:.4g}",
     "count": lambda value: f"{value:,}",
+    "nth": lambda value: f"{value + 1:,}",  # counted from 1, in the document from 0
     "rate": lambda value: f"{value:,.2f}",
     "whole": lambda value: f"{value:,.0f}",
     "seconds": lambda value: f"{value:,.1f}",
@@ -81,6 +90,11 @@ def number(document: Document, path: str, form: str) -> Markup:
     )
 
 
+def said(document: Document, path: str) -> Markup:
+    """A text of the document, with where it is from."""
+    return Markup('<span data-text="{}">{}</span>').format(path, look_up(document, path))
+
+
 def render_page(document: Document) -> str:
     """The whole page; raises ConfigError when the library for plots is missing."""
     environment = jinja2.Environment(
@@ -90,25 +104,38 @@ def render_page(document: Document) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    pictures = {
-        name: Markup("data:image/svg+xml;base64," + base64.b64encode(image).decode())
-        for name, image in render_figures(document, "svg").items()
-    }
     return environment.get_template("page.html.j2").render(
         document=document,
         number=functools.partial(number, document),
-        pictures=pictures,
+        said=functools.partial(said, document),
+        pictures=_pictures(document),
+        rate_meanings=RATE_MEANINGS,
         alternatives=ALTERNATIVES,
         latency_names=LATENCY_NAMES,
+        stage_names=list(LATENCY_NAMES)[list(LATENCY_NAMES).index(FIRST_STAGE) :],
         columns=COLUMNS,
     )
 
 
-def render_figures(document: Document, image_format: str) -> dict[str, bytes]:
+def _pictures(document: Document) -> dict[str, dict[str, Markup]]:
+    """By name, then by media query; the last one is for all that no query is about."""
+    found: dict[str, dict[str, Markup]] = {}
+    for query, (is_dark, is_narrow) in _MEDIA.items():
+        images = render_figures(document, "svg", is_dark=is_dark, is_narrow=is_narrow)
+        for name, image in images.items():
+            url = Markup("data:image/svg+xml;base64," + base64.b64encode(image).decode())
+            found.setdefault(name, {})[query] = url
+    return found
+
+
+def render_figures(
+    document: Document, image_format: str, *, is_dark: bool = False, is_narrow: bool = False
+) -> dict[str, bytes]:
     """All pictures of a document by name, as ``svg`` or ``png``; raises ConfigError."""
     figures, palette = load_figures()
-    with palette.style():
-        found = figures.all_figures(document)
+    look = dataclasses.replace(palette.DARK if is_dark else palette.LIGHT, is_narrow=is_narrow)
+    with palette.style(look):
+        found = figures.all_figures(document, look)
         return {name: palette.render(figure, image_format) for name, figure in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""How all figures look, and how one becomes a file.
+"""How figures look, in the light and in the dark, wide and on a phone; how one becomes a file.
 
 Colours are those of Okabe and Ito (jfly.uni-koeln.de/color), which colour-blind people can tell
 apart; lines differ in their strokes, too.
@@ -9,29 +9,120 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation
 
 Document = dict[str, Any]
 
-BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
-LINES = ((BLUE, "-"), (RED, "--"), (GREEN, "-."), (PURPLE, ":"))
+_POINTS_TO_LEGEND = 32
 _STYLE: dict[Any, Any] = {
     "font.size": 9.0, "axes.titlesize": 10.0, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#dddddd", "legend.frameon": False,
-    "svg.hashsalt": "baton", "figure.dpi": 100.0,
+    "axes.grid": True, "axes.axisbelow": True, "legend.frameon": False,
+    "legend.fontsize": 8.0, "svg.hashsalt": "baton", "figure.dpi": 100.0,
 }  # fmt: skip
-WIDTH_INCHES = 9.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Colours and width of all figures of a page.
+
+    Attributes:
+        ink, paper, grid, shade: of text and axes, of what is behind, of lines and of what is left
+            out; blue to purple: of what is drawn.
+        is_narrow: for a phone: one panel below the other, half as wide.
+    """
+
+    ink: str
+    paper: str
+    grid: str
+    shade: str
+    blue: str
+    orange: str
+    green: str
+    red: str
+    purple: str
+    is_narrow: bool = False
+
+    @property
+    def lines(self) -> tuple[tuple[str, str], ...]:
+        """Colour and stroke of a plot's first line, its second one, and so on."""
+        return ((self.blue, "-"), (self.red, "--"), (self.green, "-."), (self.purple, ":"))
+
+    def figure(self, num_rows: float, num_panels: int = 1) -> Figure:
+        """So many rows of a usual height, each of so many panels; on a phone one below the other,
+        twice the rows and half the width."""
+        rows = num_rows * num_panels if self.is_narrow else num_rows
+        width = 4.4 if self.is_narrow else 9.0
+        return Figure(figsize=(width, 0.5 + 2.5 * rows), layout="constrained")
+
+    def panels(self, num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
+        """A figure of panels, row by row; on a phone one below the other."""
+        figure = self.figure(num_rows, num_columns)
+        if self.is_narrow:
+            num_rows, num_columns = num_rows * num_columns, 1
+        axes = figure.subplots(num_rows, num_columns, squeeze=False)
+        return figure, [one for row in axes for one in row]
+
+    def put_legend(self, axes: Axes) -> None:
+        """Below the plot and the name of its axis, where no line is."""
+        handles, labels = axes.get_legend_handles_labels()
+        figure = axes.get_figure(root=True)
+        assert figure is not None
+        below = ScaledTranslation(0, -_POINTS_TO_LEGEND / 72, figure.dpi_scale_trans)
+        if labels:
+            axes.legend(
+                handles, labels, loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=0,
+                bbox_transform=axes.transAxes + below, ncols=2 if self.is_narrow else 3,
+            )  # fmt: skip
+
+    def put_limit(self, axes: Axes, limit: float, text: str, *, is_x: bool = False) -> None:
+        """The line of an SLO."""
+        line = axes.axvline if is_x else axes.axhline
+        line(limit, color=self.purple, linestyle=(0, (5, 2)), linewidth=1.5, label=text)
+
+
+def make_logarithmic(axes: Axes, *, is_x: bool) -> None:
+    """With plain numbers at 1, 2 and 5, and no others."""
+    axis: Axis
+    if is_x:
+        axes.set_xscale("log")
+        axis = axes.xaxis
+    else:
+        axes.set_yscale("log")
+        axis = axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+LIGHT = Look(
+    ink="#1a1a1a", paper="#ffffff", grid="#dddddd", shade="#eeeeee", blue="#0072B2",
+    orange="#E69F00", green="#009E73", red="#D55E00", purple="#CC79A7",
+)  # fmt: skip
+DARK = Look(
+    ink="#e6e6e6", paper="#16181c", grid="#3a3d44", shade="#2a2d33", blue="#56B4E9",
+    orange="#E69F00", green="#2CC299", red="#FF8A50", purple="#E39DC5",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
-def style() -> Iterator[None]:
-    """How all figures look; nothing is drawn outside of it."""
-    with mpl.rc_context(_STYLE):
+def style(look: Look) -> Iterator[None]:
+    """How all figures look; nothing is drawn or saved outside of it."""
+    colors: dict[Any, Any] = {
+        "figure.facecolor": look.paper, "savefig.facecolor": look.paper,
+        "axes.facecolor": look.paper, "axes.edgecolor": look.ink, "axes.labelcolor": look.ink,
+        "axes.titlecolor": look.ink, "text.color": look.ink, "xtick.color": look.ink,
+        "ytick.color": look.ink, "grid.color": look.grid, "hatch.color": look.paper,
+    }  # fmt: skip
+    with mpl.rc_context(_STYLE | colors):
         yield
 
 
@@ -41,8 +132,3 @@ def render(figure: Figure, image_format: str) -> bytes:
     metadata = {"Date": None} if image_format == "svg" else {"Software": None}
     figure.savefig(buffer, format=image_format, metadata=metadata)
     return buffer.getvalue()
-
-
-def put_legend(axes: Axes) -> None:
-    """Above the plot, where no line is."""
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=4, borderaxespad=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import msgspec
 from baton.errors import BatonError
 from baton.outputs import Receipt
 from baton.tls import NO_TLS, TlsOptions
+from loadtest.prompts import Prompt
 
 COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")
 
@@ -29,10 +30,15 @@ class TargetError(BatonError):
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """What the server says that it read and wrote, in tokens."""
+    """What the server says that it read and wrote, in tokens.
+
+    Attributes:
+        num_cached_tokens: of the prompt, that its prefix cache had; None: it does not say.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int | None = None
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
@@ -83,7 +89,7 @@ class Target(Protocol):
         """What it says of itself, for the report."""
         ...
 
-    def prepare(self, prompt_token_ids: Sequence[int], output_length: int) -> bytes:
+    def prepare(self, prompt: Prompt, output_length: int) -> bytes:
         """A request message: exactly so many tokens, the most probable ones.
 
         Made ahead of time, so that sending takes none.

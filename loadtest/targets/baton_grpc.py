@@ -20,6 +20,7 @@ from baton.sampling_params import SamplingParams
 from baton.tls import channel_credentials, read_tls
 from baton.tls_refusal import why_refused
 from baton.v1 import inference_pb2, types_pb2
+from loadtest.prompts import Prompt, is_text
 from loadtest.targets.base import Frame, Target, TargetError, TargetOptions, Usage
 
 _GENERATE = "/baton.v1.Inference/Generate"
@@ -64,12 +65,19 @@ class BatonTarget:
     def describe(self) -> dict[str, str]:
         return self._description
 
-    def prepare(self, prompt_token_ids: Sequence[int], output_length: int) -> bytes:
+    def prepare(self, prompt: Prompt, output_length: int) -> bytes:
         params = SamplingParams(max_tokens=output_length, temperature=0.0, ignore_eos=True)
-        return inference_pb2.GenerateRequest(
-            token_ids=types_pb2.TokenIds(ids=prompt_token_ids),
-            sampling_params=wire_types.sampling_params_to_proto(params),
-        ).SerializeToString()
+        request = inference_pb2.GenerateRequest(
+            sampling_params=wire_types.sampling_params_to_proto(params)
+        )
+        if isinstance(prompt, list):
+            request.token_ids.ids.extend(prompt)
+        elif is_text(prompt):
+            request.text = prompt[0].content
+        else:
+            for message in prompt:
+                request.chat.messages.add(role=message.role, content=message.content)
+        return request.SerializeToString()
 
     async def stream(self, payload: bytes) -> AsyncGenerator[Frame, None]:
         call: Any = next(self._calls)(payload, metadata=self._metadata)
@@ -101,7 +109,9 @@ def _last_frame(response: inference_pb2.GenerateResponse) -> Frame:
     usage = receipt = None
     if response.HasField("receipt"):
         receipt = wire_types.receipt_from_proto(response.receipt)
-        usage = Usage(receipt.num_prompt_tokens, receipt.num_output_tokens)
+        usage = Usage(
+            receipt.num_prompt_tokens, receipt.num_output_tokens, receipt.num_cached_tokens
+        )
     reason = types_pb2.FinishReason.Name(response.finish_reason)
     return Frame(
         len(response.token_ids),

@@ -1,4 +1,5 @@
-"""Any OpenAI-compatible completions endpoint as a target, streamed as server-sent events.
+"""Any OpenAI-compatible endpoint as a target, streamed as server-sent events: completions, and chat
+for prompts that are messages.
 
 How many tokens an event carries, the protocol does not say. Where the event has token ids, logprobs
 or a usage so far, they are counted; where it has none of them, the frame says how much text it is.
@@ -7,7 +8,7 @@ Events that arrive in one read are one frame: nobody could have seen the first o
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,7 @@ from baton.client_messages import credentials
 from baton.errors import ConfigError
 from baton.outputs import Receipt
 from baton.tls import client_context, read_tls
+from loadtest.prompts import Prompt, is_text
 from loadtest.targets.base import (
     COUNT_TOKENS_BY,
     Frame,
@@ -26,24 +28,45 @@ from loadtest.targets.base import (
     Usage,
 )
 
+PROBE = [1]  # the prompt of the one request that is sent before a run
 _START_TIMEOUT_S = 10.0
 _MAX_ERROR_CHARS = 200
+
+
+_CHAT = b'{"messages":'  # how the payload of a chat begins
+
+
+class _PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptTokensDetails | None = None
 
 
 class _Logprobs(msgspec.Struct):
     tokens: list[str] | None = None
+    content: list[msgspec.Raw] | None = None  # of a chat
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(msgspec.Struct):
     text: str | None = ""
+    delta: _Delta | None = None
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+
+    def num_chars(self) -> int:
+        """Of its text, wherever the server put it."""
+        delta = self.delta or _Delta()
+        return sum(len(text or "") for text in (self.text, delta.content, delta.reasoning_content))
 
 
 class _Receipts(msgspec.Struct):
@@ -101,11 +124,11 @@ class EventReader:
             event = _parse(text)
             for choice in event.choices:
                 counted = self._count(choice, event.usage)
-                num_chars += len(choice.text or "")
+                num_chars += choice.num_chars()
                 num_tokens = None if counted is None or num_tokens is None else num_tokens + counted
                 finish_reason = choice.finish_reason or finish_reason
             if event.usage is not None:
-                usage = Usage(event.usage.prompt_tokens, event.usage.completion_tokens)
+                usage = _usage(event.usage)
             if event.baton is not None and event.baton.receipts:
                 receipt = event.baton.receipts[0]
         if finish_reason is not None:
@@ -121,14 +144,22 @@ class EventReader:
             counted = len(choice.token_ids)
         elif choice.logprobs is not None and choice.logprobs.tokens is not None:
             counted = len(choice.logprobs.tokens)
+        elif choice.logprobs is not None and choice.logprobs.content is not None:
+            counted = len(choice.logprobs.content)
         elif usage is not None and not self._has_uncounted:
             counted = max(usage.completion_tokens - self._num_tokens, 0)
-        elif not choice.text:
+        elif not choice.num_chars():
             counted = 0
         else:
             self._has_uncounted = True  # a usage that comes yet is that of all
         self._num_tokens += counted or 0
         return counted
+
+
+def _usage(found: _Usage) -> Usage:
+    details = found.prompt_tokens_details
+    num_cached = None if details is None else details.cached_tokens
+    return Usage(found.prompt_tokens, found.completion_tokens, num_cached)
 
 
 def _parse(text: bytes) -> _Event:
@@ -146,26 +177,50 @@ class OpenAITarget:
 
     Args:
         session: open; is closed with the target.
-        url: of the completions endpoint.
+        base_url: ends in /v1.
         body: what every request has.
+        count_tokens_by: how it asks for the number of tokens in a frame, for the report.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        base_url: str,
+        body: dict[str, Any],
+        count_tokens_by: str,
+    ) -> None:
         self._session = session
-        self._url = url
+        self._base_url = base_url
         self._body = body
+        self._count_tokens_by = count_tokens_by
 
     def describe(self) -> dict[str, str]:
-        return {"api": "OpenAI completions over HTTP", "model": self._body["model"]}
+        return {
+            "api": "OpenAI's over HTTP",
+            "model": self._body["model"],
+            "tokens_counted_by": self._count_tokens_by,
+        }
 
-    def prepare(self, prompt_token_ids: Sequence[int], output_length: int) -> bytes:
-        own = {"prompt": prompt_token_ids, "max_tokens": output_length}
-        return msgspec.json.encode(self._body | own)
+    def prepare(self, prompt: Prompt, output_length: int) -> bytes:
+        own: dict[str, Any]
+        if isinstance(prompt, list):
+            own = {"prompt": prompt}
+        elif is_text(prompt):
+            own = {"prompt": prompt[0].content}
+        else:
+            own = {"messages": prompt}
+            if "logprobs" in self._body:
+                own["logprobs"] = True  # a chat's is no number
+        return msgspec.json.encode(own | {"max_tokens": output_length} | self._rest(own))
+
+    def _rest(self, own: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in self._body.items() if name not in own}
 
     async def stream(self, payload: bytes) -> AsyncGenerator[Frame, None]:
         events = EventReader()
+        endpoint = "chat/completions" if payload.startswith(_CHAT) else "completions"
         try:
-            async with self._session.post(self._url, data=payload) as response:
+            async with self._session.post(f"{self._base_url}/{endpoint}", data=payload) as response:
                 try:
                     if response.status != 200:
                         said = (await response.text(errors="replace"))[:_MAX_ERROR_CHARS]
@@ -218,6 +273,7 @@ async def open_target(options: TargetOptions) -> Target:
         await session.close()
         raise
     stream_options = {"include_usage": True}
+    count_tokens_by = options.count_tokens_by
     body: dict[str, Any] = {
         "model": model,
         "stream": True,
@@ -225,13 +281,34 @@ async def open_target(options: TargetOptions) -> Target:
         "temperature": 0,
         "ignore_eos": True,
     }
-    if options.count_tokens_by == "logprobs":
-        body["logprobs"] = 1
-    elif options.count_tokens_by == "continuous-usage":
-        stream_options["continuous_usage_stats"] = True
     if options.include_receipt:
         body["include_receipt"] = True
-    return OpenAITarget(session, f"{base_url}/completions", body)
+    if count_tokens_by == "auto":
+        takes_it = await _takes_continuous_usage(session, f"{base_url}/completions", body)
+        count_tokens_by = "continuous-usage" if takes_it else "what comes"
+    if count_tokens_by == "logprobs":
+        body["logprobs"] = 1
+    elif count_tokens_by == "continuous-usage":
+        stream_options["continuous_usage_stats"] = True
+    return OpenAITarget(session, base_url, body, count_tokens_by)
+
+
+async def _takes_continuous_usage(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> bool:
+    """Whether the server answers one token with it; OpenAI's own refuses what it does not know."""
+    asked = body | {
+        "prompt": PROBE,
+        "max_tokens": 1,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    timeout = aiohttp.ClientTimeout(total=_START_TIMEOUT_S)
+    try:
+        async with session.post(url, json=asked, timeout=timeout) as response:
+            await response.read()
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
 
 
 async def _first_model(session: aiohttp.ClientSession, base_url: str) -> str:

@@ -17,7 +17,7 @@ from baton.errors import (
     PermissionDeniedError,
 )
 from baton.identity import Principal, Role
-from baton.link import DrainCommand
+from baton.link import DrainCommand, scoped_id
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from baton.version import __version__
 from router.admin.explain import explain_now
@@ -31,7 +31,6 @@ from router.admin.views import (
     describe_request,
     describe_stats,
 )
-from router.call import scoped_id
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.node import Node

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import itertools
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import aiohttp
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _OPTIONS = (
@@ -42,3 +48,90 @@ def open_page(path: Path, profile: Path) -> OpenedPage:
     )
     complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     return OpenedPage(done.stdout, complaints)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPage:
+    """Attributes:
+    overflowing: elements that reach beyond the right edge, by tag and text; none should.
+    pictures: file contents of the pictures that the browser chose.
+    picture: a PNG of the whole page.
+    """
+
+    overflowing: list[str]
+    pictures: list[str]
+    picture: bytes
+
+
+_OVERFLOWING = """[...document.querySelectorAll("body *")].filter(one =>
+  !one.closest("pre") && one.getBoundingClientRect().right > innerWidth + 0.5
+).map(one => one.tagName + " " + one.textContent.slice(0, 40))"""
+_PICTURES = """[...document.images].map(one => one.currentSrc)"""
+
+
+def look_at_page(path: Path, profile: Path, *, width: int, is_dark: bool) -> SeenPage:
+    """A file from the disk on a screen of so many pixels, in the light or in the dark."""
+    return asyncio.run(_look_at_page(path, profile, width, is_dark))
+
+
+async def _look_at_page(path: Path, profile: Path, width: int, is_dark: bool) -> SeenPage:
+    assert CHROMIUM is not None
+    process = await asyncio.create_subprocess_exec(
+        CHROMIUM, *_OPTIONS, f"--user-data-dir={profile}", "--remote-debugging-port=0",
+        "about:blank", stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(100), aiohttp.ClientSession() as session:
+            port = await _debugging_port(profile)
+            async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
+                [page] = [one for one in await response.json() if one["type"] == "page"]
+            async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                return await _see(socket, path, width, is_dark)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def _debugging_port(profile: Path) -> int:
+    """That the browser has chosen and written down."""
+    noted = profile / "DevToolsActivePort"
+    while not (noted.exists() and noted.read_text().count("\n")):  # noqa: ASYNC110  # its file
+        await asyncio.sleep(0.05)
+    return int(noted.read_text().splitlines()[0])
+
+
+async def _see(
+    socket: aiohttp.ClientWebSocketResponse, path: Path, width: int, is_dark: bool
+) -> SeenPage:
+    numbers = itertools.count(1)
+
+    async def ask(method: str, **params: Any) -> dict[str, Any]:
+        number = next(numbers)
+        await socket.send_json({"id": number, "method": method, "params": params})
+        while (answer := await socket.receive_json()).get("id") != number:
+            pass
+        assert "error" not in answer, answer
+        found: dict[str, Any] = answer["result"]
+        return found
+
+    async def evaluate(script: str) -> Any:
+        found = await ask("Runtime.evaluate", expression=script, returnByValue=True)
+        return found["result"]["value"]
+
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    await ask("Emulation.setEmulatedMedia", features=[scheme])
+    await ask("Emulation.setDeviceMetricsOverride", **screen)
+    await ask("Page.enable")
+    await ask("Page.navigate", url=path.as_uri())
+    ready = 'location.protocol == "file:" && document.readyState == "complete"'
+    while not await evaluate(ready):  # noqa: ASYNC110  # nobody tells
+        await asyncio.sleep(0.05)
+    height = await evaluate("document.documentElement.scrollHeight")
+    clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+    shot = await ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+    return SeenPage(
+        overflowing=await evaluate(_OVERFLOWING),
+        pictures=await evaluate(_PICTURES),
+        picture=base64.b64decode(shot["data"]),
+    )

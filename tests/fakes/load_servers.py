@@ -18,9 +18,11 @@ import grpc.aio
 from aiohttp import web
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from loadtest.targets.openai_http import PROBE
 from tests.fakes.load_targets import Answer, Script
 
 MODEL = "scripted"
+NUM_CACHED = 5  # tokens of each prompt, says the one over HTTP
 Sent = tuple[float, int]
 
 
@@ -106,11 +108,23 @@ class GrpcScript(ScriptedServer, inference_pb2_grpc.InferenceServicer):
 
 
 class HttpScript(ScriptedServer):
-    """OpenAI's API. What an event says of its tokens is as the request asks."""
+    """OpenAI's API. What an event says of its tokens is as the request asks.
+
+    Attributes:
+        takes_continuous_usage: like vLLM; OpenAI's own refuses it.
+    """
+
+    takes_continuous_usage = True
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        call, answer = self._take(body["prompt"], body["max_tokens"], body)
+        if "continuous_usage_stats" in body["stream_options"] and not self.takes_continuous_usage:
+            return web.Response(status=400, text="stream_options.continuous_usage_stats: unknown")
+        if body.get("prompt") == PROBE:
+            return web.Response(text="data: [DONE]\n\n")
+        is_chat = "messages" in body
+        prompt = [0] if is_chat else body["prompt"]
+        call, answer = self._take(prompt, body["max_tokens"], body)
         if answer.error.isdecimal():
             return web.Response(status=int(answer.error), text="as scripted")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -119,9 +133,9 @@ class HttpScript(ScriptedServer):
         async with contextlib.aclosing(self._frames(call, answer)) as frames:  # type: ignore[type-var]
             async for num_tokens in frames:
                 total += num_tokens
-                event: dict[str, Any] = {
-                    "choices": [{"text": "word " * num_tokens, "finish_reason": None}]
-                }
+                text = "word " * num_tokens
+                own = {"delta": {"content": text}} if is_chat else {"text": text}
+                event: dict[str, Any] = {"choices": [own | {"finish_reason": None}]}
                 if "logprobs" in body:
                     event["choices"][0]["logprobs"] = {"tokens": ["word "] * num_tokens}
                 if "continuous_usage_stats" in body["stream_options"]:
@@ -144,8 +158,12 @@ class HttpScript(ScriptedServer):
         return web.json_response({"data": [{"id": MODEL}]})
 
 
-def _usage(call: ServedCall, num_tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": len(call.prompt), "completion_tokens": num_tokens}
+def _usage(call: ServedCall, num_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": len(call.prompt),
+        "completion_tokens": num_tokens,
+        "prompt_tokens_details": {"cached_tokens": NUM_CACHED},
+    }
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
@@ -172,6 +190,7 @@ async def scripted_http(script: Script) -> AsyncIterator[tuple[HttpScript, str]]
     server = HttpScript(script)
     app = web.Application()
     app.router.add_post("/v1/completions", server.complete)
+    app.router.add_post("/v1/chat/completions", server.complete)
     app.router.add_get("/v1/models", server.models)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from loadtest.plan import LoadPlan
+from loadtest.prompts import Prompt
 from loadtest.run import Run, RunResult
 from loadtest.targets.base import Frame, TargetError, Usage
 from tests.fakes.virtual_clock import VirtualClock
@@ -52,6 +53,9 @@ def even(ttft_s: float, gap_s: float, per_frame: int = 1) -> Script:
 class ScriptedTarget:
     """See Target.
 
+    Attributes:
+        prompts: of all messages that were made, in that order.
+
     Args:
         stalls: begins and ends, in seconds since the first call; meanwhile it does nothing.
         one_at_a_time: it answers one request after the other.
@@ -69,12 +73,14 @@ class ScriptedTarget:
         self._turn = asyncio.Semaphore(1 if one_at_a_time else 1_000_000)
         self._began_at: float | None = None
         self.num_calls = 0
+        self.prompts: list[Prompt] = []
         self.num_given_up = 0
 
     def describe(self) -> dict[str, str]:
         return {"api": "scripted"}
 
-    def prepare(self, prompt_token_ids: Sequence[int], output_length: int) -> bytes:
+    def prepare(self, prompt: Prompt, output_length: int) -> bytes:
+        self.prompts.append(prompt)
         return str(output_length).encode()
 
     async def stream(self, payload: bytes) -> AsyncGenerator[Frame, None]:

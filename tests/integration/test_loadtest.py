@@ -87,10 +87,12 @@ def wait_for_answer(address: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_commands_of_the_page_work(addresses: dict[str, str], tmp_path: Path) -> None:
-    assert [command[0] for command in COMMANDS] == ["router", "sim-node", *["loadtest"] * 8]
+    assert [command[0] for command in COMMANDS] == ["router", "sim-node", *["loadtest"] * 10]
     short = Workload(turn_tokens=Lengths(50, 0.5), output_tokens=Lengths(10, 0.5), mean_turns=2.0)
     starts = gamma_arrivals(random.Random(0), rate_per_s=10.0, variation=1.0)
     write_trace(tmp_path / "trace.jsonl", generate(short, starts, num_sessions=20, seed=0))
+    prompts = ({"prompt": f"Once upon a time, {number}", "output_tokens": 5} for number in range(9))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     for command in COMMANDS[2:-1]:  # the last one has a test of its own
         moved = addresses | {"examples/demo_model": str(ROOT / "examples" / "demo_model")}
         done = baton(*at(moved, command), *ANY_LAG, cwd=tmp_path, timeout_s=200)
@@ -113,20 +115,44 @@ def assert_files_are_true(result_path: Path, rows_path: Path) -> None:
     assert result["plan"]["load"] == {
         "kind": "OpenLoop", "rate_per_s": 10.0, "arrivals": "gamma", "burstiness": 3.0,
     }  # fmt: skip
-    assert result["plan"]["seed"] == 0
     assert {"python", "num_cpus", "load_average", "baton"} <= set(result["environment"])
     outcomes = [row["outcome"] for row in rows]
     assert summary["num_requests"] == len(rows) > 5
     assert summary["num_cancelled"] == outcomes.count("cancelled")
     assert summary["num_ok"] == outcomes.count("ok") == summary["tokens"]["num_checked"]
     assert summary["tokens"]["num_miscounted"] == summary["tokens"]["num_short"] == 0
-    assert summary["receipts"]["num_cached_prompt_tokens"] > 0
+    assert summary["cache"]["num_cached_tokens"] > 0
     ok = [row for row in rows if row["outcome"] == "ok"]
     assert all(sum(row["frame_tokens"]) == row["server_output_tokens"] for row in ok)
     assert all(row["server_prompt_tokens"] == row["num_prompt_tokens"] for row in ok)
     assert all(row["receipt"]["ttft_s"] > 0 for row in ok)
     slowest = max(row["frame_times_s"][0] - row["scheduled_s"] for row in rows)
     assert summary["latencies"]["ttft_s"]["max"] == pytest.approx(slowest, abs=1e-5)
+
+
+def test_no_run_measures_what_another_has_left_in_the_cache(
+    addresses: dict[str, str], tmp_path: Path
+) -> None:
+    """The same command twice: fresh prompts, unless they were asked for by their seed."""
+    command = ["loadtest", "run", "--target", f"grpc://{addresses['127.0.0.1:50051']}", *ANY_LAG,
+               "--concurrency", "2", "--num-requests", "6", "--input-tokens", "300",
+               "--output-tokens", "2"]  # fmt: skip
+    path = tmp_path / "result.json"
+
+    def cached(*options: str) -> tuple[float, str]:
+        done = baton(*command, "--json", str(path), *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return json.loads(path.read_text())["summary"]["cache"]["cached_share"], done.stdout
+
+    first, _ = cached()
+    second, shown = cached()
+    assert (first, second) == (0, 0)
+    assert "prompt tokens cached: 0.0%" in shown
+    seed = json.loads(path.read_text())["plan"]["seed"]
+    third, shown = cached("--seed", str(seed))
+    assert third > 0.5
+    assert "warning: " in shown
+    assert "the server has met these prompts before" in shown
 
 
 def test_a_generator_that_is_late_fails_the_run(addresses: dict[str, str], tmp_path: Path) -> None:

@@ -12,12 +12,16 @@ from typing import Any
 import grpc
 import pytest
 
+from baton.link import node_request_id, scoped_id
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from loadtest.audit import Auditor, BlockAudit
 from loadtest.clock import RunClock
 from loadtest.faults import Fault
 from loadtest.schedule import Schedule
 from loadtest.site import Site
+
+# As nodes name it: a tenant's request, of one of the routers.
+R2 = node_request_id(scoped_id("r2", "t"), "router-0")
 
 
 class AdminScript(admin_pb2_grpc.AdminServicer):
@@ -32,13 +36,13 @@ class AdminScript(admin_pb2_grpc.AdminServicer):
         holdings = [
             admin_pb2.BlockHolding(owner="null block", num_blocks=1, ranges=[block_range(0)]),
             admin_pb2.BlockHolding(
-                owner="request", request_id="r1", num_blocks=1, ranges=[block_range(1)]
+                owner="request", request_id="r1~router-0", num_blocks=1, ranges=[block_range(1)]
             ),
         ]
         if self.num_audits < 3:  # r2 is open all the time, and lets go of what it had in the end
             holdings.append(
                 admin_pb2.BlockHolding(
-                    owner="request", request_id="r2", num_blocks=2, ranges=[block_range(2, 2)]
+                    owner="request", request_id=R2, num_blocks=2, ranges=[block_range(2, 2)]
                 )
             )
         orphans = [block_range(9)] if self.num_audits >= 3 else []
@@ -52,7 +56,10 @@ class AdminScript(admin_pb2_grpc.AdminServicer):
         assert request.open_only
         ids = ["r2"] if self.num_audits > 1 else ["r1", "r2"]
         return admin_pb2.ListRouterRequestsResponse(
-            requests=[admin_pb2.RequestTrace(request_id=one) for one in ids]
+            requests=[
+                admin_pb2.RequestTrace(request_id=one, tenant="t" if one == "r2" else "")
+                for one in ids
+            ]
         )
 
 
@@ -60,15 +67,20 @@ def block_range(first: int, num_blocks: int = 1) -> admin_pb2.BlockRange:
     return admin_pb2.BlockRange(first_block_id=first, num_blocks=num_blocks)
 
 
+def serving(admin: AdminScript) -> tuple[grpc.Server, str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)  # type: ignore[no-untyped-call]  # generated
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    return server, address
+
+
 def audited(texts: list[str], monkeypatch: pytest.MonkeyPatch, problem: str = "") -> Schedule:
     """A schedule that killed a process twice, between audits of a router whose node leaks."""
     monkeypatch.setattr("loadtest.schedule.FREE_TIMEOUT_S", 0.0)
     admin = AdminScript()
     admin.problem = problem
-    server = grpc.server(ThreadPoolExecutor(1))
-    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)  # type: ignore[no-untyped-call]  # generated
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
+    server, address = serving(admin)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
     async def scene() -> Schedule:
@@ -87,6 +99,17 @@ def audited(texts: list[str], monkeypatch: pytest.MonkeyPatch, problem: str = ""
         server.stop(None)
         process.kill()
         process.wait()
+
+
+def test_a_request_is_open_whatever_nodes_call_it() -> None:
+    server, address = serving(AdminScript())
+    try:
+        before, after = (asyncio.run(Auditor(address, "").look()) for _ in range(2))
+    finally:
+        server.stop(None)
+    assert len(before.held) == len(after.held) == 3
+    assert before.stale == set()
+    assert after.stale == {("d0", "r1~router-0", 1)}  # r1 has ended, r2 has not
 
 
 def test_blocks_leak_by_the_fault_after_which_nobody_needed_them(

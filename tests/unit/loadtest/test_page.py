@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import re
@@ -20,9 +21,11 @@ from loadtest.page import page
 from loadtest.page.page import look_up, render_figures, render_page, write_page, write_pictures
 from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.report import plain, result_to_json
+from loadtest.series import waterfall
 from loadtest.slo import Slo
-from tests.fakes.browser import CHROMIUM, open_page
+from tests.fakes.browser import CHROMIUM, look_at_page, open_page
 from tests.fakes.load_targets import Answer, ScriptedTarget, even, run_virtually
+from tests.unit.loadtest.test_series import receipt
 
 HOSTILE = "</script><script>alert(1)</script>"
 needs_chromium = pytest.mark.skipif(
@@ -58,49 +61,91 @@ def document() -> dict[str, Any]:
     return plain(document)
 
 
+LABELS = re.compile(r"\bp(50|90|95|99(\.9)?)\b|95 %|E2E")  # names of columns, not results
+SILENT = ("script", "style", "pre", "title")
+
+
 class Numbers(HTMLParser):
-    """What the page shows: (path, exact value, text) of every number, and the JSON in it."""
+    """What the page shows.
+
+    Attributes:
+        found: path, exact value and text of every number.
+        sentences: path and text of what the document says in words.
+        loose: all other text.
+        embedded: the JSON in the page.
+    """
 
     def __init__(self, dom: str) -> None:
         super().__init__()
         self.found: list[tuple[str, str, str]] = []
+        self.sentences: list[tuple[str, str]] = []
+        self.loose = ""
         self.embedded = ""
         self.pictures: list[dict[str, str | None]] = []
-        self._open: tuple[str, str] | None = None
-        self._is_json = False
+        self._open: dict[str, str | None] = {}
+        self._tags: list[str] = []
         self.feed(dom)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        if "data-path" in given:
-            self._open = (str(given["data-path"]), str(given["data-value"]))
-        self._is_json = tag == "script" and given.get("id") == "result"
+        self._open = dict(attrs)
         if tag == "img":
-            self.pictures.append(given)
+            self.pictures.append(self._open)
+        elif tag not in ("meta", "link", "br", "source"):
+            self._tags.append(tag)
 
     def handle_data(self, data: str) -> None:
-        if self._open is not None:
-            self.found.append((*self._open, data))
-            self._open = None
-        if self._is_json:
+        if self._open.get("id") == "result":
             self.embedded += data
+        elif "data-path" in self._open:
+            self.found.append((str(self._open["data-path"]), str(self._open["data-value"]), data))
+        elif "data-text" in self._open:
+            self.sentences.append((str(self._open["data-text"]), data))
+        elif not set(self._tags) & set(SILENT):
+            self.loose += f" {data}"
 
     def handle_endtag(self, tag: str) -> None:
-        self._is_json = False
+        self._open = {}
+        while self._tags and self._tags.pop() != tag:
+            pass
 
 
 def assert_numbers_are_those_of(document: dict[str, Any], dom: str) -> Numbers:
+    """Every number on the page is one of the document, or the page would not be true."""
     shown = Numbers(dom)
     assert json.loads(shown.embedded) == document
     for path, exact, text in shown.found:
         value = look_up(document, path)
         assert exact == repr(value)
         digits = float(re.sub(r"[,%]", "", text))
-        scale = 100 if "%" in text else 1000 if path.endswith("_s") or ".slo." in path else 1
-        candidates = (value, value * scale, value * 1000)
+        candidates = (value, value * 100, value * 1000, value + 1 if "repeat" in path else value)
         half = 0.5 if "." not in text else 0.5 * 10 ** -len(text.rstrip("%").partition(".")[2])
         assert any(abs(digits - one) <= half * 1.0001 for one in candidates), (path, text, value)
+        is_percent = "%" in text
+        assert is_percent == path.endswith(("share", "attainment", "attainment.mean",
+                                            "attainment.low", "attainment.high")), path  # fmt: skip
+    for path, text in shown.sentences:
+        assert text == look_up(document, path)
+    left = LABELS.sub("", shown.loose)
+    assert not re.search(r"\d", left), re.findall(r".{0,30}\d.{0,30}", left)
     return shown
+
+
+def assert_numbers_agree(summary: dict[str, Any]) -> None:
+    """With each other, within one run."""
+    latencies, cache = summary["latencies"], summary["cache"]
+    assert summary["goodput_per_s"] <= summary["requests_per_s"] <= summary["asked_per_s"]
+    num_failed = sum(summary["errors"].values())
+    assert summary["num_ok"] + summary["num_cancelled"] + num_failed == summary["num_requests"]
+    begin_s, end_s = summary["window_s"]
+    assert summary["asked_per_s"] == pytest.approx(summary["num_requests"] / (end_s - begin_s))
+    assert summary["rate_span_s"] >= end_s - begin_s
+    rate = summary["num_ok"] / summary["rate_span_s"]
+    assert summary["requests_per_s"] == pytest.approx(rate)
+    num_judged = summary["num_requests"] - summary["num_cancelled"]
+    good = summary["attainment"] * num_judged / summary["rate_span_s"]
+    assert summary["goodput_per_s"] == pytest.approx(good)
+    assert latencies["e2e_s"]["count"] == summary["num_ok"]
+    assert cache["num_cached_tokens"] <= cache["num_prompt_tokens"]
 
 
 @needs_chromium
@@ -109,11 +154,54 @@ def test_a_browser_shows_the_numbers_of_the_json(document: dict[str, Any], tmp_p
     opened = open_page(tmp_path / "page.html", tmp_path / "profile")
     assert opened.complaints == []
     shown = assert_numbers_are_those_of(document, opened.dom)
+    assert_numbers_agree(document["summary"])
     paths = {path for path, _, _ in shown.found}
     for name in ("ttft_s", "tpot_s", "itl_s", "frame_gap_s", "e2e_s"):
         assert {f"summary.latencies.{name}.{column}" for column in page.COLUMNS} <= paths
     assert {"faults.0.lowest_share", "faults.0.num_lost", "audit.num_held"} <= paths
     assert {"summary.goodput_per_s", "summary.attainment", "summary.errors.UNAVAILABLE"} <= paths
+
+
+@needs_chromium
+def test_it_fits_a_phone_and_is_dark_where_wanted(document: dict[str, Any], tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", document)
+    seen = look_at_page(tmp_path / "page.html", tmp_path / "profile", width=390, is_dark=True)
+    assert seen.overflowing == []
+    prefix = "data:image/svg+xml;base64,"
+    shown = [base64.b64decode(one.removeprefix(prefix)) for one in seen.pictures]
+    assert shown == list(render_figures(document, "svg", is_dark=True, is_narrow=True).values())
+
+
+def test_curves_have_the_limits_of_the_slo_and_a_legend(document: dict[str, Any]) -> None:
+    figures, palette = page.load_figures()
+    with palette.style(palette.LIGHT):
+        found = figures.all_figures(document, palette.LIGHT)
+    ttft = document["summary"]["latencies"]["ttft_s"]
+    p50, p99 = (f"{name} {ttft[name] * 1e3:,.0f} ms" for name in ("p50", "p99"))
+    assert legend(found["latency_cdfs"].axes[0]) == [p50, p99, "SLO 500 ms"]
+    assert all(legend(axes) for axes in (*found["latency_cdfs"].axes, *found["timeline"].axes))
+    assert "SLO of TTFT 500 ms" in legend(found["timeline"].axes[2])
+
+
+def legend(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_no_bar_of_the_waterfall_leaves_its_axis(is_narrow: bool) -> None:
+    receipts = [receipt(alone=False, scale=1), receipt(alone=True, scale=30)]
+    stages = [dataclasses.asdict(stage) for stage in waterfall(receipts)]
+    figures, palette = page.load_figures()
+    look = dataclasses.replace(palette.DARK, is_narrow=is_narrow)
+    with palette.style(look):
+        figure = figures.waterfall({"series": {"waterfall": stages}}, look)
+    bars = [
+        (bar.get_x() + bar.get_width(), axes.get_xlim()[1])
+        for axes in figure.axes
+        for bar in axes.patches
+    ]
+    assert len(bars) == len(stages) + 1  # the time to the first token is a bar of its own
+    assert all(end <= limit for end, limit in bars)
 
 
 @needs_chromium
@@ -126,7 +214,7 @@ def test_a_browser_that_has_something_to_complain_about_does(tmp_path: Path) -> 
 def test_the_page_needs_nothing_but_itself(document: dict[str, Any]) -> None:
     text = render_page(document)
     shown = assert_numbers_are_those_of(document, text)
-    assert not re.search(r"(?:src|href)=(?!\"data:)", text)
+    assert not re.search(r"(?:src|srcset|href)=(?!\"data:)", text)
     assert "default-src 'none'" in text
     assert HOSTILE not in text
     assert "stop d0 @5-6s" in text

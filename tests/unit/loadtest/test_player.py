@@ -175,8 +175,48 @@ def test_goodput_counts_those_who_keep_all_limits() -> None:
     result = play(ScriptedTarget(script), duration_s=20.0, slo=slo)
     assert result.summary.num_requests == 400
     assert result.summary.attainment == pytest.approx(150 / 400)
-    assert result.summary.goodput_per_s == pytest.approx(7.5, rel=0.05)
+    # The answers end over the 20 seconds, and what the slowest takes longer than the fastest.
+    assert result.summary.rate_span_s == pytest.approx(20.0, rel=0.1)
+    assert result.summary.goodput_per_s == pytest.approx(150 / result.summary.rate_span_s)
+    assert result.summary.requests_per_s == pytest.approx(350 / result.summary.rate_span_s)
     assert result.summary.errors == {"UNAVAILABLE": 50}
+
+
+@pytest.mark.parametrize("rate_per_s", [5.0, 20.0])
+def test_goodput_is_at_most_what_ends_and_that_at_most_what_is_asked(rate_per_s: float) -> None:
+    """A server that can do ten per second and stood still in the warm-up: a backlog ends later."""
+    target = ScriptedTarget(even(0.1, 0.0), stalls=[(0.5, 3.0)], one_at_a_time=True)
+    result = play(
+        target, load=OpenLoop(rate_per_s=rate_per_s, arrivals="constant"), warmup_s=3.0,
+        duration_s=8.0, output_lengths=Lengths(1), slo=Slo.parse("ttft=60"),
+    )  # fmt: skip
+    summary = result.summary
+    assert summary.goodput_per_s is not None
+    assert summary.goodput_per_s <= summary.requests_per_s <= summary.asked_per_s
+    assert summary.asked_per_s == pytest.approx(rate_per_s, rel=0.05)
+    assert summary.requests_per_s == pytest.approx(min(rate_per_s, 10.0), rel=0.05)
+    # All of them were good ones in the end.
+    assert summary.goodput_per_s == summary.requests_per_s
+    assert summary.attainment == 1.0
+
+
+def test_turns_wait_for_their_answers_and_an_error_ends_a_conversation() -> None:
+    def script(number: int, length: int) -> Answer:
+        return Answer(frames=((0.4, 1),), error="UNAVAILABLE" if number == 1 else "")
+
+    load = OpenLoop(rate_per_s=2.0, arrivals="constant")
+    result = play(ScriptedTarget(script), load=load, turns=Lengths(3), num_requests=9,
+                  output_lengths=Lengths(1))  # fmt: skip
+    sent = [(r.planned.index, round(r.sent_s, 1)) for r in result.records]
+    # The second to be sent is the first conversation's second turn, which has no third one then.
+    assert sorted(sent) == [
+        (0, 0.0), (1, 0.4), (3, 0.5), (4, 0.9), (5, 1.3), (6, 1.0), (7, 1.4), (8, 1.8),
+    ]  # fmt: skip
+    assert [r.planned.turn for r in result.records if r.planned.index >= 6] == [0, 1, 2]
+    users = play(ScriptedTarget(script), load=ClosedLoop(concurrency=1), turns=Lengths(2),
+                 turn_pause_s=1e-9, num_requests=6, output_lengths=Lengths(1))  # fmt: skip
+    assert [r.planned.index for r in users.records] == [0, 1, 2, 3, 4, 5]
+    assert users.records[1].outcome is Outcome.ERROR
 
 
 def test_cancels_reach_the_server_and_are_no_errors() -> None:

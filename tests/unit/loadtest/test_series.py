@@ -14,6 +14,7 @@ from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.run import RunResult
 from loadtest.series import MAX_BINS, Series, cdf, make_series, waterfall
 from loadtest.slo import Slo
+from loadtest.summary import RECEIPT_SECONDS
 from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
 
 
@@ -104,6 +105,22 @@ def receipt(*, alone: bool, scale: float) -> Receipt:
     )  # fmt: skip
 
 
+def test_a_stage_is_the_same_in_each_table() -> None:
+    """Also where only some requests have it: the mean request's part is the mean of those that do,
+    times their share."""
+    receipts = [receipt(alone=False, scale=scale) for scale in (1, 2)]
+    receipts += [receipt(alone=True, scale=1)] * 6
+    for stage in waterfall(receipts):
+        values = [
+            value for one in receipts if (value := RECEIPT_SECONDS[stage.latency](one)) is not None
+        ]
+        found = distribution(values)
+        assert found is not None
+        assert stage.seconds == pytest.approx(found.mean * found.count / len(receipts)), stage
+    network = [RECEIPT_SECONDS["network_s"](one) for one in receipts]
+    assert [value is None for value in network] == [False] * 2 + [True] * 6
+
+
 def test_the_stages_of_the_mean_request_sum_to_its_time() -> None:
     receipts = [receipt(alone=False, scale=scale) for scale in (1, 1, 4)]
     receipts.append(receipt(alone=True, scale=2))
@@ -111,13 +128,12 @@ def test_the_stages_of_the_mean_request_sum_to_its_time() -> None:
     in_turn = [stage for stage in stages.values() if not stage.overlaps]
     end_s = 0.0
     for stage in in_turn:
-        assert stage.begin_mean_s == pytest.approx(end_s)
-        end_s += stage.mean_s
+        assert stage.begin_s == pytest.approx(end_s)
+        end_s += stage.seconds
     assert end_s == pytest.approx(sum(one.total_s for one in receipts) / 4)
     ttft_s = sum(one.ttft_s for one in receipts) / 4
-    assert stages["tokens after the first"].begin_mean_s == pytest.approx(ttft_s)
-    assert stages["prefill"].mean_s == pytest.approx(0.3 * 6 / 4)
-    assert stages["prefill"].median_s == pytest.approx(0.3)
-    assert stages["prompt on decode alone"].mean_s == pytest.approx(0.8 / 4)
-    assert stages["parked on decode"].begin_mean_s == pytest.approx(0.1 * 8 / 4)
+    assert stages["tokens after the first"].begin_s == pytest.approx(ttft_s)
+    assert stages["prefill"].seconds == pytest.approx(0.3 * 6 / 4)
+    assert stages["prompt on decode alone"].seconds == pytest.approx(0.8 / 4)
+    assert stages["parked on decode"].begin_s == pytest.approx(0.1 * 8 / 4)
     assert waterfall([]) == []

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from loadtest.confidence import mean_interval
+from loadtest.confidence import bracket_interval, mean_interval
 from loadtest.generate import Lengths
 from loadtest.page.page import render_figures, render_page
 from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop
@@ -84,7 +84,7 @@ def test_a_sweep_shows_the_capacity_of_the_server() -> None:
     assert (steps[2].result.summary.attainment or 0) < 0.1
     assert {step.result.plan.warmup_s for step in steps} == {1.0}
     plans = [step.result.plan for step in steps]
-    prompts = [{part.seed for r in planned_requests(one) for part in r.prompt} for one in plans]
+    prompts = [{part for r in planned_requests(one) for part, _ in r.prompt.sizes} for one in plans]
     assert not any(one & other for one, other in itertools.combinations(prompts, 2))
     assert max(len(line) for line in (step_heading("rate"), *map(step_line, steps))) <= 100
     document = plain(steps_to_json("sweep", "rate", steps, {"url": "x", "model": ""}))
@@ -124,12 +124,12 @@ def test_the_highest_that_holds_is_found(
         return value <= limit
 
     found = finish(find_highest(holds, start, factor, precision, start / 1000))
+    low, high = found
     if limit < start / 1000:
-        assert found is None or found <= limit
+        assert low <= limit
         return
-    assert found is not None
-    assert found in tried
-    assert found <= limit < found * (1 + precision) * (1 + 1e-9)
+    assert {low, high} <= set(tried)
+    assert low <= limit < high <= low * (1 + precision) * (1 + 1e-9)
     assert len(tried) < 40
 
 
@@ -162,6 +162,27 @@ def test_the_search_finds_what_the_server_can() -> None:
     slo, highest = search_lines(found, "ttft 0.25 s")[:2]
     assert slo == "90% of requests within ttft 0.25 s:"
     assert highest.startswith("highest rate that holds: ")
+
+
+def test_searches_that_agree_on_a_grid_are_not_taken_for_certain() -> None:
+    """Two of them, whose server has no noise at all: what is not known is what was not tried."""
+    search = Search(attainment=1.0, repeats=2, precision=1.0)
+    start = plan(load=OpenLoop(rate_per_s=4.0, arrivals="constant"), slo=Slo.parse("ttft=0.15"))
+    found = finish(play_search(player(), start, search, lambda step: None))
+    assert found.max_rate_per_s is not None
+    low, high = found.max_rate_per_s.low, found.max_rate_per_s.high
+    assert low is not None
+    assert high is not None
+    # Ten per second and no more; each search has tried rates of its own.
+    assert low < max(held for held, _ in found.brackets) < 10 < high
+    assert all(held < 10.2 < failed * 1.05 for held, failed in found.brackets)
+    assert len({step.value for step in found.steps}) == len(found.steps)
+    same = bracket_interval([(16.0, 32.0), (16.0, 32.0)])
+    assert (same.mean, same.low, same.high) == (16.0, 16.0, 32.0)
+    assert same.text() == "16.00 (95 %: 16.00 to 32.00)"
+    line = search_lines(found, "ttft 0.15 s")[2]
+    first_held, first_failed = found.brackets[0]
+    assert f"of each search: {first_held:.2f} and {first_failed:.2f}" in line
 
 
 def test_constant_arrivals_hold_up_to_the_capacity() -> None:

@@ -19,7 +19,7 @@ from loadtest.run import Run, RunResult
 from loadtest.targets import TARGETS, open_target
 from loadtest.targets.base import Frame, TargetError, TargetOptions, Usage
 from loadtest.targets.openai_http import EventReader
-from tests.fakes.load_servers import SERVERS, ScriptedServer, ServedCall
+from tests.fakes.load_servers import NUM_CACHED, SERVERS, HttpScript, ScriptedServer, ServedCall
 from tests.fakes.load_targets import Answer, Script, even
 
 NUM_REQUESTS = 40
@@ -86,13 +86,22 @@ def random_answers(seed: int, sizes: list[int]) -> Script:
         ("http", {"count_tokens_by": "logprobs"}),
         ("http", {"count_tokens_by": "continuous-usage"}),
         ("http", {}),
+        ("http that refuses", {}),
     ],
 )
-def test_what_is_measured_is_what_the_server_did(server: str, options: dict[str, Any]) -> None:
+def test_what_is_measured_is_what_the_server_did(
+    server: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_estimated = server == "http that refuses"
+    if is_estimated:
+        server = "http"
+        monkeypatch.setattr(HttpScript, "takes_continuous_usage", False)
     result, serving, began_at = play(server, random_answers(3, [1, 1, 4, 2, 5]), options)
     calls: list[tuple[float, ServedCall]] = []
     for record in result.records:
-        call = serving.call_of(record.planned.prompt_token_ids(1000))
+        prompt = record.planned.prompt.make(1000)
+        assert isinstance(prompt, list)
+        call = serving.call_of(prompt)
         calls.append((began_at + record.scheduled_s, call))
     assert result.summary.lag.loop is not None
     late_s = 0.002 + 2 * result.summary.lag.loop.max
@@ -112,10 +121,13 @@ def test_what_is_measured_is_what_the_server_did(server: str, options: dict[str,
         found["tpot_s"], [(c.sent[-1][0] - c.sent[0][0]) / 12 for _, c in calls], late_s
     )
     tokens = result.summary.tokens
-    is_estimated = server == "http" and not options
     assert tokens.num_checked == (0 if is_estimated else NUM_REQUESTS)
     assert tokens.num_estimated == (NUM_REQUESTS if is_estimated else 0)
     assert (tokens.num_miscounted, tokens.num_short) == (0, 0)
+    num_cached = NUM_REQUESTS * (NUM_CACHED if server == "http" else 0)
+    assert (result.summary.cache.num_cached_tokens, result.summary.cache.num_requests) == (
+        num_cached, NUM_REQUESTS,
+    )  # fmt: skip
     if server == "grpc":
         assert found["router_queue_s"].p50 == 0.25
         assert_percentiles(
@@ -131,7 +143,7 @@ def test_cancels_reach_the_server(server: str) -> None:
     assert result.summary.num_ok == NUM_REQUESTS - num_cancelled
     given_up = {call.prompt for call in serving.calls if call.was_given_up}
     assert given_up == {
-        tuple(record.planned.prompt_token_ids(1000))
+        tuple(record.planned.prompt.make(1000))
         for record in result.records
         if record.outcome is Outcome.CANCELLED
     }

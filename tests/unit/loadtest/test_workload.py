@@ -13,6 +13,7 @@ import pytest
 from baton.errors import ConfigError
 from loadtest.generate import WORKLOADS, Lengths, gamma_arrivals, generate
 from loadtest.lengths import UniformLengths
+from loadtest.options import fresh_seed
 from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop, TraceReplay
 from loadtest.traces import prompt_token_ids, write_trace
 from loadtest.workload import PlannedRequest, planned_requests
@@ -30,6 +31,12 @@ def plan(**options: Any) -> LoadPlan:
 
 def made(**options: Any) -> list[PlannedRequest]:
     return list(planned_requests(plan(**options)))
+
+
+def token_ids(request: PlannedRequest, vocab_size: int) -> list[int]:
+    prompt = request.prompt.make(vocab_size)
+    assert isinstance(prompt, list)
+    return prompt
 
 
 def gaps(requests: list[PlannedRequest]) -> list[float]:
@@ -63,6 +70,45 @@ def test_the_seed_decides_all_and_the_rate_no_prompt() -> None:
     ]
 
 
+def test_another_seed_makes_other_prompts_of_a_trace(tmp_path: Path) -> None:
+    write_trace(
+        tmp_path / "t", generate(WORKLOADS["tool-agent"], iter([0.0]), num_sessions=1, seed=0)
+    )
+    load = TraceReplay(path=tmp_path / "t")
+    one, other = ({r.prompt for r in made(load=load, seed=seed)} for seed in (1, 2))
+    assert not one & other
+    again = {r.prompt for r in made(load=load, seed=1)}
+    assert again == one
+    assert fresh_seed() != fresh_seed()
+
+
+def test_turns_go_on_from_what_was_said() -> None:
+    requests = made(turns=UniformLengths(1, 4), num_requests=60, turn_pause_s=2.0)
+    assert {request.turn for request in requests} == {0, 1, 2, 3}
+    for before, after in itertools.pairwise(requests):
+        if after.turn == 0:
+            assert after.due_s is not None
+            assert after.shared_share == 0
+            continue
+        assert after.due_s is None
+        assert after.think_s > 0
+        history, prompt = token_ids(before, 999), token_ids(after, 999)
+        assert prompt[: len(history)] == history
+        assert after.prompt.num_tokens is not None
+        assert before.prompt.num_tokens is not None
+        # The answer, of drawn tokens, too: but that no earlier prompt had.
+        assert len(prompt) > len(history) + before.output_length
+        assert after.shared_share == pytest.approx(len(history) / len(prompt))
+    pauses = [request.think_s for request in made(turns=Lengths(2), turn_pause_s=2.0)[1::2]]
+    assert statistics.fmean(pauses) == pytest.approx(2.0, rel=0.2)
+
+
+def test_what_prompts_share_by_the_loads_own_making_is_known() -> None:
+    requests = made(prefix_groups=2, prefix_tokens=100, input_lengths=Lengths(100), num_requests=50)
+    assert sorted(request.shared_share for request in requests) == [0.0] * 2 + [0.5] * 48
+    assert {request.shared_share for request in made(num_requests=50)} == {0.0}
+
+
 def test_duration_and_number_end_a_plan() -> None:
     assert len(made(num_requests=7)) == 7
     found = made(num_requests=None, duration_s=3.0)
@@ -72,8 +118,8 @@ def test_duration_and_number_end_a_plan() -> None:
 
 def test_prompts_of_a_group_begin_alike_and_no_two_are_equal() -> None:
     requests = made(prefix_groups=4, prefix_tokens=30, num_requests=200)
-    prompts = [request.prompt_token_ids(500) for request in requests]
-    assert [len(prompt) for prompt in prompts] == [r.num_prompt_tokens for r in requests]
+    prompts = [token_ids(request, 500) for request in requests]
+    assert [len(prompt) for prompt in prompts] == [r.prompt.num_tokens for r in requests]
     assert all(35 <= len(prompt) <= 120 for prompt in prompts)
     assert len({tuple(prompt[:30]) for prompt in prompts}) == 4
     assert len({tuple(prompt[:35]) for prompt in prompts}) == 200
@@ -104,8 +150,8 @@ def test_a_trace_is_sent_as_it_is_only_slower(tmp_path: Path) -> None:
         assert request.due_s == pytest.approx(of_trace.timestamp_ms / 400)
         assert request.output_length == of_trace.output_length
     for request, of_trace in list(zip(sent, trace, strict=True))[:5]:
-        assert request.prompt_token_ids(999) == prompt_token_ids(
-            of_trace.hash_ids, of_trace.input_length, 999
+        assert request.prompt.make(999) == prompt_token_ids(
+            of_trace.hash_ids, of_trace.input_length, 999, seed="0"
         )
 
 
@@ -120,6 +166,10 @@ def test_a_trace_is_sent_as_it_is_only_slower(tmp_path: Path) -> None:
         ({"max_lag_s": 0.0}, "max_lag_ms: must be above 0"),
         ({"vocab_size": 0}, "vocab_size: must be 1"),
         ({"warmup_s": float("nan")}, "warmup_s: must be 0"),
+        ({"turn_pause_s": -1.0}, "turn_pause_s: must be 0"),
+        ({"turns": Lengths(2), "dataset": Path("d")}, "turns, prefix_groups: cannot be given"),
+        ({"turns": Lengths(2), "load": TraceReplay(path=Path("t"))}, "turns, dataset: cannot"),
+        ({"tokenizer": Path("d")}, "tokenizer: is for the answers of --dataset"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
