@@ -313,7 +313,7 @@ def test_a_template_that_takes_no_tools_is_told_them_in_the_system_message() -> 
     assert '<tools>\n{"type": "function", "function": {"name": "f", "description": "größer"' in text
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert TOKENIZER.render_chat([user], tools=[TOOL]).startswith("<|im_start|>system\n# Tools")
-    called = [
+    called: list[dict[str, Any]] = [
         user,
         {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
         {"role": "tool", "tool_call_id": "1", "content": "a"},
