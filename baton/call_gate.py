@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-import structlog
 from google.protobuf.message import Message
 
 from baton.access import Access
@@ -129,6 +128,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         )
 
     def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
+        from structlog.contextvars import bind_contextvars  # here: clients do not wait for it
+
         async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
             watch: StallWatch | None = None
             entry, principal, status = AccessEntry(call=method), None, "CANCELLED"
@@ -136,7 +137,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 shown = grpc_credentials(raw)
                 entry.address = shown.address
                 entry.trace_id = trace_id_of(traceparent(raw))
-                structlog.contextvars.bind_contextvars(trace_id=entry.trace_id or None)
+                bind_contextvars(trace_id=entry.trace_id or None)
                 principal = self._access.admit(shown, roles, method, self._anybody)
                 if Role.INFER in roles:
                     self._check_load()

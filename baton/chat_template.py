@@ -38,6 +38,7 @@ class ChatTemplate:
 
     Attributes:
         takes_tools: whether tools that are given are looked at.
+        variables: names that the template asks for, of a conversation with tools.
 
     Raises ModelLoadError when one does not compile.
     """
@@ -57,6 +58,7 @@ class ChatTemplate:
             raise ModelLoadError(
                 f"tokenizer: the chat template in {origin} is broken: {error}"
             ) from error
+        self.variables = frozenset(asked)
         self.takes_tools = "tools" in asked
 
     def source(self, *, with_tools: bool) -> str:

@@ -28,7 +28,7 @@ def check_prompt(
         raise InvalidRequestError(
             field, f"must have at most {max_model_len - 1} tokens, got {len(token_ids)}"
         )
-    _check_token_ids(field, token_ids, vocab_size)
+    check_token_ids(field, token_ids, vocab_size)
 
 
 def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
@@ -49,17 +49,18 @@ def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> Non
 
 def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
     """Raise InvalidRequestError if a parameter names a token that the model does not have."""
-    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    _check_token_ids("banned_token_ids", params.banned_token_ids, vocab_size)
-    _check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    check_token_ids("banned_token_ids", params.banned_token_ids, vocab_size)
+    check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)
     if len(set(params.banned_token_ids)) == vocab_size:
         raise InvalidRequestError(
             "banned_token_ids", f"must leave at least 1 token, got all {vocab_size}"
         )
 
 
-def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError if one is none of the model's."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequestError(

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from baton.chat_template import load_chat_template, read_chat_template
+from baton.continued_message import up_to_mark, with_last_marked
 from baton.detokenizer import Detokenizer
 from baton.errors import InvalidRequestError, ModelLoadError
 from baton.token_pieces import OutputPieces, output_pieces, piece_decoder
@@ -104,16 +105,22 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
+        continues_last: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
         Args:
             tools: functions that the model may call, as OpenAI's API describes them.
             template_options: more variables of the template, such as ``enable_thinking``.
+            continues_last: end with the text of the last message, which the answer goes on with.
 
         Raises InvalidRequestError when there is no template or it refuses the messages.
         """
+        if continues_last:
+            messages = with_last_marked(messages)
         text = self.render_chat(messages, tools=tools, template_options=template_options)
+        if continues_last:
+            text = up_to_mark(text)
         # The template writes the special tokens itself.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids

@@ -41,6 +41,8 @@ def trial_line(trial: Trial) -> str:
     for metric, (title, scale, form) in _COLUMNS.items():
         value = METRICS[metric](summary)
         cells.append(f"{title} {'-' if value is None else format(value * scale, form)}")
+    cached = summary.cache.cached_share
+    cells.append(f"cached {'-' if cached is None else format(cached, '.0%')}")
     errors = sum(summary.errors.values())
     late = "" if summary.lag.kept_up else ", generator late"
     cells.append(f"machine's load {trial.result.load_average_at_end:.1f}")

@@ -113,7 +113,10 @@ def search_to_json(found: SearchResult, target_options: Document) -> Document:
     return steps_to_json("search", "rate", found.steps, target_options) | {
         "search": {
             **dataclasses.asdict(search),
-            "brackets": [{"held": low, "failed": high} for low, high in found.brackets],
+            "brackets": [
+                {"repeat": repeat, "held": low, "failed": high}
+                for repeat, (low, high) in enumerate(found.brackets)
+            ],
             "max_rate_per_s": found.max_rate_per_s and dataclasses.asdict(found.max_rate_per_s),
             "goodput_per_s": found.goodput_per_s and dataclasses.asdict(found.goodput_per_s),
             "holds_some": found.holds_some,

@@ -5,6 +5,7 @@ Plain values in and out, so that gRPC and HTTP are two thin dressings of one thi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import uuid
@@ -12,6 +13,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.detokenizer import Detokenizer
 from baton.errors import BatonError, InvalidRequestError
 from baton.grammar_trials import GrammarTrials
 from baton.identity import ANYBODY, Principal
@@ -21,6 +23,7 @@ from baton.prompt import (
     check_prompt,
     check_prompt_logprobs,
     check_sampling_params,
+    check_token_ids,
     draw_seed,
 )
 from baton.sampling_params import SamplingParams
@@ -40,6 +43,7 @@ from router.usage import OwnPrompts, told
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
 MAX_CACHE_WORD_CHARS = 256
+_DECODED_AT_ONCE = 1024  # some milliseconds, of any vocabulary
 
 
 Prompt = str | Sequence[int] | ChatPrompt
@@ -116,6 +120,11 @@ class Intake:
         if tokenizer is not None:
             self._texts = Texts(tokenizer, dispatcher.pool.max_model_len)
             self._grammar_checks = GrammarChecks(GrammarTrials(tokenizer.folder))
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or are in progress."""
+        return self._dispatcher.num_open
 
     @property
     def max_model_len(self) -> int:
@@ -248,6 +257,25 @@ class Intake:
         if not prompt.messages:
             raise InvalidRequestError("chat", "must have at least 1 message, got 0")
         return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a prompt's token ids; lets others in between.
+
+        Raises InvalidRequestError when they are none of the model's, too many, or have no texts.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError("tokens", "this checkpoint has no tokenizer.json")
+        if len(token_ids) > self.max_model_len:
+            raise InvalidRequestError(
+                "tokens", f"must have at most {self.max_model_len}, got {len(token_ids)}"
+            )
+        check_token_ids("tokens", token_ids, self._vocab_size)
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
+        texts = []
+        for start in range(0, len(token_ids), _DECODED_AT_ONCE):
+            texts.append(detokenizer.push(token_ids[start : start + _DECODED_AT_ONCE]))
+            await asyncio.sleep(0)
+        return "".join([*texts, detokenizer.push((), last=True)])
 
     def _text_delta(self, call: Call, item: CallOutput, text: OutputText | None) -> TextDelta:
         """New tokens with what they add to the text; ends the output where a stop string does."""

@@ -38,11 +38,13 @@ class ChatPrompt:
         messages: arguments of tool calls are JSON of objects, as texts.
         tools: functions that the model may call.
         template_options: more variables of the template.
+        continues_last: the prompt ends with the text of the last message.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    continues_last: bool = False
 
 
 class Texts:
@@ -103,7 +105,8 @@ class Texts:
         num_chars = sum(len(message.get("content") or "") for message in prompt.messages)
         self._check_num_chars("messages", num_chars, max_model_len)
         try:
-            frame = msgspec.json.encode([prompt.messages, prompt.tools, prompt.template_options])
+            parts = [prompt.messages, prompt.tools, prompt.template_options, prompt.continues_last]
+            frame = msgspec.json.encode(parts)
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
                 "messages", f"must be valid Unicode: {error.reason}"
@@ -159,11 +162,14 @@ def make_work(options: Mapping[str, str]) -> Work:
             text = frame[1:].decode()
             token_ids = tokenizer.encode_long(text, add_special_tokens=kind == _TEXT)
         else:
-            messages, tools, template_options = msgspec.json.decode(frame[1:])
+            messages, tools, template_options, continues_last = msgspec.json.decode(frame[1:])
             for index, message in enumerate(messages):
                 _parse_arguments(message, f"messages[{index}]")
             token_ids = tokenizer.encode_chat(
-                messages, tools=tools, template_options=template_options
+                messages,
+                tools=tools,
+                template_options=template_options,
+                continues_last=continues_last,
             )
         return array("I", token_ids).tobytes()
 

@@ -12,9 +12,17 @@ from aiohttp import web
 
 from baton.errors import InvalidRequestError
 from baton.outputs import FinishReason, TextDelta
+from router.call import Call
 from router.choices import accept_choices
-from router.http.conversation import chat_prompt, forced_call, parser_context
-from router.http.exchange import PRINCIPAL, Exchange, generation_request, read_body
+from router.http.conversation import chat_prompt, forced_call, parser_context, takes_effort
+from router.http.exchange import (
+    PRINCIPAL,
+    Exchange,
+    check_stream,
+    generation_request,
+    read_body,
+)
+from router.http.ignored_fields import note_ignored
 from router.http.logprobs import TokenTexts
 from router.http.options import HttpOptions
 from router.http.responses import (
@@ -160,6 +168,33 @@ async def chat_completions(
     """Raises what `web.middleware` turns into a response."""
     received_at = time.perf_counter()
     body = await read_body(request, ChatRequest, options)
+    check_stream(body)
+    note_effort(request, intake, body, "reasoning_effort")
+    calls, dialect = await open_chat(request, intake, body, received_at)
+    return await Exchange(
+        request=request,
+        intake=intake,
+        body=body,
+        calls=calls,
+        num_choices=len(calls),
+        dialect=dialect,
+    ).respond()
+
+
+def note_effort(request: web.Request, intake: Intake, body: ChatRequest, field: str) -> None:
+    """Note the field of a reasoning effort if the model knows none."""
+    template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
+    if body.reasoning_effort is not None and not takes_effort(body.reasoning_effort, template):
+        note_ignored(request, [field])
+
+
+async def open_chat(
+    request: web.Request, intake: Intake, body: ChatRequest, received_at: float
+) -> tuple[list[Call], ChatDialect]:
+    """The checked calls of a chat's outputs, and what words them.
+
+    Raises InvalidRequestError and what tokenizing raises.
+    """
     if body.modalities not in (None, ["text"]):
         raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
     with as_client_wrote(body):
@@ -186,14 +221,7 @@ async def chat_completions(
     make = functools.partial(
         parsers.make, context, is_forced=forced is not None, is_constrained=is_constrained
     )
-    return await Exchange(
-        request=request,
-        intake=intake,
-        body=body,
-        calls=calls,
-        num_choices=params.n,
-        dialect=ChatDialect([make() for _ in calls], texts),
-    ).respond()
+    return calls, ChatDialect([make() for _ in calls], texts)
 
 
 def _max_tokens(body: ChatRequest, room: int) -> int:

@@ -16,6 +16,7 @@ from router.http.exchange import (
     PRINCIPAL,
     Exchange,
     check_num_returned,
+    check_stream,
     generation_request,
     read_body,
 )
@@ -119,6 +120,7 @@ async def completions(
     """Raises what `web.middleware` turns into a response."""
     received_at = time.perf_counter()
     body = await read_body(request, CompletionRequest, options)
+    check_stream(body)
     # The engine makes no output without a token: one is drawn, and left out of the answer.
     scores_only = bool(body.echo) and body.max_tokens == 0
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -205,8 +207,7 @@ async def _echoes(
     for token_ids, prompt in zip(prompts, given, strict=True):
         text = prompt if isinstance(prompt, str) else ""
         if not isinstance(prompt, str) and intake.tokenizer is not None:
-            text = intake.tokenizer.decode(token_ids, skip_special_tokens=skips_special)
-            await asyncio.sleep(0)  # a long prompt takes a twentieth of a second
+            text = await intake.decode(token_ids, skip_special_tokens=skips_special)
         num_chars += len(text) * n
         if num_chars > MAX_ECHOED_CHARS:
             raise InvalidRequestError(

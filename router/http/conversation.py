@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from baton.chat_template import ChatTemplate
 from baton.errors import InvalidRequestError
 from baton.structured_output import StructuredOutput
 from router.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
@@ -30,13 +31,20 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
         [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)],
         tools=[_without_none(tool) for tool in offered_tools(request)],
         template_options={**_template_options(request), **given},
+        continues_last=bool(request.continue_final_message),
     )
 
 
 def _template_options(request: ChatRequest) -> dict[str, Any]:
     """Variables of the template that have fields of their own."""
     options: dict[str, Any] = {}
-    if request.add_generation_prompt is not None:
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message", "cannot be together with add_generation_prompt"
+            )
+        options["add_generation_prompt"] = False
+    elif request.add_generation_prompt is not None:
         options["add_generation_prompt"] = request.add_generation_prompt
     if request.documents is not None:
         options["documents"] = request.documents
@@ -45,6 +53,12 @@ def _template_options(request: ChatRequest) -> dict[str, Any]:
         if request.reasoning_effort == "none":
             options["enable_thinking"] = False  # what Qwen's and others' templates call it
     return options
+
+
+def takes_effort(effort: str, template: ChatTemplate | None) -> bool:
+    """Whether a reasoning effort changes what the template makes of a conversation."""
+    names = {"reasoning_effort", *(["enable_thinking"] if effort == "none" else ())}
+    return template is not None and not names.isdisjoint(template.variables)
 
 
 def offered_tools(request: ChatRequest) -> list[Tool]:

@@ -9,12 +9,12 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
 from baton.errors import InvalidRequestError
-from router.http.schema import OBJECTS, REFUSED
+from router.http.schema import REFUSED
 
 T = TypeVar("T")
 # What a body may cost to be read, in which time nothing else is served: some tenth of a second. A
@@ -42,7 +42,7 @@ def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list
     with _in_one_line(body):
         # Values are not looked at twice: this finds their ends.
         given = _decode_fields(body)
-        unknown = [*_unknown(given, kind, strict=strict), *_unknown_within(given)]
+        unknown = [*_unknown(given, kind, strict=strict), *_unknown_within(given, kind)]
         if strict and unknown:
             raise InvalidRequestError(unknown[0], "is no field that Baton knows")
         return msgspec.json.decode(body, type=kind), unknown
@@ -59,10 +59,10 @@ def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> I
             yield name
 
 
-def _unknown_within(given: Mapping[str, msgspec.Raw]) -> Iterator[str]:
-    for name, kind in OBJECTS.items():
+def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[str]:
+    for name, inner_kind in _objects(kind).items():
         if name in given and bytes(given[name])[:1] == b"{":
-            known = _known(kind)
+            known = _known(inner_kind)
             for inner in _decode_fields(given[name]):
                 if inner not in known:
                     yield f"{name}.{inner}"
@@ -71,6 +71,17 @@ def _unknown_within(given: Mapping[str, msgspec.Raw]) -> Iterator[str]:
 @functools.cache
 def _known(kind: type) -> frozenset[str]:
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+@functools.cache
+def _objects(kind: type) -> dict[str, type]:
+    """Fields that are objects with fields of their own."""
+    return {
+        field.encode_name: one
+        for field in msgspec.structs.fields(kind)
+        for one in get_args(field.type)
+        if isinstance(one, type) and issubclass(one, msgspec.Struct)
+    }
 
 
 @contextmanager

@@ -41,6 +41,7 @@ _TYPES = {
     422: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled_error",
+    501: "not_implemented_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
@@ -77,6 +78,11 @@ class _ErrorBody(msgspec.Struct):
 def status_of(error: BatonError | ApiError) -> int:
     """The HTTP status of an error."""
     return error.status if isinstance(error, ApiError) else HTTP_STATUS_OF[status_name(error)]
+
+
+def error_code(error: BatonError | ApiError) -> str:
+    """The Responses API's word for an error that ends a stream."""
+    return "rate_limit_exceeded" if status_of(error) == 429 else "server_error"
 
 
 def error_body(error: BatonError | ApiError) -> bytes:

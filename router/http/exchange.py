@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from baton.access_log import AccessEntry
-from baton.errors import InvalidRequestError
+from baton.errors import BatonError, InvalidRequestError
 from baton.identity import Principal
 from baton.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
@@ -32,7 +32,15 @@ from router.http.schema import MAX_SHOWN_CHARS, ChatRequest, SamplingRequest
 from router.http.sse import EventStream
 from router.intake import GenerationRequest, Intake, Prompt
 
-T = TypeVar("T", bound=SamplingRequest)
+
+class Body(Protocol):
+    """A request's fields; one that names no model means the one that is served."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+T = TypeVar("T", bound=Body)
 
 REQUEST_ID = web.RequestKey("request_id", str)
 ENTRY = web.RequestKey("entry", AccessEntry)
@@ -104,7 +112,9 @@ class Exchange:
         of_prompts = self.calls[:: self.num_choices]
         entry.num_prompt_tokens = sum(len(call.prompt_token_ids) for call in of_prompts)
         if self.body.stream:
-            return await self._respond_in_events()
+            return await respond_in_events(
+                self.request, self.calls, self._send_events, EventStream.fail
+            )
         deltas: list[list[TextDelta]] = [[] for _ in self.calls]
         num_logprobs = 0
         with as_client_wrote(self.body):
@@ -133,26 +143,11 @@ class Exchange:
         response.usage = usage_of(receipts, self.num_choices)
         return web.Response(body=msgspec.json.encode(response), content_type="application/json")
 
-    async def _respond_in_events(self) -> web.StreamResponse:
-        events = EventStream(self.request)
-        deadline_s = max(call.timeout_s for call in self.calls)
-        try:
-            # A client that reads nothing holds up the calls' own deadlines.
-            async with asyncio.timeout(deadline_s + READ_GRACE_S):
-                with as_client_wrote(self.body):
-                    await self._send_events(events)
-        except TimeoutError:
-            if self.request.transport is not None:
-                self.request.transport.abort()
-        except Exception as error:  # the interceptor, of what has begun to be sent
-            if not events.begun or isinstance(error, ConnectionError):
-                raise
-            known = known_error(error)
-            self.request[ENTRY].error = str(status_of(known))
-            await events.fail(known)
-        return events.response
-
     async def _send_events(self, events: EventStream) -> None:
+        with as_client_wrote(self.body):
+            await self._send_chunks(events)
+
+    async def _send_chunks(self, events: EventStream) -> None:
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         wants_all_usage = options is not None and bool(options.continuous_usage_stats)
@@ -208,6 +203,36 @@ class Exchange:
         return response
 
 
+async def respond_in_events(
+    request: web.Request,
+    calls: Sequence[Call],
+    send: Callable[[EventStream], Awaitable[None]],
+    fail: Callable[[EventStream, BatonError | ApiError], Awaitable[None]],
+) -> web.StreamResponse:
+    """Stream what calls say.
+
+    Args:
+        send: sends all of it.
+        fail: tells, as the last event, why it ends early.
+    """
+    events = EventStream(request)
+    deadline_s = max(call.timeout_s for call in calls)
+    try:
+        # A client that reads nothing holds up the calls' own deadlines.
+        async with asyncio.timeout(deadline_s + READ_GRACE_S):
+            await send(events)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    except Exception as error:  # the interceptor, of what has begun to be sent
+        if not events.begun or isinstance(error, ConnectionError):
+            raise
+        known = known_error(error)
+        request[ENTRY].error = str(status_of(known))
+        await fail(events, known)
+    return events.response
+
+
 def generation_request(
     request: web.Request,
     body: SamplingRequest,
@@ -257,11 +282,16 @@ async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -
     raw = await _read_in_time(request)
     body, ignored = decode(raw, kind, strict=options.strict_fields)
     note_ignored(request, ignored)
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options", "is for stream: true only")
-    if body.model != options.model_name:
+    if body.model not in (None, options.model_name):
+        assert body.model is not None
         raise unknown_model(body.model, options.model_name)
     return body
+
+
+def check_stream(body: SamplingRequest) -> None:
+    """Raise InvalidRequestError for options of a stream that is not asked for."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options", "is for stream: true only")
 
 
 async def _read_in_time(request: web.Request) -> bytes:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def note_ignored(request: web.Request, names: Sequence[str]) -> None:
     """Keep the names of fields that have no effect, for the header of the answer."""
     if names:
-        told = tuple(map(_shown, names[:MAX_TOLD]))
+        told = (*request.get(IGNORED_FIELDS, ()), *map(_shown, names[:MAX_TOLD]))
         num_more = len(names) - MAX_TOLD
         request[IGNORED_FIELDS] = (*told, f"and {num_more} more") if num_more > 0 else told
 

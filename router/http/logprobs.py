@@ -26,6 +26,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        # Of this one answer: a prompt has many times as many tokens as different ones.
+        self._texts: dict[int, str] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token."""
@@ -45,7 +47,10 @@ class TokenTexts:
         return self._tokenizer.pieces(self._tokenizer.special_token_ids)
 
     def text(self, token_id: int) -> str:
-        return self.token_bytes(token_id).decode(errors="replace")
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.token_bytes(token_id).decode(errors="replace")
+        return text
 
     def chat(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """Logprobs of chat completions."""
@@ -132,9 +137,24 @@ class TextOffsets:
         has_byte_tokens = pieces is not None and pieces.has_byte_tokens
         errors = "surrogateescape" if has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+        self._is_between = True  # between characters
+        self._num_chars_of: dict[int, int] = {}  # of tokens that are whole characters
 
     def take(self, token_id: int) -> int:
         """Where the next token begins."""
+        begins_at = self._num_chars
+        if self._is_between and self._has_begun and not self._num_to_strip:
+            num_chars = self._num_chars_of.get(token_id)
+            if num_chars is not None:
+                self._num_chars += num_chars
+                return begins_at
+            begins_at = self._take(token_id)
+            if self._is_between and not self._texts.is_special(token_id):
+                self._num_chars_of[token_id] = self._num_chars - begins_at
+            return begins_at
+        return self._take(token_id)
+
+    def _take(self, token_id: int) -> int:
         shown = self._shown_bytes(token_id)
         if not shown:
             return self._num_chars
@@ -147,6 +167,7 @@ class TextOffsets:
         begins_at = self._num_chars + num_broken
         text = first + self._decoder.decode(shown[1:])
         self._num_chars += len(text) - self._num_stripped(text)
+        self._is_between = not self._decoder.getstate()[0]
         return begins_at
 
     def _shown_bytes(self, token_id: int) -> bytes:

@@ -86,18 +86,18 @@ class AssistantMessage(msgspec.Struct):
     """
 
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallObject] | UnsetType = UNSET
     role: str = "assistant"
     refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
 
 
 class MessageDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
 
 
@@ -128,7 +128,7 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class PromptLogprob(msgspec.Struct):
+class PromptLogprob(msgspec.Struct, gc=False):
     """vLLM's.
 
     Attributes:
@@ -177,6 +177,14 @@ class ModelObject(msgspec.Struct):
     max_model_len: int
     object: str = "model"
     owned_by: str = "baton"
+
+
+class VersionObject(msgspec.Struct):
+    version: str
+
+
+class LoadObject(msgspec.Struct):
+    server_load: int
 
 
 class ModelList(msgspec.Struct):

@@ -203,6 +203,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
         modalities: of the answer; the model writes text.
         reasoning_effort: for the chat template, as are ``documents``.
         add_generation_prompt: vLLM's; False: the prompt ends behind the last message.
+        continue_final_message: vLLM's; the prompt ends with the last message's own text.
         chat_template: vLLM's; what a client may not choose.
     """
 
@@ -217,13 +218,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-# Fields that are objects of their own, whose fields are looked at, too.
-OBJECTS = {
-    "stream_options": StreamOptions,
-    "response_format": ResponseFormat,
-    "structured_outputs": StructuredOutputs,
-}

@@ -23,6 +23,7 @@ from baton.connections import Listener
 from baton.credentials import TRACEPARENT, http_credentials
 from baton.errors import HTTP_STATUS_OF, ConfigError, InvalidRequestError, OverloadedError
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
+from baton.version import __version__
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import ApiError, error_middleware, error_response
@@ -30,7 +31,9 @@ from router.http.exchange import ENTRY, PRINCIPAL, REQUEST_ID, unknown_model
 from router.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
 from router.http.options import HttpOptions
 from router.http.rate_headers import rate_headers
-from router.http.responses import ModelList, ModelObject
+from router.http.response_api import responses
+from router.http.responses import LoadObject, ModelList, ModelObject, VersionObject
+from router.http.tokenization import detokenize, tokenize
 from router.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
 from router.metrics import RouterMetrics
 from router.node_pool import NodePool
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
 REQUEST_ID_HEADER = "X-Request-Id"
+NOT_SERVED = (
+    "/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify",
+    "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/v1/audio/transcriptions",
+)  # fmt: skip
 # What a client still sends behind its answer is read and dropped for so long, so that it gets it.
 _LINGERING_S = 2.0
 # What a client's request is refused as, if nobody knows who it is, before the path is looked at.
@@ -106,11 +113,19 @@ class HttpServer:
         routes: list[tuple[str, str, Handler, Roles | None]] = [
             (hdrs.METH_POST, "/v1/completions", self._completions, INFER),
             (hdrs.METH_POST, "/v1/chat/completions", self._chat_completions, INFER),
+            (hdrs.METH_POST, "/v1/responses", self._responses, INFER),
+            (hdrs.METH_POST, "/tokenize", self._tokenize, INFER),
+            (hdrs.METH_POST, "/detokenize", self._detokenize, INFER),
+            *((hdrs.METH_POST, path, self._not_served, INFER) for path in NOT_SERVED),
             (hdrs.METH_GET, "/v1/models", self._models, INFER),
             (hdrs.METH_GET, "/v1/models/{model:.+}", self._model, INFER),
-            # Load balancers and kubelets bring no key: these two say yes or no, and nothing else.
+            # Load balancers and kubelets bring no key: these say yes or no, and nothing else.
             (hdrs.METH_GET, "/health", self._health, OPEN),
+            (hdrs.METH_GET, "/ping", self._ping, OPEN),
+            (hdrs.METH_POST, "/ping", self._ping, OPEN),
             (hdrs.METH_GET, "/ready", self._ready, OPEN),
+            (hdrs.METH_GET, "/version", self._version, ANY),
+            (hdrs.METH_GET, "/load", self._load, LOOK),
             (hdrs.METH_GET, "/metrics", self._show_metrics, LOOK),
         ]
         self._roles = {handler: roles for _, _, handler, roles in routes}
@@ -269,6 +284,23 @@ class HttpServer:
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         return await chat_completions(request, self._intake, self._options)
 
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await responses(request, self._intake, self._options)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return _json(await tokenize(request, self._intake, self._options))
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        return _json(await detokenize(request, self._intake, self._options))
+
+    async def _not_served(self, request: web.Request) -> web.Response:
+        """A path of OpenAI's API, or vLLM's, for models of other kinds."""
+        raise ApiError(
+            501,
+            f"path: {request.path} is for models of another kind: {self._model_name!r} writes text",
+            code="not_supported",
+        )
+
     async def _models(self, request: web.Request) -> web.Response:
         return _json(ModelList([self._model_object()]))
 
@@ -281,6 +313,17 @@ class HttpServer:
     async def _health(self, request: web.Request) -> web.Response:
         """The process lives."""
         return web.Response(text="ok\n")
+
+    async def _ping(self, request: web.Request) -> web.Response:
+        """As `_health`, where others look for it."""
+        return web.Response(text="ok\n")
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return _json(VersionObject(__version__))
+
+    async def _load(self, request: web.Request) -> web.Response:
+        """Requests that wait or are in progress, as vLLM tells it."""
+        return _json(LoadObject(self._intake.num_open))
 
     async def _ready(self, request: web.Request) -> web.Response:
         """A request could be served now."""

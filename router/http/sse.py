@@ -24,10 +24,12 @@ class EventStream:
 
     Attributes:
         response: what the request's handler returns.
+        num_sent: events so far.
     """
 
     def __init__(self, request: web.Request) -> None:
         self.response = web.StreamResponse(headers=_HEADERS)
+        self.num_sent = 0
         self._request = request
         self._encoder = msgspec.json.Encoder()
 
@@ -35,22 +37,31 @@ class EventStream:
     def begun(self) -> bool:
         return self.response.prepared
 
-    async def send(self, event: msgspec.Struct) -> None:
+    async def send(self, event: msgspec.Struct, *, kind: str = "") -> None:
         """Send an object; waits while the client reads more slowly than we write.
+
+        Args:
+            kind: what the event is called; empty: nothing.
 
         Raises ConnectionError when the client is gone.
         """
-        await self._write(b"data: " + self._encoder.encode(event) + b"\n\n")
+        name = f"event: {kind}\n".encode() if kind else b""
+        self.num_sent += 1
+        await self._write(name + b"data: " + self._encoder.encode(event) + b"\n\n")
 
     async def finish(self) -> None:
         """Say that this was all."""
         await self._write(_DONE)
+        await self.end()
+
+    async def end(self) -> None:
+        """End where the last event says that it is the last."""
         await self.response.write_eof()
 
     async def fail(self, error: BatonError | ApiError) -> None:
         """Say that the stream ends early, and why."""
         await self._write(b"data: " + error_body(error) + b"\n\n")
-        await self.response.write_eof()
+        await self.end()
 
     async def _write(self, data: bytes) -> None:
         if not self.begun:

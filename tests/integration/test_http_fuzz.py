@@ -24,7 +24,9 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from baton import Client, SamplingParams
+from router.http.response_request import ResponsesRequest
 from router.http.schema import ChatRequest, CompletionRequest
+from router.http.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 from tests.property.num_examples import num_examples
 
@@ -34,20 +36,31 @@ MODEL = "demo"
 ANSWERS = {200, 400, 404, 413, 415, 429, 503, 504}
 
 
+# Path -> what decodes its bodies, and how many of these are tried.
+BODIES: dict[str, tuple[type, int]] = {
+    "/v1/chat/completions": (ChatRequest, 60),
+    "/v1/completions": (CompletionRequest, 60),
+    "/v1/responses": (ResponsesRequest, 30),
+    "/tokenize": (TokenizeRequest, 20),
+    "/detokenize": (DetokenizeRequest, 10),
+}
+
+
 def openapi() -> dict[str, Any]:
-    """Describe the two paths that take bodies, from the structs that decode them."""
+    """Describe the paths that take bodies, from the structs that decode them."""
+    kinds = [kind for kind, _ in BODIES.values()]
     references, components = msgspec.json.schema_components(
-        [ChatRequest, CompletionRequest], ref_template="#/components/schemas/{name}"
+        kinds, ref_template="#/components/schemas/{name}"
     )
-    for name in ("ChatRequest", "CompletionRequest"):
+    for name in (kind.__name__ for kind in kinds):
         properties = components[name]["properties"]
         properties["model"] = {"const": MODEL}
         # Fields that nobody knows: their names come back in a header and go into the log.
         components[name]["additionalProperties"] = True
-        for limit in ("max_tokens", "max_completion_tokens"):
-            properties.pop(limit, None)
-        properties["max_tokens"] = {"type": "integer", "minimum": -1, "maximum": 9}
-    paths = zip(("/v1/chat/completions", "/v1/completions"), references, strict=True)
+        for limit in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            if properties.pop(limit, None) and limit != "max_completion_tokens":
+                properties[limit] = {"type": "integer", "minimum": -1, "maximum": 9}
+    paths = zip(BODIES, references, strict=True)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": "1"},
@@ -106,12 +119,16 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", list(BODIES))
 def test_no_body_is_an_error_of_the_server(url: str, path: str, mode: GenerationMode) -> None:
     cases = SCHEMA[path]["POST"].as_strategy(generation_mode=mode)
     session = requests.Session()
 
-    @settings(max_examples=num_examples(60), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=num_examples(BODIES[path][1]),
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(case=cases, extra=st.sampled_from(["", "Content-Encoding", "X-Session-Id"]))
     def check(case: Any, extra: str) -> None:
         if extra:

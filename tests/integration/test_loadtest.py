@@ -155,6 +155,31 @@ def test_no_run_measures_what_another_has_left_in_the_cache(
     assert "the server has met these prompts before" in shown
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_tokens_are_counted_over_http(
+    addresses: dict[str, str], tmp_path: Path, is_chat: bool
+) -> None:
+    """Each frame's, by the usage after each step; and of a conversation the history is cached."""
+    turns = [{"text": "Once upon a time there was a king. " * 5}, {"text": "And then?"}]
+    path = tmp_path / "turns.jsonl"
+    path.write_text(json.dumps({"turns": turns}))
+    prompts = ["--dataset", str(path)] if is_chat else ["--turns", "2", "--input-tokens", "100"]
+    done = baton(
+        *("loadtest", "run", "--target", f"http://{addresses['127.0.0.1:8000']}/v1", *ANY_LAG),
+        *("--concurrency", "1", "--num-requests", "4", "--output-tokens", "5", *prompts),
+        *("--json", "result.json"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ITL is estimated" not in done.stdout
+    summary = json.loads((tmp_path / "result.json").read_text())["summary"]
+    assert summary["tokens"] == {
+        "num_checked": 4, "num_miscounted": 0, "num_estimated": 0, "num_short": 0,
+    }  # fmt: skip
+    assert summary["latencies"]["itl_s"]["count"] == 4 * 4
+    assert 0 < summary["cache"]["cached_share"] <= summary["cache"]["shared_share"] + 0.1
+
+
 def test_a_generator_that_is_late_fails_the_run(addresses: dict[str, str], tmp_path: Path) -> None:
     options = ["--rate", "20", "--num-requests", "10", "--output-tokens", "3"]
     target = f"grpc://{addresses['127.0.0.1:50051']}"

@@ -263,6 +263,60 @@ def test_a_required_tool_is_called_whatever_the_model_would_say(
     assert message.content is None
 
 
+# ---------------------------------------------------------------------- responses
+
+
+def test_a_response_streamed_or_not_says_what_a_chat_says(client: openai.OpenAI, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=11)
+    (expected,) = llm.chat(MESSAGES, params)
+    given: dict[str, Any] = {
+        "model": MODEL, "input": MESSAGES, "max_output_tokens": 24, "temperature": 0.8,
+        "extra_body": {"seed": 11},
+    }  # fmt: skip
+    whole = client.responses.create(**given)
+    assert whole.output_text == expected.text
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == len(expected.token_ids)
+    assert (
+        whole.status == {"stop": "completed", "length": "incomplete"}[expected.finish_reason.value]
+    )
+    events: list[Any] = list(client.responses.create(**given, stream=True))
+    kinds = [event.type for event in events]
+    told = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(told) == events[-1].response.output_text == expected.text
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == f"response.{whole.status}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_calls_a_tool_and_takes_its_result(client: openai.OpenAI, stream: bool) -> None:
+    tool: Any = {"type": "function", "strict": True, **WEATHER["function"]}
+    given: dict[str, Any] = {"model": MODEL, "tools": [tool], "max_output_tokens": 100}
+    asked: dict[str, Any] = {**given, "input": MESSAGES, "tool_choice": "required"}
+    if stream:
+        with client.responses.stream(**asked) as events:
+            answer: Any = events.get_final_response()
+    else:
+        answer = client.responses.create(**asked)
+    (call,) = answer.output
+    assert (call.type, call.name, call.status) == ("function_call", "get_weather", "completed")
+    assert json.loads(call.arguments)["city"] in ("Bonn", "Rome")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    history: Any = [*MESSAGES, call.model_dump(exclude_none=True), result]
+    follow_up = client.responses.create(**given, input=history)
+    assert follow_up.usage is not None
+    assert answer.usage is not None
+    assert follow_up.usage.input_tokens > answer.usage.input_tokens
+
+
+def test_a_response_fits_a_schema(client: openai.OpenAI) -> None:
+    answer = client.responses.create(
+        model=MODEL, input=MESSAGES, max_output_tokens=200,
+        text={"format": {"type": "json_schema", "name": "thing", "schema": SCHEMA}},
+    )  # fmt: skip
+    jsonschema.validate(json.loads(answer.output_text), SCHEMA)
+
+
 # ---------------------------------------------------------------------- completions
 
 
@@ -337,7 +391,7 @@ def test_the_client_is_told_which_of_its_fields_have_no_effect(client: openai.Op
         modalities=["text"], store=True, metadata={"a": "b"},
     )  # fmt: skip
     told = raw.headers["X-Baton-Ignored-Fields"].split(", ")
-    assert sorted(told) == ["prediction", "verbosity"]
+    assert sorted(told) == ["prediction", "reasoning_effort", "verbosity"]
 
 
 def test_the_client_gives_the_request_its_name(client: openai.OpenAI) -> None:

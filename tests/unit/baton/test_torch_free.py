@@ -41,3 +41,11 @@ def test_help_is_shown_without_torch(program: str) -> None:
     shown = run(code)
     assert f"baton {program}" in shown
     assert "--model" in shown
+
+
+def test_a_client_waits_for_no_library_of_servers() -> None:
+    code = (
+        "import sys\nimport baton.client\n"
+        "print([m for m in ('aiohttp', 'structlog', 'uvloop', 'typer') if m in sys.modules])"
+    )
+    assert run(code).strip() == "[]"

@@ -22,7 +22,7 @@ from baton.access import Access
 from baton.api_keys import entry_text
 from baton.audit_log import AuditLog
 from baton.call_gate import CallGate
-from baton.call_roles import INFER, LOOK, OPEN, ROLES_OF_CALL
+from baton.call_roles import ANY, INFER, LOOK, OPEN, ROLES_OF_CALL
 from baton.identity import ANYBODY_HERE, Role
 from baton.link import NodeRole
 from baton.rpc import RpcServer, bearer, open_channel
@@ -35,6 +35,7 @@ from baton.v1 import (
     node_pb2_grpc,
 )
 from router.admin.service import AdminService
+from router.http.server import NOT_SERVED
 from router.intake import Intake
 from router.link_service import NodeLinkService
 from router.service import InferenceService
@@ -366,10 +367,18 @@ def test_who_looked_changed_joined_and_failed_is_in_the_audit_log(
 HTTP_ROLES = {
     ("POST", "/v1/completions"): INFER,
     ("POST", "/v1/chat/completions"): INFER,
+    ("POST", "/v1/responses"): INFER,
+    ("POST", "/tokenize"): INFER,
+    ("POST", "/detokenize"): INFER,
+    **{("POST", path): INFER for path in NOT_SERVED},
     ("GET", "/v1/models"): INFER,
     ("GET", "/v1/models/{model}"): INFER,
     ("GET", "/health"): OPEN,
+    ("GET", "/ping"): OPEN,
+    ("POST", "/ping"): OPEN,
     ("GET", "/ready"): OPEN,
+    ("GET", "/version"): ANY,
+    ("GET", "/load"): LOOK,
     ("GET", "/metrics"): LOOK,
 }
 STRANGE = [

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from baton.errors import OverloadedError
 from baton.link import PrefillCommand
 from baton.outputs import FinishReason
-from baton.tokenizer import Tokenizer
 from router.http import completions, exchange
+from router.intake import Intake
 from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http
 
 
@@ -16,22 +18,21 @@ from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http
 async def test_a_prompt_of_token_ids_is_decoded_once_for_all_outputs_and_only_to_be_echoed(
     scene: HttpScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded: list[list[int]] = []
-    decode = Tokenizer.decode
+    decoded: list[Sequence[int]] = []
+    decode = Intake.decode
 
-    def noting(self: Tokenizer, token_ids: list[int], **options: bool) -> str:
-        if len(token_ids) == 3:
-            decoded.append(token_ids)
-        return decode(self, token_ids, **options)
+    async def noting(self: Intake, token_ids: Sequence[int], **options: bool) -> str:
+        decoded.append(token_ids)
+        return await decode(self, token_ids, **options)
 
-    monkeypatch.setattr(Tokenizer, "decode", noting)
+    monkeypatch.setattr(Intake, "decode", noting)
     for echo, num_decoded in ((False, 0), (True, 1)):
         begun = len(scene.prefill.of(PrefillCommand))
         reply = scene.post(n=4, prompt=[70, 71, 72], echo=echo)
         for number in range(4):
             scene.say(await scene.command(begun + number + 1), 0, "x", last=FinishReason.STOP)
         texts = [choice["text"] for choice in (await (await reply).json())["choices"]]
-        assert texts == [(decode(TOKENIZER, [70, 71, 72]) if echo else "") + "x"] * 4
+        assert texts == [(TOKENIZER.decode([70, 71, 72]) if echo else "") + "x"] * 4
         assert len(decoded) == num_decoded
 
 

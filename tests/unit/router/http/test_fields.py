@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.chat_template import ChatTemplate
 from baton.identity import Limits, Principal
 from baton.link import PrefillCommand, RequestDelta
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
 from baton.structured_output import StructuredOutput
 from router.cache_salts import CacheSalts
 from router.http import exchange
+from router.http.conversation import chat_prompt, takes_effort
 from router.http.ignored_fields import IGNORED_FIELDS_HEADER
+from router.http.schema import ChatRequest, Message
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
@@ -275,7 +279,7 @@ async def test_offsets_of_an_echo_that_shows_special_tokens_count_them(scene: Ht
 
 @on_http()
 async def test_what_the_chat_template_is_told(scene: HttpScene) -> None:
-    """(The demo model's looks at add_generation_prompt alone; the others do it no harm.)"""
+    """The demo model's looks at add_generation_prompt alone, which is told of the effort."""
     lengths = []
     given: list[dict[str, Any]] = [
         {},
@@ -287,7 +291,8 @@ async def test_what_the_chat_template_is_told(scene: HttpScene) -> None:
         command = await scene.command(number + 1)
         lengths.append(len(command.prompt_token_ids))
         scene.say(command, 0, "x", last=FinishReason.STOP)
-        assert (await reply).status == 200
+        told = (await reply).headers.get(IGNORED_FIELDS_HEADER, "")
+        assert told == ("reasoning_effort" if "reasoning_effort" in fields else "")
     assert lengths[1] < lengths[0] == lengths[2]
 
 
@@ -318,3 +323,30 @@ async def test_the_salt_of_a_request_has_the_clients_word_in_it(scene: HttpScene
         scene.say(command, 0, "x", last=FinishReason.STOP)
         await reply
     assert salts[0] == b"" != salts[1] == salts[2]
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, {}, Path("here"))
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "expected"),
+    [
+        ("{{ reasoning_effort }}", "low", True),
+        ("{{ enable_thinking }}", "none", True),
+        ("{{ enable_thinking }}", "low", False),
+        ("{{ messages }}", "none", False),
+    ],
+)
+def test_an_effort_has_an_effect_where_the_template_knows_one(
+    source: str, effort: str, expected: bool
+) -> None:
+    assert takes_effort(effort, template(source)) is expected
+    assert not takes_effort(effort, None)
+    options = chat_prompt(
+        ChatRequest(
+            model="m", messages=[Message(role="user", content="x")], reasoning_effort=effort
+        )
+    ).template_options
+    shown = template(source).render([], options=options)
+    assert (shown != template(source).render([])) is expected
