@@ -102,6 +102,11 @@ class Access:
             if role not in known:
                 logger.warning("no API key has the role %s (baton keys new --role %s)", role, role)
 
+    def read_again(self) -> None:
+        """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
+        self.reload()
+        self.audit.reopen()
+
     def reload(self) -> None:
         """Read the file again; when it is wrong, say so and keep the keys as they are."""
         if self._keys_file is None:

@@ -26,23 +26,40 @@ class Decodes(Protocol):
     """What a `Detokenizer` needs of a tokenizer.
 
     Attributes:
-        pieces: what each token adds; None when that depends on the tokens around it.
+        special_token_ids: are no text, if not said otherwise.
     """
 
-    @property
-    def pieces(self) -> OutputPieces | None: ...
+    special_token_ids: frozenset[int]
 
-    def decode_at_once(self, token_ids: Sequence[int]) -> str:
-        """What the library makes of tokens."""
+    def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
+        """What each token adds; None when that depends on the tokens around it."""
+        ...
+
+    def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
+        """What the library makes of tokens, those of ``skipped`` left out."""
         ...
 
 
 class Detokenizer:
-    """Text of one output; a piece never ends in half a character."""
+    """Text of one output; a piece never ends in half a character.
 
-    def __init__(self, tokenizer: Decodes) -> None:
-        pieces = tokenizer.pieces
-        self._text = _Window(tokenizer) if pieces is None else _JoinedPieces(pieces)
+    Args:
+        skip_special_tokens: they are no text,
+        shown_token_ids: but for these.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Decodes,
+        *,
+        skip_special_tokens: bool = True,
+        shown_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        if shown_token_ids:
+            skipped -= shown_token_ids
+        pieces = tokenizer.pieces(skipped)
+        self._text = _Window(tokenizer, skipped) if pieces is None else _JoinedPieces(pieces)
 
     def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
         """What ``token_ids`` add to the text; empty while a character is incomplete.
@@ -105,8 +122,9 @@ class _Window:
     seldom: all that is decoded is a small multiple of what the output has.
     """
 
-    def __init__(self, tokenizer: Decodes) -> None:
+    def __init__(self, tokenizer: Decodes, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._skipped = skipped
         self._ids: list[int] = []
         self._start = 0  # decoding starts a little earlier: some tokens depend on the one before
         self._shown = 0
@@ -122,9 +140,8 @@ class _Window:
         return self._look() if len(self._ids) >= self._look_at else ""
 
     def _look(self, *, last: bool = False) -> str:
-        decode = self._tokenizer.decode_at_once
-        before = decode(self._ids[self._start : self._shown])
-        now = decode(self._ids[self._start :])
+        before = self._decode(self._start, self._shown)
+        now = self._decode(self._start, len(self._ids))
         if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not last):
             num_held = len(self._ids) - self._shown
             self._look_at = len(self._ids) + 1 + num_held // _HELD_PER_SKIPPED
@@ -138,5 +155,8 @@ class _Window:
     def _shorten_context(self, now: str) -> None:
         """Do not decode a long piece again with each one behind it, if its end says as much."""
         start = len(self._ids) - _CONTEXT_TOKENS
-        if now.endswith(self._tokenizer.decode_at_once(self._ids[start:])):
+        if now.endswith(self._decode(start, len(self._ids))):
             self._start = start
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode_at_once(self._ids[start:end], self._skipped)

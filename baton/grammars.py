@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.errors import InvalidRequestError
+from baton.schema_repairs import enforceable_schema
 from baton.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def make_grammar(structured_output: StructuredOutput) -> str:
     text = structured_output.text
     match structured_output.kind:
         case "json_schema":
-            return _json_grammar(text)
+            return _json_grammar(enforceable_schema(text))
         case "json_object":
             return _json_grammar('{"type":"object"}')
         case "regex":

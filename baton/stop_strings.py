@@ -21,10 +21,12 @@ class DetokenizeOptions:
     Attributes:
         skip_special_tokens: False: the text shows them, but not the one that ended the output.
         include_stop: the text ends behind what ended it, not before.
+        shown_token_ids: special tokens that the text shows in any case.
     """
 
     skip_special_tokens: bool = True
     include_stop: bool = False
+    shown_token_ids: frozenset[int] = frozenset()
 
 
 DEFAULT_TEXT = DetokenizeOptions()
@@ -139,7 +141,11 @@ class OutputText:
         options: DetokenizeOptions = DEFAULT_TEXT,
     ) -> None:
         self.num_tokens = 0
-        self._detokenizer = Detokenizer(tokenizer.shown(options.skip_special_tokens))
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+            shown_token_ids=options.shown_token_ids,
+        )
         self._min_tokens = params.min_tokens
         self._stop_strings = (
             StopStrings(params.stop, include=options.include_stop) if params.stop else None

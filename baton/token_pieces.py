@@ -80,18 +80,18 @@ class _Memory(dict[int, bytes]):
 def output_pieces(
     tokenizer: LibraryTokenizer,
     description: Mapping[str, Any] | None,
-    special_token_ids: Collection[int],
+    skipped: Collection[int],
 ) -> OutputPieces | None:
     """What the tokens of a vocabulary add to outputs; None when that depends on their neighbours.
 
     Args:
         description: the ``decoder`` of its `tokenizer.json`.
-        special_token_ids: are no text.
+        skipped: token ids that are no text.
     """
 
     def by_id(spell: Callable[[str, bool], bytes]) -> Callable[[int, bool], bytes | None]:
         def look_up(token_id: int, is_first: bool) -> bytes | None:
-            piece = None if token_id in special_token_ids else tokenizer.id_to_token(token_id)
+            piece = None if token_id in skipped else tokenizer.id_to_token(token_id)
             return None if piece is None else spell(piece, is_first)
 
         return look_up

@@ -14,9 +14,10 @@ import tokenizers
 
 from baton.chat_template import load_chat_template, read_chat_template
 from baton.continued_message import up_to_mark, with_last_marked
-from baton.detokenizer import Decodes, Detokenizer
+from baton.detokenizer import Detokenizer
 from baton.errors import InvalidRequestError, ModelLoadError
 from baton.token_pieces import OutputPieces, output_pieces, piece_decoder
+from baton.tool_prompt import with_tools
 
 # So many characters may become one before a text is cut into tokens (Unicode's NFC and NFKC).
 _MAX_SHRINKAGE = 4
@@ -33,7 +34,6 @@ class Tokenizer:
         folder, template_file: as given.
         chat_template: what conversations go through; None if there is none.
         longest_token_chars: no token stands for more characters of a text.
-        pieces: what each token adds to a text; None when that depends on its neighbours.
         special_token_ids: tokens that `decode` leaves out.
         has_chat_template: whether `encode_chat` can be used.
         takes_tools: whether the chat template looks at tools.
@@ -59,10 +59,8 @@ class Tokenizer:
         description = json.loads(self._tokenizer.to_str())
         decoder = description.get("decoder")
         self._bytes_of = piece_decoder(decoder)
-        self.pieces = output_pieces(self._tokenizer, decoder, self.special_token_ids)
-        self._with_special = _WithSpecialTokens(
-            self._tokenizer, output_pieces(self._tokenizer, decoder, ())
-        )
+        self._decoder = decoder
+        self._pieces: dict[frozenset[int], OutputPieces | None] = {}  # by what is skipped
         self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         if description.get("normalizer") is not None:
             self.longest_token_chars *= _MAX_SHRINKAGE
@@ -134,27 +132,53 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that `encode_chat` tokenizes; raises what it does."""
+        """The text that `encode_chat` tokenizes; raises what it does.
+
+        A template that takes no tools is given them in messages (`baton/tool_prompt.py`).
+        """
         if self.chat_template is None:
             raise InvalidRequestError("chat", "this checkpoint has no chat template")
-        return self.chat_template.render(messages, tools=tools, options=template_options)
+        template = self.chat_template
+        if not tools or template.takes_tools:
+            return template.render(messages, tools=tools, options=template_options)
+        try:
+            return template.render(with_tools(messages, tools), options=template_options)
+        except InvalidRequestError:
+            # Some know no system message; who sent one is told so.
+            if messages and messages[0].get("role") == "system":
+                raise
+        told = with_tools(messages, tools, in_system_message=False)
+        return template.render(told, options=template_options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids, without special tokens: what a `Detokenizer` makes of all of them.
+        """Text of token ids: what a `Detokenizer` makes of all of them.
 
         It is what the library makes of them, but for byte fallback: there one byte that is part of
         no character makes the library lose all bytes beside it.
         """
-        return Detokenizer(self.shown(skip_special_tokens)).push(token_ids, last=True)
+        detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(token_ids, last=True)
 
-    def shown(self, skip_special_tokens: bool) -> Decodes:
-        """What a `Detokenizer` needs for texts without special tokens, or with them."""
-        return self if skip_special_tokens else self._with_special
+    def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
+        """What each token adds to a text; None when that depends on its neighbours.
 
-    def decode_at_once(self, token_ids: Sequence[int]) -> str:
-        """What the library makes of them."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        Args:
+            skipped: token ids that are no text.
+        """
+        if skipped not in self._pieces:
+            self._pieces[skipped] = output_pieces(self._tokenizer, self._decoder, skipped)
+        return self._pieces[skipped]
+
+    def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
+        """What the library makes of tokens, those of ``skipped`` left out."""
+        kept = [token_id for token_id in token_ids if token_id not in skipped]
+        text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
+
+    def special_token_id(self, name: str) -> int | None:
+        """The id of a special token, by what it is called; None if there is no such token."""
+        token_id: int | None = self._tokenizer.token_to_id(name)
+        return token_id if token_id in self.special_token_ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; not always whole characters."""
@@ -164,18 +188,6 @@ class Tokenizer:
         if token_id in self._added_token_ids:
             return piece.encode()
         return self._bytes_of(piece)
-
-
-class _WithSpecialTokens:
-    """Makes texts that show special tokens; see `Decodes`."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, pieces: OutputPieces | None) -> None:
-        self._tokenizer = tokenizer
-        self.pieces = pieces
-
-    def decode_at_once(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from baton.process import run_program
 from baton.tls_options import TlsOptions
 from router.admission import AdmissionOptions
 from router.connection_budget import ConnectionOptions
+from router.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.policies import POLICIES
 
 ADMISSION = AdmissionOptions()
@@ -165,6 +166,27 @@ def router(
         str,
         typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
     ] = "",
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="auto: what the checkpoint's generation_config.json recommends to sample with is "
+            "the default of HTTP requests; or none."
+        ),
+    ] = "auto",
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model writes calls of tools: auto (by its chat template), none, "
+            f"{', '.join(TOOL_CALL_PARSERS.names())}."
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model writes its reasoning: auto (by its chat template), none, "
+            f"{', '.join(REASONING_PARSERS.names())}."
+        ),
+    ] = "auto",
     api_keys_file: Annotated[
         str,
         typer.Option(
@@ -249,6 +271,13 @@ def router(
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
 
+    text_options = {
+        "chat_template": chat_template,
+        "tool_call_parser": tool_call_parser,
+        "reasoning_parser": reasoning_parser,
+        "generation_config": generation_config,
+    }
+
     def run() -> Coroutine[None, None, None]:
         # Imported here: who asks for help does not wait for it.
         from router.program import RouterConfig, serve
@@ -282,7 +311,7 @@ def router(
                 http_cors_origin=http_cors_origin,
                 served_model_name=served_model_name,
                 strict_fields=strict_fields,
-                texts=TextOptions(chat_template=chat_template),
+                texts=TextOptions(**text_options),
                 api_keys_file=api_keys_file,
                 audit_log=audit_log,
                 access_log=access_log,

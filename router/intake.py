@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from baton.detokenizer import Detokenizer
 from baton.errors import BatonError, InvalidRequestError
@@ -35,6 +36,7 @@ from router.dispatcher import Dispatcher
 from router.grammar_checks import GrammarChecks
 from router.long_answers import LongAnswers
 from router.metrics import RouterMetrics
+from router.parsers.choice import OutputParsers
 from router.rate_limits import Rate
 from router.texts import ChatPrompt, Texts
 from router.usage import OwnPrompts, told
@@ -86,9 +88,11 @@ class Intake:
         default_timeout_s: for requests that come without a deadline.
         metrics: count every request.
         cache_salts: whose cached prompts a request may find; each tenant its own if not given.
+        parsers: what outputs of conversations go through; by the chat template if not given.
+        sampling_defaults: what HTTP clients' requests are sampled with where they do not say.
 
     Attributes:
-        tokenizer, cache_salts: as given.
+        tokenizer, cache_salts, parsers, sampling_defaults: as given.
         long_answers: makes what clients get of many logprobs.
     """
 
@@ -101,12 +105,16 @@ class Intake:
         default_timeout_s: float,
         metrics: RouterMetrics | None = None,
         cache_salts: CacheSalts | None = None,
+        parsers: OutputParsers | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
         self.cache_salts = cache_salts or CacheSalts()
         self.long_answers = LongAnswers()
+        self.parsers = parsers or OutputParsers(tokenizer)
+        self.sampling_defaults = dict(sampling_defaults or {})
         self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
@@ -252,8 +260,6 @@ class Intake:
             )
         if not prompt.messages:
             raise InvalidRequestError("chat", "must have at least 1 message, got 0")
-        if prompt.tools and not self.tokenizer.takes_tools:
-            raise InvalidRequestError("tools", "this checkpoint's chat template takes none")
         return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
 
     async def tokenize_only(
@@ -281,7 +287,7 @@ class Intake:
                 "tokens", f"must have at most {self.max_model_len}, got {len(token_ids)}"
             )
         check_token_ids("tokens", token_ids, self._vocab_size)
-        detokenizer = Detokenizer(self.tokenizer.shown(skip_special_tokens))
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
         texts = []
         for start in range(0, len(token_ids), _DECODED_AT_ONCE):
             texts.append(detokenizer.push(token_ids[start : start + _DECODED_AT_ONCE]))

@@ -163,24 +163,26 @@ async def serve(config: RouterConfig) -> None:
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
     metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
+    tokenizer, parsers = config.texts.load(folder)
     intake = Intake(
         dispatcher,
-        config.texts.make_tokenizer(folder),
+        tokenizer,
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
         cache_salts=make_salts(
             config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
         ),
+        parsers=parsers,
+        sampling_defaults=config.texts.sampling_defaults(folder),
     )
     intake.start()  # its processes end with this one
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
     access = _make_access(config)
     servers = _make_servers(config, dispatcher, intake, access, budget, overload, files)
-    loop = asyncio.get_running_loop()
-    stopping = stop_event(loop)
-    loop.add_signal_handler(signal.SIGHUP, _read_again, access)
+    stopping = stop_event(loop := asyncio.get_running_loop())
+    loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
         for listen, server in servers.items():
             address = await server.start(listen)
@@ -221,12 +223,6 @@ def _make_access(config: RouterConfig) -> Access:
     )
     access.warn_of_gaps((Role.INFER, Role.JOIN))
     return access
-
-
-def _read_again(access: Access) -> None:
-    """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
-    access.reload()
-    access.audit.reopen()
 
 
 def _share_at_work(http: HttpApi | None) -> Callable[[], float]:

@@ -26,6 +26,21 @@ def up(
         str,
         typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
     ] = "",
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="auto: what the checkpoint's generation_config.json recommends to sample with is "
+            "the default of HTTP requests; or none."
+        ),
+    ] = "auto",
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(help="How the model writes calls of tools; as of `baton router`."),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(help="How the model writes its reasoning; as of `baton router`."),
+    ] = "auto",
     policy: Annotated[str, typer.Option(help="Routing policy.")] = "cost",
     dtype: Annotated[str, typer.Option(help="Weights and computation.")] = "auto",
     kv_cache_dtype: Annotated[
@@ -79,7 +94,8 @@ def up(
         num_decode=decode,
         router_args=[
             *("--policy", policy, "--served-model-name", served_model_name),
-            *("--chat-template", chat_template),
+            *("--chat-template", chat_template, "--tool-call-parser", tool_call_parser),
+            *("--reasoning-parser", reasoning_parser, "--generation-config", generation_config),
         ],
         node_args=[
             *("--dtype", dtype, "--kv-cache-dtype", kv_cache_dtype),

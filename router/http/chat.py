@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -10,7 +14,7 @@ from baton.errors import InvalidRequestError
 from baton.outputs import FinishReason, TextDelta
 from router.call import Call
 from router.choices import accept_choices
-from router.http.conversation import chat_prompt, forced_call, output_parser, takes_effort
+from router.http.conversation import chat_prompt, forced_call, parser_context, takes_effort
 from router.http.exchange import (
     PRINCIPAL,
     Exchange,
@@ -26,6 +30,7 @@ from router.http.responses import (
     ChatChoice,
     ChatChunkChoice,
     ChatLogprobs,
+    FunctionDelta,
     FunctionObject,
     MessageDelta,
     ToolCallDelta,
@@ -33,8 +38,53 @@ from router.http.responses import (
 )
 from router.http.sampling import as_client_wrote, sampling_params
 from router.http.schema import ChatRequest
-from router.http.tool_calls import OutputParser, ParsedCall
 from router.intake import Intake
+from router.parsers.base import CallArguments, CallBegins, OutputParser, Part, Reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a piece of an output says; calls that began before have neither name nor id."""
+
+    text: str
+    reasoning: str
+    calls: list[ToolCallDelta]
+    num_begun: int
+
+
+def divide(parts: Iterable[Part], num_calls: int) -> _Said:
+    """Parts of one output as the fields of its message.
+
+    Args:
+        num_calls: that began before them.
+    """
+    texts: list[str] = []
+    reasoning: list[str] = []
+    begun: dict[int, CallBegins] = {}
+    arguments: dict[int, list[str]] = {}
+    for part in parts:
+        match part:
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallBegins():
+                begun[num_calls + len(begun)] = part
+                arguments[num_calls + len(begun) - 1] = []
+            case CallArguments(text):
+                arguments.setdefault(num_calls + len(begun) - 1, []).append(text)
+            case _:
+                texts.append(part)
+    calls = [
+        _call_delta(index, begun.get(index), "".join(written))
+        for index, written in arguments.items()
+    ]
+    return _Said("".join(texts), "".join(reasoning), calls, len(begun))
+
+
+def _call_delta(index: int, begins: CallBegins | None, arguments: str) -> ToolCallDelta:
+    if begins is None:
+        return ToolCallDelta(index, FunctionDelta(arguments))
+    function = FunctionDelta(arguments, begins.name)
+    return ToolCallDelta(index, function, begins.call_id, "function")
 
 
 class ChatDialect:
@@ -54,21 +104,21 @@ class ChatDialect:
         self._texts = texts
         self._num_calls = [0] * len(parsers)
         self._begun = [False] * len(parsers)
+        self._parts: list[list[Part]] = [[] for _ in parsers]  # of outputs that are told as a whole
 
     def chunk(self, index: int, delta: TextDelta) -> ChatChunkChoice:
-        text, calls = self._parse(index, delta)
-        first_call = self._num_calls[index] - len(calls)
+        said = divide(self._parse(index, delta), self._num_calls[index])
+        self._num_calls[index] += said.num_begun
         message = MessageDelta()
         if not self._begun[index]:
             self._begun[index] = True
             message = MessageDelta(role="assistant", content="")
-        if text:
-            message.content = text
-        if calls:
-            message.tool_calls = [
-                ToolCallDelta(i, call.call_id, FunctionObject(call.name, call.arguments))
-                for i, call in enumerate(calls, first_call)
-            ]
+        if said.text:
+            message.content = said.text
+        if said.reasoning:
+            message.reasoning_content = message.reasoning = said.reasoning
+        if said.calls:
+            message.tool_calls = said.calls
         logprobs = self._logprobs(delta)
         finish_reason = self._finish_reason(index, delta.finish_reason)
         if message == MessageDelta() and finish_reason is None:
@@ -76,26 +126,30 @@ class ChatDialect:
         return ChatChunkChoice(index, message, logprobs, finish_reason)
 
     def choice(self, index: int, delta: TextDelta) -> ChatChoice:
-        text, calls = self._parse(index, delta)
-        message = AssistantMessage(text)
-        if calls:
-            message.content = text if text.strip() else None
+        said = divide(self._parts[index], 0)
+        message = AssistantMessage(said.text)
+        if said.reasoning:
+            message.reasoning_content = message.reasoning = said.reasoning
+        if said.calls:
+            message.content = said.text if said.text.strip() else None
             message.tool_calls = [
-                ToolCallObject(call.call_id, FunctionObject(call.name, call.arguments))
-                for call in calls
+                ToolCallObject(str(call.id), FunctionObject(str(name), call.function.arguments))
+                for call in said.calls
+                if (name := call.function.name)
             ]
         reason = self._finish_reason(index, delta.finish_reason)
         assert reason is not None
         return ChatChoice(index, message, self._logprobs(delta), reason)
 
-    def _parse(self, index: int, delta: TextDelta) -> tuple[str, list[ParsedCall]]:
+    def take(self, index: int, delta: TextDelta) -> None:
+        parts = self._parse(index, delta)
+        self._num_calls[index] += sum(isinstance(part, CallBegins) for part in parts)
+        self._parts[index] += parts
+
+    def _parse(self, index: int, delta: TextDelta) -> list[Part]:
         parser = self._parsers[index]
         parts = list(parser.push(delta.text))
-        if delta.finish_reason is not None:
-            parts += parser.finish()
-        calls = [part for part in parts if isinstance(part, ParsedCall)]
-        self._num_calls[index] += len(calls)
-        return "".join(part for part in parts if isinstance(part, str)), calls
+        return parts if delta.finish_reason is None else [*parts, *parser.finish()]
 
     def _finish_reason(self, index: int, reason: FinishReason | None) -> str | None:
         if reason is FinishReason.STOP and self._num_calls[index]:
@@ -150,14 +204,24 @@ async def open_chat(
     params = sampling_params(
         body,
         max_tokens=_max_tokens(body, intake.max_model_len - len(prompt)),
+        defaults=intake.sampling_defaults,
         logprobs=_num_logprobs(body),
         structured_output=forced,
     )
     generation = generation_request(request, body, prompt, params, received_at)
+    parsers, context = intake.parsers, parser_context(body, intake.parsers.prompt_end(prompt))
+    shown = parsers.shown_token_ids(with_tools=bool(context.tools))
+    if shown:
+        text_options = dataclasses.replace(generation.text_options, shown_token_ids=shown)
+        generation = dataclasses.replace(generation, text_options=text_options)
     with as_client_wrote(body):
         calls = await accept_choices(intake, generation)
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
-    return calls, ChatDialect([output_parser(body) for _ in calls], texts)
+    is_constrained = params.structured_output is not None
+    make = functools.partial(
+        parsers.make, context, is_forced=forced is not None, is_constrained=is_constrained
+    )
+    return calls, ChatDialect([make() for _ in calls], texts)
 
 
 def _max_tokens(body: ChatRequest, room: int) -> int:

@@ -66,6 +66,9 @@ class CompletionDialect:
     def chunk(self, index: int, delta: TextDelta) -> CompletionChoice:
         return self.choice(index, delta)
 
+    def take(self, index: int, delta: TextDelta) -> None:
+        pass  # its text is the output's
+
     def choice(self, index: int, delta: TextDelta) -> CompletionChoice:
         echoed_ids, echoed_text = self._echoes[index]
         self._echoes[index] = ([], "")  # once is enough
@@ -132,6 +135,7 @@ async def completions(
     params = sampling_params(
         body,
         max_tokens=1 if scores_only else max_tokens,
+        defaults=intake.sampling_defaults,
         logprobs=body.logprobs,
         prompt_logprobs=_num_prompt_logprobs(body),
     )

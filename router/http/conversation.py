@@ -1,4 +1,4 @@
-"""A chat request's messages and tools, as chat templates expect them; and who parses the answer."""
+"""A chat request's messages and tools, as chat templates and parsers of the answer expect them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.chat_template import ChatTemplate
 from baton.errors import InvalidRequestError
 from baton.structured_output import StructuredOutput
 from router.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
-from router.http.tool_calls import OneCall, OutputParser, PlainText, TaggedCalls
+from router.parsers.base import ParserContext
 from router.texts import ChatPrompt, check_num_messages
 
 _OURS = ("messages", "tools", "add_generation_prompt")
@@ -66,11 +66,10 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
     return [] if request.tool_choice == "none" else request.tools or []
 
 
-def output_parser(request: ChatRequest) -> OutputParser:
-    """A new parser, for one output."""
-    if not offered_tools(request):
-        return PlainText()
-    return TaggedCalls() if request.tool_choice in (None, "auto") else OneCall()
+def parser_context(request: ChatRequest, prompt_end: str) -> ParserContext:
+    """What the parsers of the answer may know of the request."""
+    tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
+    return ParserContext(tools, prompt_end)
 
 
 def forced_call(request: ChatRequest) -> StructuredOutput | None:
@@ -108,7 +107,7 @@ def _message(message: Message, field: str) -> dict[str, Any]:
     # Templates know no developers: it is what OpenAI calls a system's message now.
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _text(message, field)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
     if message.tool_calls:

@@ -79,6 +79,10 @@ class Dialect(Protocol):
         """
         ...
 
+    def take(self, index: int, delta: TextDelta) -> None:
+        """Read a piece of an output that is told as a whole: not all of it is read at once."""
+        ...
+
     def choice(self, index: int, delta: TextDelta) -> Choice:
         """A whole output, its deltas joined."""
         ...
@@ -118,6 +122,7 @@ class Exchange:
             async with contextlib.aclosing(self._merged()) as merged:
                 async for index, delta in merged:
                     deltas[index].append(delta)
+                    self.dialect.take(index, delta)
                     entry.note_tokens(len(delta.token_ids))
                     num_logprobs += count_logprobs(delta)
                     if num_logprobs > MAX_LOGPROBS_AT_ONCE:

@@ -42,7 +42,9 @@ class TokenTexts:
     @property
     def pieces(self) -> OutputPieces | None:
         """What tokens add to a text; None when that is not known of each."""
-        return self._tokenizer.pieces if self._tokenizer is not None else None
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.pieces(self._tokenizer.special_token_ids)
 
     def text(self, token_id: int) -> str:
         text = self._texts.get(token_id)

@@ -64,19 +64,33 @@ class ToolCallObject(msgspec.Struct):
     type: str = "function"
 
 
+class FunctionDelta(msgspec.Struct):
+    """The beginning of a call has its name, what follows only more of the arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
 class ToolCallDelta(msgspec.Struct):
     index: int
-    id: str
-    function: FunctionObject
-    type: str = "function"
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct):
+    """One message.
+
+    Attributes:
+        reasoning_content: what the model thought first; ``reasoning`` is the same by its new name.
+    """
+
     content: str | None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallObject] | UnsetType = UNSET
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
 
 
 class MessageDelta(msgspec.Struct):
@@ -84,6 +98,7 @@ class MessageDelta(msgspec.Struct):
     reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):

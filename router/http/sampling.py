@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ def sampling_params(
     request: SamplingRequest,
     *,
     max_tokens: int,
+    defaults: Mapping[str, Any] | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     structured_output: StructuredOutput | None = None,
@@ -42,11 +43,11 @@ def sampling_params(
     """The parameters of one output; raises InvalidRequestError.
 
     Args:
+        defaults: of what the request does not say.
         structured_output: what something else than ``response_format`` asks for.
     """
-    given: dict[str, Any] = {
-        name: value for name in _SAME if (value := getattr(request, name)) is not None
-    }
+    given: dict[str, Any] = dict(defaults or {})
+    given.update({name: value for name in _SAME if (value := getattr(request, name)) is not None})
     if request.top_k is not None:
         given["top_k"] = max(request.top_k, 0)  # -1 is off, too
     with as_client_wrote(request):

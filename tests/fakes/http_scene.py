@@ -19,6 +19,7 @@ from baton.tokenizer import Tokenizer
 from router.http.server import HttpServer
 from router.intake import Intake
 from router.metrics import RouterMetrics
+from router.parsers.choice import OutputParsers
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 from tests.fakes.router_scene import NO_RETRIES, RecordingDispatcher
@@ -35,10 +36,18 @@ class HttpScene:
         headers: of every request that is posted.
     """
 
-    def __init__(self, *, pair: bool = True, timeout_s: float = 60.0, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        pair: bool = True,
+        timeout_s: float = 60.0,
+        parsers: OutputParsers | None = None,
+        max_model_len: int = 100,
+        **options: Any,
+    ) -> None:
         self.pool = make_pool(max_model_len=20_000)
         if pair:
-            self.prefill, self.decode = join_pair(self.pool)
+            self.prefill, self.decode = join_pair(self.pool, max_model_len=max_model_len)
         self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), NO_RETRIES)
         self.metrics = RouterMetrics(self.pool)
         intake = Intake(
@@ -47,6 +56,7 @@ class HttpScene:
             vocab_size=4096,
             default_timeout_s=timeout_s,
             metrics=self.metrics,
+            parsers=parsers,
         )
         self.server = HttpServer(intake, self.pool, self.metrics, model_name=MODEL, **options)
         self.headers: dict[str, str] = {}

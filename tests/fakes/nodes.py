@@ -124,10 +124,16 @@ class HandNode:
         self.pool.remove(self.node)
 
 
-def join_pair(pool: NodePool, number: int = 0) -> tuple[HandNode, HandNode]:
+def join_pair(
+    pool: NodePool, number: int = 0, *, max_model_len: int = 100
+) -> tuple[HandNode, HandNode]:
     """A prefill and a decode node that reach each other."""
-    prefill = HandNode(pool, make_registration(f"p{number}", NodeRole.PREFILL))
-    decode = HandNode(pool, make_registration(f"d{number}", NodeRole.DECODE))
+    prefill, decode = (
+        HandNode(
+            pool, make_registration(f"{role.value[0]}{number}", role, max_model_len=max_model_len)
+        )
+        for role in (NodeRole.PREFILL, NodeRole.DECODE)
+    )
     prefill.reach(decode)
     return prefill, decode
 

@@ -19,7 +19,7 @@ from baton.wire_types import sampling_params_from_proto
 from kvconnector import messages
 from kvconnector.peer_info import PeerInfo
 from router.http.completions import _check_unsupported, _prompts
-from router.http.conversation import chat_prompt, forced_call, output_parser
+from router.http.conversation import chat_prompt, forced_call, parser_context
 from router.http.decoding import decode
 from router.http.errors import ApiError
 from router.http.sampling import sampling_params
@@ -34,7 +34,7 @@ def http_chat(data: bytes) -> None:
     body, _ = decode(data, ChatRequest)
     params = sampling_params(body, max_tokens=1, structured_output=forced_call(body))
     chat_prompt(body)
-    output_parser(body)
+    parser_context(body, "")
     assert params.n >= 1
 
 

@@ -226,7 +226,7 @@ def test_a_tool_call_and_its_result_go_through_the_template(client: openai.OpenA
     assert without.usage.prompt_tokens < answer.usage.prompt_tokens  # the model hears of none
 
 
-def test_a_streamed_tool_call_comes_as_one(client: openai.OpenAI) -> None:
+def test_the_arguments_of_a_call_are_streamed(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
             model=MODEL, messages=MESSAGES, tools=[WEATHER], max_tokens=100, stream=True,
@@ -235,10 +235,14 @@ def test_a_streamed_tool_call_comes_as_one(client: openai.OpenAI) -> None:
     )  # fmt: skip
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert joined(chunks) == "I look. "
-    (call,) = calls
-    assert call.index == 0
-    assert call.function is not None
-    assert json.loads(call.function.arguments or "")["city"] in ("Bonn", "Rome")
+    first, *rest = calls
+    assert first.id
+    assert first.function is not None
+    assert first.function.name == "get_weather"
+    assert rest
+    assert all(call.id is None and call.index == 0 for call in rest)
+    arguments = "".join(call.function.arguments or "" for call in calls if call.function)
+    assert json.loads(arguments)["city"] in ("Bonn", "Rome")
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 

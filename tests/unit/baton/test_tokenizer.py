@@ -79,6 +79,18 @@ def test_decoding_leaves_special_tokens_out() -> None:
     assert TOKENIZER.decode([*SPECIAL, *ids, *SPECIAL]) == "ab"
 
 
+def test_special_tokens_are_shown_where_they_are_wanted() -> None:
+    ids = [*TOKENIZER.encode("ab"), *SPECIAL]
+    names = "<|endoftext|><|im_start|><|im_end|>"
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == f"ab{names}"
+    one = TOKENIZER.special_token_id("<|im_start|>")
+    assert one == SPECIAL[1]
+    assert TOKENIZER.special_token_id("ab") is None
+    for tokenizer in (TOKENIZER, CountingTokenizer()):
+        detokenizer = Detokenizer(tokenizer, shown_token_ids=frozenset([one]))
+        assert "".join(detokenizer.push([i]) for i in ids) == "ab<|im_start|>"
+
+
 # ---------------------------------------------------------------- piece by piece
 
 
@@ -128,12 +140,15 @@ def test_an_output_of_special_tokens_alone_is_no_text() -> None:
 class CountingTokenizer:
     """One whose tokens cannot be looked at one by one; counts the tokens that are decoded."""
 
-    pieces = None
+    special_token_ids = TOKENIZER.special_token_ids
     num_decoded = 0
 
-    def decode_at_once(self, ids: Sequence[int]) -> str:
+    def pieces(self, skipped: frozenset[int]) -> None:
+        return None
+
+    def decode_at_once(self, ids: Sequence[int], skipped: frozenset[int]) -> str:
         self.num_decoded += len(ids)
-        return TOKENIZER.decode_at_once(ids)
+        return TOKENIZER.decode_at_once(ids, skipped)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "special", "text", "mixed", "bytes and text"])
@@ -285,6 +300,46 @@ def test_tools_and_options_reach_the_template(tmp_path: Path) -> None:
 def test_a_template_that_does_not_look_at_tools_takes_none(tmp_path: Path) -> None:
     assert not TOKENIZER.takes_tools
     assert not Tokenizer(copy_demo(tmp_path, chat_template=None)).takes_tools
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "größer"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def test_a_template_that_takes_no_tools_is_told_them_in_the_system_message() -> None:
+    user, system = {"role": "user", "content": "hi"}, {"role": "system", "content": "be short"}
+    text = TOKENIZER.render_chat([system, user], tools=[TOOL])
+    assert text.startswith("<|im_start|>system\nbe short\n\n# Tools")
+    assert '<tools>\n{"type": "function", "function": {"name": "f", "description": "größer"' in text
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert TOKENIZER.render_chat([user], tools=[TOOL]).startswith("<|im_start|>system\n# Tools")
+    called: list[dict[str, Any]] = [
+        user,
+        {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "a"},
+        {"role": "tool", "tool_call_id": "2", "content": "b"},
+    ]
+    one = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert TOKENIZER.render_chat(called, tools=[TOOL]).endswith(
+        f"<|im_start|>assistant\n{one}\n{one}<|im_end|>\n<|im_start|>user\n<tool_response>\na\n"
+        "</tool_response>\n<tool_response>\nb\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_without_system_messages_is_told_the_tools_in_the_first_one(
+    tmp_path: Path,
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = Tokenizer(copy_demo(tmp_path, chat_template=template))
+    text = tokenizer.render_chat([{"role": "user", "content": "hi"}], tools=[TOOL])
+    assert text.startswith("# Tools")
+    assert text.endswith("</tool_call>\n\nhi")
+    with pytest.raises(InvalidRequestError, match="no system"):
+        tokenizer.render_chat([{"role": "system", "content": "hi"}], tools=[TOOL])
 
 
 def test_what_a_template_refuses_is_an_invalid_request(tmp_path: Path) -> None:

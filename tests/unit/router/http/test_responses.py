@@ -16,7 +16,7 @@ from router.http.conversation import chat_prompt
 from router.http.ignored_fields import IGNORED_FIELDS_HEADER
 from router.http.response_output import Event, Items
 from router.http.response_request import ResponsesRequest, as_response_fields, chat_request
-from router.http.responses import FunctionObject, MessageDelta, ToolCallDelta
+from router.http.responses import FunctionDelta, MessageDelta, ToolCallDelta
 from tests.fakes.http_scene import HttpScene, on_http, until
 
 PATH = "/v1/responses"
@@ -257,8 +257,9 @@ def push_all(messages: list[MessageDelta], status: str = "completed") -> tuple[I
 
 def test_reasoning_texts_and_calls_are_items_of_their_own_in_their_order() -> None:
     def call(index: int, arguments: str, name: str = "") -> ToolCallDelta:
-        function = FunctionObject(name, arguments)
-        return ToolCallDelta(index, f"call_{index}" if name else "", function)
+        if not name:
+            return ToolCallDelta(index, FunctionDelta(arguments))
+        return ToolCallDelta(index, FunctionDelta(arguments, name), f"call_{index}", "function")
 
     items, events = push_all(
         [

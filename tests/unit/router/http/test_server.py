@@ -265,11 +265,6 @@ async def test_what_is_no_request_of_the_api_has_an_error_in_its_shape(scene: Ht
         ),
         (
             CHAT,
-            {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]},
-            "tools: this checkpoint's chat template takes none",
-        ),
-        (
-            CHAT,
             {"messages": MESSAGES, "tool_choice": "required"},
             "tool_choice: is 'required', but there are no tools",
         ),

@@ -1,0 +1,72 @@
+"""Tools for chat templates that know none: told in the system message, in Hermes' form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_BEFORE = """\
+# Tools
+
+You may call functions. Their signatures, as JSON, are within <tools></tools>:
+<tools>
+"""
+_BEHIND = """
+</tools>
+
+To call one, write its name and its arguments, as JSON, within <tool_call></tool_call>:
+<tool_call>
+{"name": <function name>, "arguments": <arguments as a JSON object>}
+</tool_call>"""
+
+
+def with_tools(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    in_system_message: bool = True,
+) -> list[dict[str, Any]]:
+    """A conversation that says by itself what the tools are, what was called and what came of it.
+
+    Args:
+        in_system_message: else in the first message, for templates that take no system's.
+    """
+    lines = (json.dumps(tool, ensure_ascii=False) for tool in tools)
+    told = f"{_BEFORE}{chr(10).join(lines)}{_BEHIND}"
+    plain = _without_calls(messages)
+    first = plain[0] if plain else {"role": "user", "content": ""}
+    if first["role"] == "system":
+        content = f"{first.get('content') or ''}\n\n{told}".lstrip()
+        return [{**first, "content": content}, *plain[1:]]
+    if in_system_message:
+        return [{"role": "system", "content": told}, *plain]
+    return [{**first, "content": f"{told}\n\n{first.get('content') or ''}"}, *plain[1:]]
+
+
+def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as a text of the assistant, their results as one of the user."""
+    plain: list[dict[str, Any]] = []
+    was_result = False
+    for message in messages:
+        is_result = message.get("role") == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            if was_result:
+                plain[-1]["content"] += f"\n{text}"
+            else:
+                plain.append({"role": "user", "content": text})
+        elif calls := message.get("tool_calls"):
+            texts = [*filter(None, [message.get("content")]), *map(_call_text, calls)]
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            plain.append({**kept, "content": "\n".join(texts)})
+        else:
+            plain.append(dict(message))
+        was_result = is_result
+    return plain
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    written = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>"

@@ -1,0 +1,63 @@
+"""What an output consists of: text, reasoning and calls; and what divides it into these."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thinks before it answers; the next piece of it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """A call of a function; its arguments follow."""
+
+    name: str
+    call_id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next piece of the arguments of the call that began last: JSON, as the model wrote it."""
+
+    text: str
+
+
+Part = str | Reasoning | CallBegins | CallArguments
+"""A text is what the assistant says."""
+
+
+class OutputParser(Protocol):
+    """Divides one output that comes in pieces, in its order. It never raises.
+
+    However the output is cut into pieces, the joined parts are the same; and the time that it
+    takes grows with the output only.
+    """
+
+    def push(self, text: str) -> Iterator[Part]:
+        """What is certain now: a tag's beginning is held back until it is whole or none."""
+        ...
+
+    def finish(self) -> Iterator[Part]:
+        """The rest; the output is at its end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ParserContext:
+    """What a parser may know of its request.
+
+    Attributes:
+        tools: the parameters (a JSON schema) of each function that is offered, by its name.
+        prompt_end: the last characters of the prompt, special tokens included.
+    """
+
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    prompt_end: str = ""

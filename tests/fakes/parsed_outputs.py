@@ -1,0 +1,58 @@
+"""What parsers find in an output, put together, for tests that compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from router.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
+from router.parsers.base import (
+    CallArguments,
+    CallBegins,
+    OutputParser,
+    ParserContext,
+    Part,
+    Reasoning,
+)
+from router.parsers.plain import PlainText
+from router.parsers.think import ThinkFirst
+
+Found = list[str | Reasoning | tuple[str, str]]
+"""Texts, reasoning, and calls with their arguments, in their order."""
+TOOLS: dict[str, Any] = {
+    "f": {"properties": {"x": {"type": "string"}, "n": {"type": "integer"}}},
+    "g": {},
+}
+
+
+def make_parser(name: str, prompt_end: str = "") -> OutputParser:
+    """One of calls or of reasoning, by its name."""
+    context = ParserContext(TOOLS, prompt_end)
+    if name in TOOL_CALL_PARSERS.names():
+        return TOOL_CALL_PARSERS.load(name)(context)
+    return ThinkFirst(REASONING_PARSERS.load(name)(context), PlainText())
+
+
+def parse(parser: OutputParser, pieces: Iterable[str]) -> Found:
+    """What it finds, with neighbours of one kind joined."""
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    return put_together([*parts, *parser.finish()])
+
+
+def put_together(parts: Iterable[Part]) -> Found:
+    found: Found = []
+    for part in parts:
+        last = found[-1] if found else None
+        match part:
+            case CallBegins(name):
+                found.append((name, ""))
+            case CallArguments(text):
+                assert isinstance(last, tuple), "arguments of no call"
+                found[-1] = (last[0], last[1] + text)
+            case Reasoning(text) if isinstance(last, Reasoning):
+                found[-1] = Reasoning(last.text + text)
+            case str() if isinstance(last, str):
+                found[-1] = last + part
+            case _:
+                found.append(part)
+    return found

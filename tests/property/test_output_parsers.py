@@ -1,0 +1,39 @@
+"""Property test: any output in any pieces is parsed alike, by every parser, and none raises."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from router.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
+from router.parsers.base import Reasoning
+from tests.fakes.parsed_outputs import make_parser, parse
+from tests.property.num_examples import num_examples
+
+PIECES = (
+    "<tool_call>", "</tool_call>", "<tool", "_call>", '{"name": "f", "arguments": ', '{"x": "a"}',
+    '{"name": "g", "parameters": {}}', "}", "{", "[", "]", '"', "\\", ",", ":", ";", " ", "\n",
+    "[TOOL_CALLS]", "[ARGS]", "f", "g", "(", ")", "x=1", "x='a'", "<function=f>", "<parameter=x>",
+    "</parameter>", "</function>", "<|python_tag|>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>", "```json\n", "<|channel|>", "analysis", "final", "commentary",
+    " to=functions.f", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<think>", "</think>",
+    "é", "日", "null", "1", "\\ud800", "\x00", "'",
+)  # fmt: skip
+NAMES = [*TOOL_CALL_PARSERS.names(), *REASONING_PARSERS.names()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_output_in_any_pieces_is_parsed_alike(name: str) -> None:
+    rng = random.Random(f"outputs of {name}")
+    for _ in range(num_examples(400)):
+        text = "".join(rng.choices(PIECES, k=rng.randint(0, 14)))
+        prompt_end = rng.choice(("", "<think>\n"))
+        whole = parse(make_parser(name, prompt_end), [text])
+        assert parse(make_parser(name, prompt_end), text) == whole
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 4)))
+        bounds = zip([0, *cuts], [*cuts, len(text)], strict=True)
+        assert parse(make_parser(name, prompt_end), [text[a:b] for a, b in bounds]) == whole
+        for part in whole:
+            said = part.text if isinstance(part, Reasoning) else "".join(part)
+            said.encode()
