@@ -47,13 +47,17 @@ class Connection(asyncio.Protocol):
         waits_since: for a request, by the loop's clock.
     """
 
-    def __init__(self, listener: Listener, address: str, inner: asyncio.Protocol) -> None:
+    def __init__(
+        self, listener: Listener, address: str, inner: asyncio.Protocol, sock: socket.socket
+    ) -> None:
         self.address = address
         self.inner = inner
         self.waits_since = 0.0
         self.setup: asyncio.Task[None] | None = None
         self._listener = listener
+        self._socket = sock
         self._transport: asyncio.Transport | None = None
+        self._is_aborted = False
         self._is_lost = False
 
     @property
@@ -63,10 +67,13 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once, whatever is under way."""
+        self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
-        elif self.setup is not None:
-            self.setup.cancel()
+            return
+        # It is being set up. Not cancelled amid that: the loop would keep its descriptor for ever.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Forget the connection: it is closed, or never came up."""
@@ -78,6 +85,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if self._is_aborted:
+            self.end()
+            self.inner = asyncio.Protocol()  # which serves nothing
+            self._transport.abort()
         self.inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -238,7 +249,7 @@ class Listener:
             self.counts.refused += 1
             sock.close()
             return
-        connection = Connection(self, address, self._make_protocol())
+        connection = Connection(self, address, self._make_protocol(), sock)
         self._of_protocol[connection.inner] = connection
         self._num_of[address] = self._num_of.get(address, 0) + 1
         self.counts.open += 1
@@ -281,7 +292,7 @@ class Listener:
             await loop.connect_accepted_socket(
                 lambda: connection, sock, ssl=self._ssl, ssl_handshake_timeout=timeout_s
             )
-        except (OSError, asyncio.CancelledError) as error:  # gone, no TLS, or it made way
+        except (OSError, asyncio.CancelledError) as error:  # gone, or no TLS
             if isinstance(error, ssl.SSLError):
                 self._note_refused_handshake(connection.address, error)
             sock.close()

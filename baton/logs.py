@@ -25,7 +25,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 MAX_WAITING = 10_000
 # What is ours. Libraries are heard from `info` on: what gRPC and asyncio debug is themselves.
-_OURS = (
+OURS = (
     "baton", "router", "prefill_node", "decode_node", "sim_node", "loadtest", "engine",
     "kvconnector", "models", "baton_kernels",
 )  # fmt: skip
@@ -68,14 +68,14 @@ def change_log_level(level: str) -> str:
     Raises ConfigError for an unknown level.
     """
     _check_level(level)
-    previous = logging.getLevelName(logging.getLogger(_OURS[0]).getEffectiveLevel()).lower()
+    previous = logging.getLevelName(logging.getLogger(OURS[0]).getEffectiveLevel()).lower()
     _set_level(level)
     return previous
 
 
 def _set_level(level: str) -> None:
     number = logging.getLevelNamesMapping()[level.upper()]
-    for name in _OURS:
+    for name in OURS:
         logging.getLogger(name).setLevel(number)
     logging.getLogger().setLevel(max(number, logging.INFO))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it when it is imported
 
+from baton import logs
 from engine.kv_retention import NULL_BLOCK
 from engine.scheduler import Scheduler
 from tests.fakes.dead_engines import died_on_purpose
@@ -31,6 +33,16 @@ settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
 )
 settings.load_profile("baton")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A program that a test runs in this process sets levels: the next test has the usual ones."""
+    loggers = [logging.getLogger(name) for name in (None, *logs.OURS)]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

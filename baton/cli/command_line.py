@@ -39,6 +39,7 @@ def with_option_names(text: str, options: Iterable[str]) -> str:
         return f"--{name.replace('_', '-')}" if name else found[0]
 
     # One word may be a word of the text: it is an option only in front.
+    text = text.removeprefix("structured_output.")  # each of its fields has an option
     return re.sub(r"^[a-z]\w*(?=: )|\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b", option, text)
 
 

@@ -72,7 +72,10 @@ class Client:
         if self.num_attempts > 1:  # its earlier attempts, too
             known.append(prompt)
         most = max((num_equal(prompt, other) for other in known), default=0)
-        assert self.num_cached_tokens <= most, "it found another tenant's"
+        assert self.num_cached_tokens <= most, (
+            f"{self.call.request_id} found {self.num_cached_tokens} of {len(prompt)} cached; "
+            f"others computed {most} of them; {self.num_attempts} attempts"
+        )
 
     @property
     def is_done(self) -> bool:

@@ -42,4 +42,4 @@ def test_the_command_of_the_page_gives_a_verdict(tmp_path: Path) -> None:
 def test_an_untold_slo_is_one_line(tmp_path: Path) -> None:
     options = ["--up", "x", "--rate", "1", "--duration-s", "5", "--slo", ""]
     done = baton("loadtest", "compare", *options, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (1, "error: slo: must be given; goodput decides\n")
+    assert (done.returncode, done.stderr) == (1, "error: --slo: must be given; goodput decides\n")

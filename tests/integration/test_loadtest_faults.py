@@ -43,7 +43,7 @@ def test_faults_come_at_their_times_and_leave_no_block(tmp_path: Path) -> None:
         ([], "target, up: exactly one of them must be given"),
         (["--target", "grpc://127.0.0.1:1", "--fault", "kill p0 @1s"], "p0 must be one of nobody"),
         (["--target", "grpc://127.0.0.1:1", "--fault", "drop 1% of pushes @1-2s"], r"(--up)"),
-        (["--target", "x", "--fault", "kill p0 @8s"], "must end before duration_s (5.0)"),
+        (["--target", "x", "--fault", "kill p0 @8s"], "must end before --duration-s (5.0)"),
         (["--up", "no/such/model"], "no/such/model"),
         (["--target", "x", "--find-max-goodput"], "--find-max-goodput: needs --slo, and --rate"),
         (

@@ -207,7 +207,7 @@ def test_each_refusal_is_one_line_in_the_terminal(system: System, tmp_path: Path
         ),
         (
             ["--tls-ca", ca, "--tls-cert", eve.cert, "--tls-key", system.tls("client").key],
-            f"error: tls_key: {system.tls('client').key} is not the key of the certificate in "
+            f"error: --tls-key: {system.tls('client').key} is not the key of the certificate in "
             f"{eve.cert}",
         ),
     ]
@@ -215,7 +215,7 @@ def test_each_refusal_is_one_line_in_the_terminal(system: System, tmp_path: Path
         assert baton("generate", "x", *router, *arguments, code=1) == f"{line}\n"
     said = baton("admin", "nodes", *router, "--tls-ca", ca, code=1)
     assert said == (
-        f"error: router: {system.config.listen} cannot be reached (it wants a client certificate "
+        f"error: --router: {system.config.listen} cannot be reached (it wants a client certificate "
         "(--tls-cert, --tls-key))\n"
     )
 
@@ -254,7 +254,7 @@ def test_a_node_of_another_ca_says_why_and_how_long_it_tried(
     warning, error = said.splitlines()  # and not one for each try
     assert warning.endswith(f"router {system.config.listen} is tried again: {why}")
     assert error == (
-        f"error: router: {system.config.listen} cannot be reached (tried for 3 s): {why}"
+        f"error: --router: {system.config.listen} cannot be reached (tried for 3 s): {why}"
     )
 
 
