@@ -46,7 +46,9 @@ def snippets() -> list[tuple[str, str]]:
     """Language and text of all that can be run while a router runs."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(python|sh)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    found = [(kind, text) for kind, text in blocks if not text.startswith(("make", "pip", ".venv/bin/"))]
+    found = [
+        (kind, text) for kind, text in blocks if not text.startswith(("make", "pip", ".venv/bin/"))
+    ]
     assert {kind for kind, _ in found} == {"python", "sh"}
     return found
 
