@@ -12,6 +12,11 @@ from baton.audit_log import HELP as AUDIT_LOG_HELP
 from baton.audit_log import STANDARD_OUTPUT
 from baton.cli.command_line import CommandLine
 from baton.cli.log_options import LogFormatOption, LogLevelOption
+from baton.cli.text_options import (
+    ChatTemplateOption,
+    GenerationConfigOption,
+    ServedModelNameOption,
+)
 from baton.cli.tls_options import (
     InsecureOption,
     RequireClientCertsOption,
@@ -152,9 +157,7 @@ def router(
         str,
         typer.Option(help='Web pages of this origin may call the HTTP API; "*": of all.'),
     ] = "",
-    served_model_name: Annotated[
-        str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
-    ] = "",
+    served_model_name: ServedModelNameOption = "",
     strict_fields: Annotated[
         bool,
         typer.Option(
@@ -162,17 +165,8 @@ def router(
             "these in a header of the answer (X-Baton-Ignored-Fields)."
         ),
     ] = False,
-    chat_template: Annotated[
-        str,
-        typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
-    ] = "",
-    generation_config: Annotated[
-        str,
-        typer.Option(
-            help="auto: what the checkpoint's generation_config.json recommends to sample with is "
-            "the default of HTTP requests; or none."
-        ),
-    ] = "auto",
+    chat_template: ChatTemplateOption = "",
+    generation_config: GenerationConfigOption = "auto",
     tool_call_parser: Annotated[
         str,
         typer.Option(

@@ -8,6 +8,11 @@ from typing import Annotated
 import typer
 
 from baton.addresses import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
+from baton.cli.text_options import (
+    ChatTemplateOption,
+    GenerationConfigOption,
+    ServedModelNameOption,
+)
 from baton.cli.tls_options import InsecureOption
 
 
@@ -19,20 +24,9 @@ def up(
     http_listen: Annotated[
         str, typer.Option(help='host:port of the OpenAI-compatible HTTP API; "": none.')
     ] = DEFAULT_HTTP_ADDRESS,
-    served_model_name: Annotated[
-        str, typer.Option(help="What HTTP clients call the model; as --model if not given.")
-    ] = "",
-    chat_template: Annotated[
-        str,
-        typer.Option(help="A Jinja file that is used instead of the checkpoint's chat template."),
-    ] = "",
-    generation_config: Annotated[
-        str,
-        typer.Option(
-            help="auto: what the checkpoint's generation_config.json recommends to sample with is "
-            "the default of HTTP requests; or none."
-        ),
-    ] = "auto",
+    served_model_name: ServedModelNameOption = "",
+    chat_template: ChatTemplateOption = "",
+    generation_config: GenerationConfigOption = "auto",
     tool_call_parser: Annotated[
         str,
         typer.Option(help="How the model writes calls of tools; as of `baton router`."),
