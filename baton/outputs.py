@@ -148,7 +148,10 @@ class Receipt:
     def num_cached_tokens(self) -> int:
         """Of the prompt, found in the prefix cache of the node that computed the rest of it."""
         computed_by = self.prefill or self.decode
-        return computed_by.num_cached_tokens if computed_by is not None else 0
+        if computed_by is None:
+            return 0
+        # A later attempt goes on behind output tokens, and may find these, too.
+        return min(computed_by.num_cached_tokens, self.num_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,3 +42,10 @@ def test_an_end_without_an_account_of_the_decode_node() -> None:
     assert receipt_line(stopped) == START + "ended on d0 by a stop string"
     first = dataclasses.replace(stopped, decode_node="")
     assert receipt_line(first) == START + "ended on p0 with its token"
+
+
+def test_no_more_than_the_prompt_was_cached_of_it() -> None:
+    """A retry behind four outputs found these with the prompt: 7 of 3 tokens were told."""
+    retried = dataclasses.replace(PREFILL_RECEIPT, num_cached_tokens=7)
+    receipt = dataclasses.replace(RECEIPT, num_attempts=2, prefill=retried)
+    assert receipt.num_cached_tokens == 3
