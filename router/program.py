@@ -176,7 +176,7 @@ async def serve(config: RouterConfig) -> None:
         parsers=parsers,
         sampling_defaults=config.texts.sampling_defaults(folder),
     )
-    intake.start()  # its processes end with this one
+    intake.start()
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
     access = _make_access(config)
@@ -208,6 +208,7 @@ async def serve(config: RouterConfig) -> None:
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
+        intake.close()
         await asyncio.to_thread(access.audit.close)
 
 

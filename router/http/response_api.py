@@ -117,5 +117,5 @@ async def responses(
         body=body,
         call=call,
         dialect=dialect,
-        head=ResponseHead(given, request[REQUEST_ID]),
+        head=ResponseHead(given, request[REQUEST_ID], call.sampling_params),
     ).respond()

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from baton.sampling_params import SamplingParams
 from router.http.response_request import ResponsesRequest
 from router.http.responses import MessageDelta, ToolCallDelta, Usage
 
@@ -213,9 +214,10 @@ class ResponseHead:
 
     Args:
         request_id: names the answer.
+        params: what it is sampled with, defaults included.
     """
 
-    def __init__(self, request: ResponsesRequest, request_id: str) -> None:
+    def __init__(self, request: ResponsesRequest, request_id: str, params: SamplingParams) -> None:
         self._fields: dict[str, Any] = {
             "id": f"resp_{request_id}",
             "object": "response",
@@ -235,12 +237,12 @@ class ResponseHead:
             },
             "service_tier": "default",
             "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": params.temperature,
             "text": {"format": _format_of(request)},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_logprobs": 0,
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": params.top_p,
             "truncation": "disabled",
             "user": request.user,
         }

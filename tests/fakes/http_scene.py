@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import wraps
 from pathlib import Path
@@ -43,6 +43,7 @@ class HttpScene:
         timeout_s: float = 60.0,
         parsers: OutputParsers | None = None,
         max_model_len: int = 100,
+        sampling_defaults: Mapping[str, float | int] | None = None,
         **options: Any,
     ) -> None:
         self.pool = make_pool(max_model_len=20_000)
@@ -57,6 +58,7 @@ class HttpScene:
             default_timeout_s=timeout_s,
             metrics=self.metrics,
             parsers=parsers,
+            sampling_defaults=sampling_defaults,
         )
         self.server = HttpServer(intake, self.pool, self.metrics, model_name=MODEL, **options)
         self.headers: dict[str, str] = {}

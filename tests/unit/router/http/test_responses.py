@@ -179,6 +179,17 @@ async def test_an_answer_has_a_message_and_says_what_it_cost(scene: HttpScene) -
     assert usage["input_tokens_details"]["cached_tokens"] >= 0
 
 
+@on_http(sampling_defaults={"temperature": 0.25})
+async def test_an_answer_says_what_it_was_sampled_with(scene: HttpScene) -> None:
+    """It said OpenAI's default where the checkpoint's was used."""
+    reply = scene.post(PATH, input="x", top_p=0.5)
+    command = await scene.command()
+    scene.say(command, 0, "one", last=FinishReason.STOP)
+    body = await (await reply).json()
+    assert command.sampling_params.temperature == body["temperature"] == 0.25
+    assert command.sampling_params.top_p == body["top_p"] == 0.5
+
+
 @on_http()
 async def test_a_stream_has_all_events_of_a_message(scene: HttpScene) -> None:
     reply = scene.post(PATH, input="x", stream=True, max_output_tokens=5)
