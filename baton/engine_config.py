@@ -21,7 +21,8 @@ class EngineConfig:
     """Checked when made; raises ConfigError naming the option.
 
     Attributes:
-        dtype: of weights and computation; ``auto`` is float32 on a CPU, else the checkpoint's own.
+        dtype: of weights and computation; ``auto`` is float32 on a CPU, else the checkpoint's own,
+            and bfloat16 where that is float32.
         kv_cache_dtype: of keys and values in the cache: ``auto`` as ``dtype``, or ``fp8`` (e4m3),
             which takes half or a quarter of the bytes, with the checkpoint's scales where it has
             any.

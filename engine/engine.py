@@ -27,6 +27,7 @@ from engine.device_choice import (
     choose_dtype,
     choose_kv_cache_dtype,
     fit_to_device,
+    make_current,
 )
 from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
@@ -41,7 +42,7 @@ from engine.kv_cache import (
 from engine.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.memory_profile import measure_kv_cache_bytes
 from engine.metrics import EngineMetrics
-from engine.model_runner import AfterLayer, LaunchedStep
+from engine.model_runner import AfterLayer, AnyPreparedStep, LaunchedStep
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler
@@ -137,7 +138,10 @@ class Engine:
         )
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
-        self._worker = _make_worker(device, config.async_scheduling)
+        self._device, runs_ahead = device, config.async_scheduling
+        if runs_ahead is None:  # on a CPU the scheduler would take time from the forward
+            runs_ahead = device.type == "cuda"
+        self._worker = ThreadPoolExecutor(1, "model-runner") if runs_ahead else None
         self._in_flight: _StepInFlight | None = None
         self._busy_until = 0.0  # when the device had computed the step before
 
@@ -282,7 +286,7 @@ class Engine:
             return StepResult()
         self.last_scheduled = scheduled
         prepared = self._runner.prepare(scheduled, eager=after_layer is not None)
-        return self._end(scheduled, self._runner.launch(prepared, after_layer))
+        return self._end(scheduled, self._launch(prepared, after_layer))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
         """Begin one step, before the end of the one in flight if it can be, and end that one."""
@@ -297,12 +301,16 @@ class Engine:
             self.last_scheduled = scheduled
             prepared = self._runner.prepare(scheduled, eager=after_layer is not None)
             self._scheduler.begin(scheduled)
-            launch = self._worker.submit(self._runner.launch, prepared, after_layer)
+            launch = self._worker.submit(self._launch, prepared, after_layer)
             self._in_flight = scheduled, launch
             if before is not None:
                 result = self._end_in_flight(before)
                 self.last_scheduled = scheduled
         return result
+
+    def _launch(self, step: AnyPreparedStep, after_layer: AfterLayer | None) -> LaunchedStep:
+        make_current(self._device)  # of this thread, which need not be the one that loaded
+        return self._runner.launch(step, after_layer)
 
     def _end_in_flight(self, step: _StepInFlight) -> StepResult:
         scheduled, launch = step
@@ -386,15 +394,3 @@ class Engine:
     def check(self) -> None:
         """Assert the engine's invariants; for tests and debug runs."""
         self._scheduler.check()
-
-
-def _make_worker(device: torch.device, asynchronous: bool | None) -> ThreadPoolExecutor | None:
-    """One thread that launches steps, where steps are to be asynchronous."""
-    # A GPU computes by itself; on a CPU the scheduler would take time from the forward.
-    on_gpu = device.type == "cuda"
-    if not (on_gpu if asynchronous is None else asynchronous):
-        return None
-    if not on_gpu:
-        return ThreadPoolExecutor(1, "model-runner")
-    # A thread's current device is its own.
-    return ThreadPoolExecutor(1, "model-runner", torch.cuda.set_device, (device,))
