@@ -46,6 +46,7 @@ from engine.model_runner import AfterLayer, AnyPreparedStep, LaunchedStep
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.warm_up import warm_up
 from models import load_model
 from models.base import CausalLM
 from models.config import ModelConfig
@@ -109,6 +110,8 @@ class Engine:
         self.max_model_len = choose_max_model_len(
             self.model_config, config, self.kv_cache_spec, self.num_blocks
         )
+        if device.type == "cuda":
+            warm_up(model, self.kv_cache_spec, config, device, backend_name, self.max_model_len)
         self.eos_token_ids = self.model_config.eos_token_ids
         self.kv_cache = allocate_kv_cache(self.kv_cache_spec, self.num_blocks, device)
         kv_cache_manager = KVCacheManager(
