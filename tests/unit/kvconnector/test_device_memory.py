@@ -39,16 +39,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 class Read(OnDevice):
     """Notes on which stream it is copied to the host."""
 
-    cuda: FakeCuda
+    device_of: FakeCuda
     streams: list[object]
 
-    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:  # type: ignore[override]
-        self.streams.append(self.cuda.stream)
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        self.streams.append(self.device_of.stream)
         return self.as_subclass(torch.Tensor).clone()
 
 
 def test_digests_do_not_wait_for_steps(cuda: FakeCuda) -> None:
-    Read.cuda, Read.streams = cuda, []
+    Read.device_of, Read.streams = cuda, []
     plain = torch.arange(4 * 2 * 8, dtype=torch.float32).view(4, 2, 8)
     on_device = BlockDigests(plain.as_subclass(Read))
     assert on_device.of([1, 3], WRITTEN, KEY) == BlockDigests(plain).of([1, 3], WRITTEN, KEY)
