@@ -36,7 +36,7 @@ def capture_stream(device_index: int) -> torch.cuda.Stream:
     stream = torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         _multiply(torch.device("cuda", device_index))
-    return stream  # type: ignore[no-any-return]
+    return stream
 
 
 def _multiply(device: torch.device) -> None:

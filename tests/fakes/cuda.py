@@ -16,15 +16,27 @@ MIB = 2**20
 WORKSPACE_BYTES = 32 * MIB  # of cuBLAS on Hopper, for each stream
 
 
+class OnDevice(torch.Tensor):
+    """Memory of the host that says it is a GPU's: ``tensor.as_subclass(OnDevice)``."""
+
+    is_cuda = True
+
+
 class FakeStream:
-    """One stream."""
+    """One stream.
+
+    Attributes:
+        num_waits: how often somebody has waited for it.
+    """
 
     def __init__(self, device: object = None) -> None:
         self.device = device
+        self.num_waits = 0
 
     def wait_stream(self, other: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self.num_waits += 1
 
 
 class FakeCuda:
@@ -34,14 +46,14 @@ class FakeCuda:
         free_bytes: of the device.
         workspaces: streams on which something was multiplied.
         stream: the current one.
+        main: the one that steps are launched on.
     """
 
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes = free_bytes
         self.workspaces: set[FakeStream] = set()
         self.streams: list[FakeStream] = []
-        self.stream = FakeStream()
-        self.synchronizations: list[FakeStream] = []
+        self.stream = self.main = FakeStream()
 
     def multiply(self, *_: object) -> None:
         """What cuBLAS does to memory."""

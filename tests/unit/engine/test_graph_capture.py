@@ -42,7 +42,7 @@ class Runner:
         self._captured = set(sizes)
         self._cuda.free_bytes -= self._held
         for _ in sizes:
-            capture(self._cuda.multiply)  # type: ignore[arg-type]
+            capture(self._cuda.multiply)
 
     @property
     def _held(self) -> int:

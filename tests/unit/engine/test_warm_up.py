@@ -13,6 +13,7 @@ from baton.errors import ConfigError
 from engine import engine as engine_module
 from engine import warm_up
 from engine.engine import Engine
+from engine.kv_cache import allocate_kv_cache
 from engine.model_runner import ModelRunner
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from models.base import CausalLM
@@ -73,14 +74,13 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
 ) -> None:
     gpu, warmed = torch.device("cuda", 0), []
     model = load_demo(num_blocks=8)._runner._model
-    runner = engine_module.make_captured_runner
-    allocate = engine_module.allocate_kv_cache
     for name, stand_in in {
         "choose_device": lambda name: gpu,
         "choose_attention_backend": lambda *_, **__: ("reference", "of this test"),
         "fit_to_device": lambda *_: None,
-        "allocate_kv_cache": lambda spec, num_blocks, device: allocate(spec, num_blocks, CPU),
-        "make_captured_runner": runner,
+        "allocate_kv_cache": lambda spec, num_blocks, device: allocate_kv_cache(
+            spec, num_blocks, CPU
+        ),
         "warm_up": lambda *arguments: warmed.append(arguments[3:]),
     }.items():
         monkeypatch.setattr(engine_module, name, stand_in)
