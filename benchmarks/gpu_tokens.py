@@ -145,8 +145,11 @@ def measure_kernels(device: str, report: Report) -> bool:
 
 def measure_attention(device: str, report: Report) -> bool:
     """Every row of `attention_gpu.py`, likewise; right is what the libraries give, too."""
-    from attention_gpu import geometric_mean, measure
+    from attention_gpu import geometric_mean, measure, peers
 
+    here, missing = peers()
+    report["libraries beside torch"] = ", ".join(here) or "none"
+    report["libraries that are not here"] = ", ".join(missing) or "none"
     rows = list(_reported(measure(device), report))
     report["decode, library / ours"] = geometric_mean(rows)
     return _all_right(rows)

@@ -55,7 +55,7 @@ def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """`[num_requests]` int64 on the device of the logits, by the Triton kernel.
 
     Args:
-        logits: `[num_requests, vocab_size]` float32.
+        logits: `[num_requests, vocab_size]`, of any floating dtype.
         tensors: `PARAMETER_TYPES`, there.
     """
     # Not before it is needed: Triton takes a while, and asks once whether to compile or interpret.

@@ -84,6 +84,7 @@ class Engine:
             ConfigError: an option does not fit the model or the machine.
         """
         device = choose_device(config.device)
+        config = config.for_device(device.type)
         use_cores(config)
         self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
         model = load(
@@ -114,13 +115,12 @@ class Engine:
             warm_up(model, self.kv_cache_spec, config, device, backend_name, self.max_model_len)
         self.eos_token_ids = self.model_config.eos_token_ids
         self.kv_cache = allocate_kv_cache(self.kv_cache_spec, self.num_blocks, device)
+        hasher = BlockHasher(config.block_size, config.prefix_hash) if config.prefix_cache else None
         kv_cache_manager = KVCacheManager(
             self.num_blocks,
             config.block_size,
             sliding_windows=self.kv_cache_spec.sliding_windows,
-            hasher=BlockHasher(config.block_size, config.prefix_hash)
-            if config.prefix_cache
-            else None,
+            hasher=hasher,
         )
         self._block_pool = kv_cache_manager.block_pool
         self._scheduler = Scheduler(

@@ -227,6 +227,7 @@ class ModelRunner:
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
         """A step that has been waited for, and its tokens on the device."""
+        logits = logits.float()  # the sampling kernel reads any dtype, the host this one
         token_ids = sample(logits, sampling)
         output = ModelRunnerOutput(
             dict(zip(sampling.request_ids, token_ids, strict=True)),

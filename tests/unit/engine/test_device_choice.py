@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.engine_config import EngineConfig
+from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from engine.device_choice import choose_dtype
 from engine.engine import Engine
@@ -91,3 +92,35 @@ def test_auto_computes_in_16_bits_on_a_gpu(
     object.__setattr__(model, "dtype", checkpoint)
     assert choose_dtype(name, device, model) is expected
     assert ("bfloat16 for a float32 checkpoint" in caplog.text) is is_said
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "expected"),
+    [
+        ({}, "cpu", (64, 1024, 512)),
+        ({}, "cuda", (256, 8192, 4096)),
+        ({"max_num_requests": 32}, "cuda", (32, 8192, 4096)),
+        ({"max_num_requests": 10_000}, "cuda", (10_000, 10_000, 4096)),
+        ({"max_num_batched_tokens": 48}, "cpu", (48, 48, 512)),
+        ({"long_prefill_token_threshold": 100}, "cuda", (256, 8192, 100)),
+    ],
+)
+def test_limits_of_a_batch_are_the_devices_unless_they_are_given(
+    options: dict[str, int], device: str, expected: tuple[int, int, int]
+) -> None:
+    config = EngineConfig(**options).for_device(device)  # type: ignore[arg-type]
+    found = (config.max_num_requests, config.max_num_batched_tokens)
+    assert (*found, config.long_prefill_token_threshold) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["max_num_requests", "max_num_batched_tokens", "long_prefill_token_threshold"]
+)
+def test_a_negative_limit_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: must be 0 or more, got -1"):
+        EngineConfig(**{name: -1})  # type: ignore[arg-type]
+
+
+def test_limits_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^max_num_batched_tokens: must be at least max_num_req"):
+        EngineConfig(max_num_requests=65, max_num_batched_tokens=64)
