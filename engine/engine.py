@@ -33,7 +33,6 @@ from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
 from engine.graph_capture import make_captured_runner
 from engine.kv_cache import (
-    KVCacheSpec,
     allocate_kv_cache,
     choose_max_model_len,
     choose_num_blocks,
@@ -92,7 +91,7 @@ class Engine:
         )
         fit_to_device(model, config, device)
         self.model_config = model.config
-        self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
+        self.kv_cache_spec = spec = kv_cache_spec(
             self.model_config,
             model.sliding_windows,
             config.block_size,
@@ -104,23 +103,18 @@ class Engine:
         )
         logger.info("attention backend %s: %s", backend_name, reason)
         self.num_blocks = choose_num_blocks(
-            self.kv_cache_spec,
+            spec,
             config,
-            lambda: measure_kv_cache_bytes(model, self.kv_cache_spec, config, device, backend_name),
+            lambda: measure_kv_cache_bytes(model, spec, config, device, backend_name),
         )
-        self.max_model_len = choose_max_model_len(
-            self.model_config, config, self.kv_cache_spec, self.num_blocks
-        )
+        self.max_model_len = choose_max_model_len(self.model_config, config, spec, self.num_blocks)
         if device.type == "cuda":
-            warm_up(model, self.kv_cache_spec, config, device, backend_name, self.max_model_len)
+            warm_up(model, spec, config, device, backend_name, self.max_model_len)
         self.eos_token_ids = self.model_config.eos_token_ids
-        self.kv_cache = allocate_kv_cache(self.kv_cache_spec, self.num_blocks, device)
+        self.kv_cache = allocate_kv_cache(spec, self.num_blocks, device)
         hasher = BlockHasher(config.block_size, config.prefix_hash) if config.prefix_cache else None
         kv_cache_manager = KVCacheManager(
-            self.num_blocks,
-            config.block_size,
-            sliding_windows=self.kv_cache_spec.sliding_windows,
-            hasher=hasher,
+            self.num_blocks, config.block_size, sliding_windows=spec.sliding_windows, hasher=hasher
         )
         self._block_pool = kv_cache_manager.block_pool
         self._scheduler = Scheduler(
@@ -132,7 +126,7 @@ class Engine:
             preemption=config.preemption,
         )
         self._runner = make_captured_runner(
-            model, self.kv_cache, self.kv_cache_spec, config, backend_name, self.max_model_len
+            model, self.kv_cache, spec, config, backend_name, self.max_model_len
         )
         self._has_prefix_cache = config.prefix_cache
         self._made_at = time.monotonic()
