@@ -6,11 +6,13 @@ before the call's message is read, and before it is said whether there is such a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import grpc
@@ -26,7 +28,7 @@ from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
 from baton.identity import ANYBODY_HERE, Principal, Role
 from baton.stall_watch import StallWatch
-from baton.wire_reading import MAX_LINK_PARTS, MAX_PARTS, forgiving
+from baton.wire_reading import MAX_LINK_PARTS, MAX_PARTS, Unread, forgiving, patient
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         self._stall_timeout_s = stall_timeout_s
         self._check_load = check_load
         self._access_log = access_log or AccessLog()
+        # One: several would take most turns of the interpreter from the loop.
+        self._thread = ThreadPoolExecutor(1, "long-messages")
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
         """The same with another limit."""
@@ -122,8 +126,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         # read. On the wire there is no difference.
         deserialize = handler.request_deserializer if handler else None
         if deserialize is not None:
-            max_parts = MAX_LINK_PARTS if roles == JOIN else MAX_PARTS
-            deserialize = forgiving(deserialize, max_parts)
+            deserialize = patient(deserialize, MAX_LINK_PARTS if roles == JOIN else MAX_PARTS)
         return grpc.stream_stream_rpc_method_handler(
             self._guard(method, handler, ANY if handler is None or roles is OPEN else roles),
             deserialize,
@@ -148,7 +151,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return
                 context = Context(raw, principal, shown.address, entry)
-                messages = _readable(requests)
+                messages = _readable(requests, None if roles == JOIN else self._thread)
                 request = messages if handler.request_streaming else await _only(messages)
                 behavior = _behavior(handler)
                 if inspect.isasyncgenfunction(behavior):
@@ -229,11 +232,19 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
     return request
 
 
-async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The messages of a call; raises the error of one that could not be read."""
+async def _readable(
+    requests: AsyncIterator[Any], thread: ThreadPoolExecutor | None
+) -> AsyncIterator[Any]:
+    """The messages of a call; raises the error of one that could not be read.
+
+    Args:
+        thread: reads long messages; None: they are given as they are, unread.
+    """
     async for request in requests:
         if isinstance(request, InvalidRequestError):
             raise request
+        if isinstance(request, Unread) and thread is not None:
+            request = await asyncio.get_running_loop().run_in_executor(thread, request.message)
         yield request
 
 
