@@ -26,6 +26,7 @@ from baton.call_roles import ANY, INFER, JOIN, OPEN, ROLES_OF_CALL, Roles
 from baton.credentials import grpc_credentials, traceparent
 from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
+from baton.held_calls import HeldCalls
 from baton.identity import ANYBODY_HERE, Principal, Role
 from baton.stall_watch import StallWatch
 from baton.wire_reading import MAX_LINK_PARTS, MAX_PARTS, Unread, forgiving, patient
@@ -36,7 +37,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
-# Of a message that anybody may send: names of services.
+# Of a message of health checks and reflection: names of services.
 MAX_OPEN_BYTES = 2**16
 _NOT_TOLD = ("prompt",)  # what clients wrote is nobody's business
 
@@ -101,6 +102,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         self._access_log = access_log or AccessLog()
         # One: several would take most turns of the interpreter from the loop.
         self._thread = ThreadPoolExecutor(1, "long-messages")
+        self._held = HeldCalls()
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
         """The same with another limit."""
@@ -126,9 +128,12 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         # read. On the wire there is no difference.
         deserialize = handler.request_deserializer if handler else None
         if deserialize is not None:
-            deserialize = patient(deserialize, MAX_LINK_PARTS if roles == JOIN else MAX_PARTS)
+            if roles is ANY:  # a library's
+                deserialize = forgiving(deserialize, max_bytes=MAX_OPEN_BYTES)
+            else:
+                deserialize = patient(deserialize, MAX_LINK_PARTS if roles == JOIN else MAX_PARTS)
         return grpc.stream_stream_rpc_method_handler(
-            self._guard(method, handler, ANY if handler is None or roles is OPEN else roles),
+            self._guard(method, handler, ANY if handler is None else roles),
             deserialize,
             handler.response_serializer if handler else None,
         )
@@ -139,6 +144,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
             watch: StallWatch | None = None
             entry, principal, status = AccessEntry(call=method), None, "CANCELLED"
+            held = contextlib.ExitStack()
             try:
                 shown = grpc_credentials(raw)
                 entry.address = shown.address
@@ -151,8 +157,14 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return
                 context = Context(raw, principal, shown.address, entry)
+                caller = principal.name or shown.address
+                if roles is ANY:
+                    has_messages = handler.request_streaming
+                    held.enter_context(self._held.hold_stream(caller, has_messages=has_messages))
                 messages = _readable(requests, None if roles == JOIN else self._thread)
-                request = messages if handler.request_streaming else await _only(messages)
+                request: Any = messages
+                if not handler.request_streaming:
+                    request = await self._held.only_message(caller, messages)
                 behavior = _behavior(handler)
                 if inspect.isasyncgenfunction(behavior):
                     watch = StallWatch(
@@ -185,6 +197,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 status = status_name(error) if isinstance(error, BatonError) else "INTERNAL"
                 await _abort(raw, error)
             finally:
+                held.close()
                 if roles is INFER:
                     self._access_log.write(entry, principal, status)
                 if watch is not None:
@@ -221,15 +234,6 @@ def _open(handler: Handler) -> Handler:
         request_deserializer=forgiving(handler.request_deserializer, max_bytes=MAX_OPEN_BYTES),
         response_serializer=handler.response_serializer,
     )
-
-
-async def _only(requests: AsyncIterator[Any]) -> Any:
-    """The one message of a call that takes one; raises InvalidRequestError."""
-    try:
-        request = await anext(requests)
-    except StopAsyncIteration:
-        raise InvalidRequestError("request", "no message came") from None
-    return request
 
 
 async def _readable(

@@ -48,6 +48,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         self._pool = pool
         self._access = access or Access()
         self._long = LongMessages()
+        self._one_piece = asyncio.Lock()  # in each turn of the loop, of all links
 
     async def Link(  # gRPC's naming
         self,
@@ -164,8 +165,9 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     async def _take_long(self, node: Node, message: Unread) -> str:
         pieces, problem = await self._long.read(node, message, self._pool.vocabulary)
         for piece in pieces:
-            self._pool.take(node, piece, is_checked=True)
-            await asyncio.sleep(0)  # others' turn
+            async with self._one_piece:
+                self._pool.take(node, piece, is_checked=True)
+                await asyncio.sleep(0)  # others' turn
         return problem
 
 

@@ -42,9 +42,12 @@ class LongMessages:
         reading = asyncio.get_running_loop().run_in_executor(
             self._thread, _read, message, node.registration, vocabulary
         )
-        while not reading.done():
-            node.num_missed_beats = 0  # it is not silent; we are slow
-            await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)
+        try:
+            while not reading.done():
+                node.num_missed_beats = 0  # it is not silent; we are slow
+                await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)
+        finally:
+            reading.cancel()  # of a link that ended; not begun yet, it will not be
         return reading.result()
 
 
