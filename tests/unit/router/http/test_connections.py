@@ -11,9 +11,11 @@ import zlib
 import pytest
 
 from baton.connection_limits import ConnectionLimits
+from baton.connections import Listener
 from baton.outputs import FinishReason
 from router.http import exchange
 from tests.fakes.http_scene import HttpScene, on_http, until
+from tests.fakes.router_scene import asynchronous
 
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -283,3 +285,23 @@ async def test_a_client_that_asks_whether_to_send_its_body_is_told(scene: HttpSc
     scene.say(await scene.command(), 0, "x", last=FinishReason.LENGTH)
     assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
     writer.close()
+
+
+@asynchronous
+async def test_little_is_read_of_a_connection_in_one_turn() -> None:
+    """A quarter of a megabyte of chunks of a byte each held up everybody for half a second."""
+    sizes: list[int] = []
+
+    class Taking(asyncio.Protocol):
+        def data_received(self, data: bytes) -> None:
+            sizes.append(len(data))
+
+    listener = Listener(Taking)
+    address = await listener.start("listen", "127.0.0.1:0")
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(bytes(2**20))
+    await until(lambda: sum(sizes) == 2**20)
+    writer.close()
+    listener.close()
+    assert max(sizes) <= 2**14
