@@ -176,6 +176,29 @@ async def test_a_compressed_body_is_refused_before_it_is_read(
     assert b"Connection: keep-alive" not in text
 
 
+@pytest.mark.parametrize(
+    ("content_type", "expected"),
+    [
+        ("application/json" + ";" * 7_900, 400),  # read for 2 s and more, with nobody else served
+        ("application/json; " + 'a="' * 2_600, 400),
+        ("Application/JSON ; charset=utf-8", 400),
+        (";" * 8_000, 415),
+        ("application/jsonx", 415),
+    ],
+    ids=["many", "quotes", "usual", "none", "other"],
+)
+@on_http()
+async def test_of_a_content_type_only_its_beginning_is_read(
+    scene: HttpScene, content_type: str, expected: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aiohttp.helpers.parse_content_type", None)  # quadratic
+        body = b"{"  # which is no JSON
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\n"
+        data = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        assert (await status_of(scene, data))[0] == expected
+
+
 @on_http()
 async def test_an_unknown_path_or_method_is_answered_before_its_body(scene: HttpScene) -> None:
     for method, path, expected in (
