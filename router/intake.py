@@ -322,6 +322,7 @@ class Intake:
             receipt,
             output.logprobs[: len(token_ids)],
             prompt_logprobs=output.prompt_logprobs,
+            stop_string=text.stop_string if text is not None else None,
         )
 
     async def _check_structured_output(

@@ -24,7 +24,7 @@ from baton.stop_strings import DetokenizeOptions
 from router.call import Call
 from router.choices import merge_streams
 from router.http.decoding import decode
-from router.http.errors import ApiError, known_error, status_of
+from router.http.errors import REQUEST_ID, ApiError, known_error, status_of
 from router.http.ignored_fields import note_ignored
 from router.http.options import HttpOptions
 from router.http.responses import Choice, Receipts, Response, usage_of, usage_up_to
@@ -43,7 +43,6 @@ class Body(Protocol):
 
 T = TypeVar("T", bound=Body)
 
-REQUEST_ID = web.RequestKey("request_id", str)
 ENTRY = web.RequestKey("entry", AccessEntry)
 PRINCIPAL = web.RequestKey("principal", Principal)
 SESSION_ID_HEADER = "X-Session-Id"

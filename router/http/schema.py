@@ -11,13 +11,15 @@ from typing import Any, Literal
 import msgspec
 
 MAX_SHOWN_CHARS = 256  # of what a client wrote, in an error about it
-# Fields of OpenAI's API or vLLM's without which the answer would not be the one that was asked for.
+# Fields of others' APIs without which the answer would not be the one that was asked for.
 REFUSED = {
     "functions": "is not supported: use tools",
     "use_beam_search": "is not supported",
     "bad_words": "is not supported: use banned_token_ids or logit_bias",
     "truncate_prompt_tokens": "is not supported: cut the prompt",
     "logits_processors": "is not supported",
+    "mcp_servers": "is not supported: give tools",
+    "container": "is not supported",
     "prompt_embeds": "is not supported: give texts or token ids",
 }
 
