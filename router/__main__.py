@@ -26,7 +26,7 @@ from baton.cli.tls_options import (
 )
 from baton.process import run_program
 from baton.tls_options import TlsOptions
-from router.admission import AdmissionOptions
+from router.admission_options import AdmissionOptions
 from router.connection_budget import ConnectionOptions
 from router.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.policies import POLICIES

@@ -17,7 +17,8 @@ from baton.errors import ConfigError, OverloadedError
 from baton.link import CancelCommand, PrefillCommand
 from baton.outputs import FinishReason
 from router import long_answers
-from router.admission import Admission, AdmissionOptions
+from router.admission import Admission
+from router.admission_options import AdmissionOptions
 from router.capacity import Capacity
 from router.http import exchange
 from router.http.errors import error_response
