@@ -176,6 +176,7 @@ async def serve(config: RouterConfig) -> None:
         ),
         parsers=parsers,
         sampling_defaults=config.texts.sampling_defaults(folder),
+        trusts_templates=config.texts.trust_request_chat_template,
     )
     intake.start()
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)

@@ -47,7 +47,7 @@ def with_option_names(text: str, options: Iterable[str]) -> str:
 _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
-class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,name-defined]
+class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-type]
     """Breaks lines at blanks only: an option's name stays in one piece."""
 
     def write_text(self, text: str) -> None:

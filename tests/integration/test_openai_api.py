@@ -282,7 +282,7 @@ def test_a_message_streamed_or_not_says_what_a_chat_says(
         text = "".join(stream.text_stream)
         streamed = stream.get_final_message()
     for answer in (whole, streamed):
-        (block,) = answer.content
+        block: Any = answer.content[0]
         assert (block.type, block.text) == ("text", expected.text)
         assert (
             answer.stop_reason

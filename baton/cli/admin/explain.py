@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -52,7 +52,7 @@ def explain(
     """
     if sum(map(bool, (request_id, prompt, prompt_tokens))) != 1:
         raise typer.BadParameter("give one of REQUEST_ID, --prompt and --prompt-tokens")
-    what: dict[str, str | int] = {"num_prompt_tokens": prompt_tokens}
+    what: dict[str, Any] = {"num_prompt_tokens": prompt_tokens}
     if request_id:
         what = {"request_id": request_id}
     elif prompt:

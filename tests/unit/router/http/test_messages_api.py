@@ -457,14 +457,15 @@ async def test_paths_below_that_are_not_there_fail_in_the_same_words(scene: Http
 @on_http()
 async def test_what_the_model_cannot_be_told_of_thinking_is_said(scene: HttpScene) -> None:
     """(The demo model's template knows no thinking.)"""
-    for number, (fields, told) in enumerate(
-        [
-            ({"thinking": {"type": "enabled", "budget_tokens": 2000}},
-             "thinking.budget_tokens, thinking"),
-            ({"thinking": {"type": "disabled"}}, "thinking"),
-            ({"output_config": {"effort": "low"}}, "output_config.effort"),
-        ]
-    ):  # fmt: skip
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 2000}},
+            "thinking.budget_tokens, thinking",
+        ),
+        ({"thinking": {"type": "disabled"}}, "thinking"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ]
+    for number, (fields, told) in enumerate(cases, start=1):
         reply = post(scene, **fields)
-        scene.say(await scene.command(number + 1), 0, "x", last=FinishReason.STOP)
+        scene.say(await scene.command(number), 0, "x", last=FinishReason.STOP)
         assert (await reply).headers[IGNORED_FIELDS_HEADER] == told

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from baton.errors import ConfigError, OverloadedError
 from baton.link import CancelCommand, PrefillCommand
@@ -163,7 +164,8 @@ async def test_a_refusal_says_how_many_whole_seconds_to_wait(scene: HttpScene) -
 def test_a_wait_is_rounded_up(delay_s: float, header: str) -> None:
     error = OverloadedError("full")
     error.retry_delay_s = delay_s
-    assert error_response(error).headers["Retry-After"] == header
+    request = make_mocked_request("POST", "/v1/completions")
+    assert error_response(request, error).headers["Retry-After"] == header
 
 
 @on_http()
