@@ -274,8 +274,8 @@ def test_a_message_streamed_or_not_says_what_a_chat_says(
 ) -> None:
     (expected,) = llm.chat(MESSAGES, SamplingParams(max_tokens=24, temperature=0.8, seed=11))
     given: dict[str, Any] = {
-        "model": MODEL, "messages": MESSAGES, "max_tokens": 24, "temperature": 0.8,
-        "extra_body": {"seed": 11},
+        "model": MODEL, "messages": MESSAGES, "max_tokens": 24,
+        "extra_body": {"seed": 11, "temperature": 0.8},
     }  # fmt: skip
     whole = claude.messages.create(**given)
     with claude.messages.stream(**given) as stream:
