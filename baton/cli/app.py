@@ -10,10 +10,10 @@ import typer
 import typer.main
 
 from baton.cli.command_line import HELP_NAMES, CommandLine
-from baton.cli.lazy_commands import Entry, lazy_group
+from baton.cli.lazy_commands import Entry, lazy_group, registry_of
 from baton.version import __version__
 
-COMMANDS = {
+_ENTRIES = {
     "up": Entry(
         "baton.cli.up:up",
         "Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.",
@@ -47,8 +47,9 @@ COMMANDS = {
     "certs": Entry("baton.cli.certs:app", "Make certificates for trying TLS."),
     "version": Entry("baton.cli.app:version", "Print the version."),
 }
+COMMANDS = registry_of(_ENTRIES)
 app = CommandLine(
-    cls=lazy_group(COMMANDS),
+    cls=lazy_group(_ENTRIES),
     no_args_is_help=True,
     help="Serve large language models with prefill and decode on separate machines.",
     epilog="Every option of every command can be given as an environment variable, too: "

@@ -22,9 +22,14 @@ class Entry:
     summary: str
 
 
+def registry_of(entries: Mapping[str, Entry]) -> Registry[Any]:
+    """Where the commands are."""
+    return Registry("command", {name: one.where for name, one in entries.items()})
+
+
 def lazy_group(entries: Mapping[str, Entry]) -> type[CommandGroup]:
     """All of these commands, in their order, each imported when it is called."""
-    commands: Registry[Any] = Registry("command", {name: e.where for name, e in entries.items()})
+    commands = registry_of(entries)
 
     class LazyGroup(CommandGroup):
         def list_commands(self, ctx: Any) -> list[str]:

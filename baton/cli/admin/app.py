@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from baton.cli.command_line import CommandLine
-from baton.cli.lazy_commands import Entry, lazy_group
+from baton.cli.lazy_commands import Entry, lazy_group, registry_of
 
-COMMANDS = {
+_ENTRIES = {
     "nodes": Entry(
         "baton.cli.admin.nodes:nodes",
         "List the nodes that have joined a router, how busy they are, and whom they reach.",
@@ -68,8 +68,9 @@ COMMANDS = {
         "Print the versions of this program, the router and its nodes, and whether they differ.",
     ),
 }
+COMMANDS = registry_of(_ENTRIES)
 app = CommandLine(
-    cls=lazy_group(COMMANDS),
+    cls=lazy_group(_ENTRIES),
     no_args_is_help=True,
     add_completion=False,
     help="Operate a router and its nodes. Exit codes: 0 done, 1 error or unreachable, 2 usage, "

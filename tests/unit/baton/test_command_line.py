@@ -76,7 +76,8 @@ def test_the_list_of_commands_fits_80_columns(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("group", "name"), [*(("", n) for n in COMMANDS), *(("admin", n) for n in ADMIN_COMMANDS)]
+    ("group", "name"),
+    [*(("", n) for n in COMMANDS.names()), *(("admin", n) for n in ADMIN_COMMANDS.names())],
 )
 def test_the_list_says_of_a_command_what_its_own_help_says(
     group: str, name: str, monkeypatch: pytest.MonkeyPatch
