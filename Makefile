@@ -10,7 +10,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test fuzz property-long bench performance kernels gpu-suite chaos resilience loadtest-agreement check protocol-check fmt proto train-demo-model clean
+.PHONY: help setup lock demo test fuzz property-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -70,6 +70,9 @@ resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON
 
 kernels: setup ## compile the Triton kernels for sm_80 and sm_90, no GPU needed; JSON in benchmarks/results
 	$(BIN)/python tools/compile_kernels.py
+
+lm-eval: setup ## score a real model with lm-eval, through Baton and through transformers; JSON in benchmarks/results
+	$(BIN)/python benchmarks/lm_eval_agreement.py --save
 
 loadtest-agreement: setup ## measure one load with baton loadtest, AIPerf and guidellm in turns; JSON in benchmarks/results (10 minutes)
 	$(BIN)/python benchmarks/loadtest_agreement.py --save

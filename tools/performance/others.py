@@ -1,10 +1,11 @@
-"""Rows about what other programs say of Baton: two generators of load."""
+"""Rows about what other programs say of Baton: lm-eval, and two generators of load."""
 
 from __future__ import annotations
 
 from tools.performance.rows import Area, Found, Json, Row, Source, at, number
 
 WITHIN = 0.05  # of each other
+MOST_LOGPROB_DIFFERENCE = 1e-4
 
 
 # ---------------------------------------------------------------- load tests
@@ -47,4 +48,49 @@ AGREEMENT = Source(
     ),
 )
 
-AREAS = (Area(title="By other programs", sources=(AGREEMENT,)),)
+
+# ---------------------------------------------------------------- lm-eval
+
+
+_TASKS = {
+    "baton_choice": "choice of four answers, /v1/completions with echo",
+    "baton_generation": "text, /v1/completions",
+    "baton_chat": "text, /v1/chat/completions",
+}
+
+
+def _accuracy(task: str, what: str) -> Row:
+    def measure(document: Json) -> Found:
+        row = at(document, "tasks", task)
+        [(name, ours)] = at(row, "baton").items()
+        theirs = number(row, "transformers", name)
+        otherwise = number(row, "num_judged_otherwise")
+        text = f"{ours:.2f} / {theirs:.2f} of {number(row, 'num_items'):.0f} items"
+        return Found(f"{text}, {otherwise:.0f} judged otherwise", ours == theirs and not otherwise)
+
+    return Row(what=f"accuracy, {what}: Baton / transformers", target="equal", measure=measure)
+
+
+def _logprobs(document: Json) -> Found:
+    row = at(document, "tasks", "baton_choice")
+    found = number(row, "largest_logprob_difference")
+    text = f"{found:.1e} ({number(row, 'num_logprobs'):.0f} answers)"
+    return Found(text, found <= MOST_LOGPROB_DIFFERENCE)
+
+
+LM_EVAL = Source(
+    name="lm_eval_agreement",
+    command="benchmarks/lm_eval_agreement.py",
+    intro="lm-eval on SmolLM2-135M-Instruct from one GGUF file, in float32: through a router, a"
+    " prefill node and a decode node, and through `transformers`.",
+    rows=(
+        *(_accuracy(task, what) for task, what in _TASKS.items()),
+        Row(
+            what="log-likelihood of an answer, largest difference",
+            target=f"<= {MOST_LOGPROB_DIFFERENCE:g}",
+            measure=_logprobs,
+        ),
+    ),
+)
+
+AREAS = (Area(title="By other programs", sources=(AGREEMENT, LM_EVAL)),)

