@@ -44,6 +44,12 @@ class Client:
 
 CLIENTS = (
     Client("openai"),
+    Client("litellm"),
+    Client("langchain-openai"),
+    Client("instructor"),
     Client("openai-agents"),
+    Client("pydantic-ai-slim"),
+    Client("guidellm", timeout_s=600.0),
+    Client("aiperf", timeout_s=600.0),
     Client("grpc-requests"),
 )
