@@ -24,7 +24,7 @@ from engine.engine import Engine
 from engine.request import Request
 from environment import record_environment, summary, write_results
 from handoff_churn import measure_churn
-from handoff_modes import measure_modes
+from handoff_modes import measure_macs, measure_modes
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 PROMPT_LENGTHS = (64, 256, 1000)
@@ -156,6 +156,12 @@ def report(
     return results
 
 
+def print_json(results: dict[str, object]) -> dict[str, object]:
+    """Show what was measured; returns it."""
+    Console(highlight=False, width=120).print_json(data=results)
+    return results
+
+
 def _free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -166,16 +172,18 @@ def main() -> None:
     """Measure, print, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=20, help="per prompt length")
+    parser.add_argument("--macs", action="store_true", help="only what keyed digests cost")
     arguments = parser.parse_args()
     environment = record_environment()
+    if arguments.macs:
+        write_results("handoff_macs", environment, print_json(measure_macs(arguments.requests)))
+        return
     receipts = measure(arguments.requests)
     control = measure_control(arguments.requests)
     console = Console(highlight=False, width=120)
     lengths = report(console, receipts, control)
-    modes = measure_modes(max(2, arguments.requests // 2))
-    console.print_json(data=modes)
-    churn = measure_churn()
-    console.print_json(data=churn)
+    modes = print_json(measure_modes(max(2, arguments.requests // 2)))
+    churn = print_json(measure_churn())
     shape = {
         "model": "examples/demo_model",
         "num_prefill": 1,

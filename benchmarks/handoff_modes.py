@@ -15,7 +15,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,7 @@ MODES = {
     "layers": ["--push", "layers"],
     "layers, digests": ["--push", "layers", "--kv-digests"],
 }
+MAC_MODES = ("layers", "layers, digests")
 READY_TIMEOUT_S = 300.0
 IDLE_S = 10.0
 NUM_DECODING = 32
@@ -62,12 +63,10 @@ def make_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def measure_modes(num_requests: int) -> dict[str, object]:
-    """Everything on this page."""
-    with (
-        tempfile.TemporaryDirectory(prefix="baton-bench-") as name,
-        contextlib.ExitStack() as stack,
-    ):
+@contextlib.contextmanager
+def running(modes: Sequence[str]) -> Iterator[dict[str, LocalDeployment]]:
+    """A router, a prefill and a decode node of each mode, ready."""
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as name:
         folder = make_checkpoint(Path(name))
         deployments = {
             mode: stack.enter_context(
@@ -76,14 +75,22 @@ def measure_modes(num_requests: int) -> dict[str, object]:
                         model=str(folder),
                         listen=free_address(),
                         router_args=["--no-local-prefill"],
-                        node_args=["--kv-cache-memory", "256M", "--no-prefix-cache", *arguments],
+                        node_args=[
+                            *("--kv-cache-memory", "256M", "--no-prefix-cache", *MODES[mode]),
+                        ],
                     )
                 )
             )
-            for mode, arguments in MODES.items()
+            for mode in modes
         }
         for deployment in deployments.values():
             deployment.wait_ready(READY_TIMEOUT_S)
+        yield deployments
+
+
+def measure_modes(num_requests: int) -> dict[str, object]:
+    """Each mode's hand-over by prompt length, and what it does among others and at rest."""
+    with running(list(MODES)) as deployments:
         receipts = collect_receipts(deployments, num_requests)
         results: dict[str, object] = {"modes": _modes_table(receipts)}
         results["bandwidth"] = _bandwidth(receipts)
@@ -92,6 +99,30 @@ def measure_modes(num_requests: int) -> dict[str, object]:
         time.sleep(3.0)  # what was done last is settled
         results["idle_cpu_percent_of_a_core"] = idle_cpu(deployments["layers"])
     return results
+
+
+def measure_macs(num_requests: int) -> dict[str, object]:
+    """What keyed digests cost of a hand-over, from the prompt's first step to the commit taken."""
+    with running(MAC_MODES) as deployments:
+        receipts = collect_receipts(deployments, num_requests, LENGTHS[:3])
+    table: dict[str, object] = {}
+    for length in LENGTHS[:3]:
+        plain, keyed = (
+            [
+                (r.decode.parked_s - r.prefill.queue_s) * 1e3
+                for r in receipts[mode, length]
+                if r.decode and r.prefill
+            ]
+            for mode in MAC_MODES
+        )
+        ratios = [after / before for before, after in zip(plain, keyed, strict=True)]
+        table[f"{length} tokens"] = {
+            "num_requests": len(ratios),
+            "handoff_ms": summary(plain),
+            "handoff_with_macs_ms": summary(keyed),
+            "ratio": summary(ratios, 4),
+        }
+    return table
 
 
 def collect_receipts(
@@ -166,7 +197,7 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
     target = torch.zeros_like(source)  # its pages are there
     digests, key = BlockDigests(source), BlockKey(bytes(32))
-    written = Written("r", 1, range(len(source)), (0, 8), 0, 0)
+    written = Written("r", 1, range(len(source)), (0, 8), 0, range(len(source)))
     copy_s, digest_s = [], []
     for _ in range(7):
         started = time.perf_counter()

@@ -38,7 +38,7 @@ class Written:
         places: among the blocks of the request that travel.
         layers: of each block.
         attempt: at writing them.
-        first_number: of the first digest.
+        numbers: of the digests.
     """
 
     request_id: str
@@ -46,13 +46,14 @@ class Written:
     places: Sequence[int]
     layers: LayerRange
     attempt: int
-    first_number: int
+    numbers: Sequence[int]
 
-    def context(self, index: int) -> bytes:
-        """Of one of them."""
-        numbers = (self.epoch, self.places[index], *self.layers, self.attempt)
-        fixed = b"".join(number.to_bytes(8, "big") for number in numbers)
-        return fixed + self.request_id.encode()
+    def contexts(self) -> Iterator[bytes]:
+        """Of each of them."""
+        before = self.epoch.to_bytes(8, "big")
+        after = b"".join(number.to_bytes(8, "big") for number in (*self.layers, self.attempt))
+        after += self.request_id.encode()
+        return (before + place.to_bytes(8, "big") + after for place in self.places)
 
 
 class BlockDigests:
@@ -65,18 +66,29 @@ class BlockDigests:
     def __init__(self, kv_cache: torch.Tensor) -> None:
         num_blocks, self.num_layers = kv_cache.shape[:2]
         self._layers = kv_cache.view(num_blocks, self.num_layers, -1).view(torch.uint8)
+        self._layer_bytes = self._layers.shape[2]
+        # A slice of it costs a tenth of one of the tensor, and they are cut by the thousand.
+        self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
 
     def of(self, block_ids: Sequence[int], written: Written, key: BlockKey) -> bytes:
         """``DIGEST_BYTES`` for each block."""
-        part = slice(*written.layers)
-        if self._layers.is_cuda:
-            blocks = iter(self._layers[list(block_ids), part].cpu().numpy())
-        else:
-            blocks = (self._layers[block_id, part].numpy() for block_id in block_ids)
-        return b"".join(
-            key.digest(written.first_number + index, written.context(index), block.data)
-            for index, block in enumerate(blocks)
+        parts = zip(
+            written.numbers,
+            written.contexts(),
+            self._read(block_ids, written.layers),
+            strict=True,
         )
+        return b"".join(key.digest(number, context, part) for number, context, part in parts)
+
+    def _read(self, block_ids: Sequence[int], layers: LayerRange) -> Iterator[memoryview]:
+        first, end = (layer * self._layer_bytes for layer in layers)
+        if self._memory is None:
+            copied = self._layers[list(block_ids), slice(*layers)].cpu().view(len(block_ids), -1)
+            yield from (block.data for block in copied.numpy())
+            return
+        block_bytes = self.num_layers * self._layer_bytes
+        for block_id in block_ids:
+            yield self._memory[block_id * block_bytes + first : block_id * block_bytes + end]
 
 
 class SentDigests:
@@ -100,8 +112,9 @@ class SentDigests:
         """
         first = self._num_digests
         self._num_digests += len(piece.block_ids)
+        numbers = range(first, self._num_digests)
         layers = piece.layers or (0, self._digests.num_layers)
-        written = Written(request_id, epoch, piece.indices, layers, piece.attempt, first)
+        written = Written(request_id, epoch, piece.indices, layers, piece.attempt, numbers)
         return Digests(
             engine_id=self._own_engine_id,
             request_id=request_id,
@@ -205,35 +218,36 @@ class Verifier:
             arrival is None
             or not fits
             or len(message.digests) != DIGEST_BYTES * len(message.indices)
+            or len(set(message.indices)) != len(message.indices)
         ):
             return None
         bits = (1 << layers[1]) - (1 << layers[0])
+        open_places = [
+            place
+            for place, index in enumerate(message.indices)
+            if index < len(arrival.block_ids)
+            and (arrival.layers[index] & bits != bits or (index, layers) in arrival.missing)
+            and arrival.attempts.get((index, layers), 0) == message.attempt
+        ]
+        indices = [message.indices[place] for place in open_places]
+        written = Written(
+            message.request_id,
+            message.epoch,
+            indices,
+            layers,
+            message.attempt,
+            [message.first_number + place for place in open_places],
+        )
+        found = self._digests.of([arrival.block_ids[index] for index in indices], written, key)
         wrong = []
-        for place, index in enumerate(message.indices):
-            part = (index, layers)
-            if index >= len(arrival.block_ids):
-                continue
-            if arrival.layers[index] & bits == bits and part not in arrival.missing:
-                continue
-            if arrival.attempts.get(part, 0) != message.attempt:
-                continue
-            sent = message.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-            written = Written(
-                message.request_id,
-                message.epoch,
-                (index,),
-                layers,
-                message.attempt,
-                message.first_number + place,
-            )
-            found = self._digests.of(arrival.block_ids[index : index + 1], written, key)
-            if hmac.compare_digest(found, sent):
+        for number, (place, index) in enumerate(zip(open_places, indices, strict=True)):
+            if hmac.compare_digest(_digest(found, number), _digest(message.digests, place)):
                 arrival.layers[index] |= bits
-                arrival.missing.discard(part)
+                arrival.missing.discard((index, layers))
             else:
                 arrival.layers[index] &= ~bits
-                arrival.attempts[part] = message.attempt + 1
-                arrival.missing.add(part)
+                arrival.attempts[index, layers] = message.attempt + 1
+                arrival.missing.add((index, layers))
                 wrong.append(index)
         if not wrong:
             return None
@@ -279,6 +293,10 @@ class Verifier:
         if any(index < num_blocks for index, _ in arrival.missing):
             return False
         return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])
+
+
+def _digest(digests: bytes, place: int) -> bytes:
+    return digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
 
 
 def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:

@@ -250,17 +250,17 @@ def test_digests_that_fit_nothing_are_data(message: Digests) -> None:
     assert_clean(cluster)
 
 
-WRITTEN = Written("a", 1, (0, 1), (0, 4), 0, 10)
+WRITTEN = Written("a", 1, (0, 1), (0, 4), 0, (10, 11))
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Written("b", 1, (0, 1), (0, 4), 0, 10),
-        Written("a", 2, (0, 1), (0, 4), 0, 10),
-        Written("a", 1, (2, 3), (0, 4), 0, 10),
-        Written("a", 1, (0, 1), (0, 4), 1, 10),
-        Written("a", 1, (0, 1), (0, 4), 0, 12),
+        Written("b", 1, (0, 1), (0, 4), 0, (10, 11)),
+        Written("a", 2, (0, 1), (0, 4), 0, (10, 11)),
+        Written("a", 1, (2, 3), (0, 4), 0, (10, 11)),
+        Written("a", 1, (0, 1), (0, 4), 1, (10, 11)),
+        Written("a", 1, (0, 1), (0, 4), 0, (12, 13)),
     ],
 )
 def test_the_same_bytes_written_as_anything_else_have_other_digests(other: Written) -> None:
@@ -276,14 +276,15 @@ def test_the_same_bytes_written_as_anything_else_have_other_digests(other: Writt
 def test_digests_depend_on_key_bytes_and_layers() -> None:
     cache = torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE)
     digests, key = BlockDigests(cache), BlockKey(bytes(32))
-    right = digests.of([3], WRITTEN, key)
-    assert digests.of([4], WRITTEN, key) == right  # the same bytes elsewhere in memory
-    assert digests.of([3], WRITTEN, BlockKey(b"x" * 32)) != right
-    part = Written("a", 1, (0, 1), (0, 3), 0, 10)
+    whole = Written("a", 1, (0,), (0, 4), 0, (10,))
+    right = digests.of([3], whole, key)
+    assert digests.of([4], whole, key) == right  # the same bytes elsewhere in memory
+    assert digests.of([3], whole, BlockKey(b"x" * 32)) != right
+    part = Written("a", 1, (0,), (0, 3), 0, (10,))
     of_part = digests.of([3], part, key)
     cache[3, 3] = 1.0
     assert digests.of([3], part, key) == of_part
-    assert digests.of([3], WRITTEN, key) != right
+    assert digests.of([3], whole, key) != right
 
 
 def test_no_number_is_used_twice() -> None:
