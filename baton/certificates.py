@@ -23,7 +23,6 @@ from cryptography import x509
 from baton.errors import UnauthenticatedError
 from baton.identity import Principal, Role
 
-NODE_KINDS = ("prefill", "decode", "sim")
 _WORD = r"[A-Za-z0-9._-]{1,128}"
 _CALLER = re.compile(
     rf"spiffe://{_WORD}/(?:tenant/(?P<tenant>{_WORD})/)?"

@@ -130,6 +130,17 @@ def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTem
         raise ConfigError(f"chat_template: {error}") from error
 
 
+def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """A template that a client names; raises InvalidRequestError when it does not compile.
+
+    It can take any time and memory: for processes that can be ended only.
+    """
+    try:
+        return ChatTemplate({DEFAULT: source}, special_tokens, Path("the request"))
+    except (ModelLoadError, SyntaxError, ValueError, RecursionError) as error:
+        raise InvalidRequestError("chat_template", f"is broken: {error}") from error
+
+
 def _named(value: object) -> dict[str, str]:
     """A template, or several with names, as checkpoints write them."""
     if isinstance(value, str):

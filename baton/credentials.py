@@ -13,7 +13,7 @@ from baton.identity import Credentials
 if TYPE_CHECKING:
     from aiohttp import web
 
-_AUTHORIZATION = "authorization"
+_AUTHORIZATION, _API_KEY = "authorization", "x-api-key"
 TRACEPARENT = "traceparent"  # of W3C
 
 
@@ -31,8 +31,9 @@ def traceparent(context: Any) -> str:
 
 
 def http_credentials(request: web.BaseRequest) -> Credentials:
-    """Of a request."""
+    """Of a request: its authorization, or the key alone, as Anthropic's clients send it."""
     shown = request.headers.getall(_AUTHORIZATION, [])
+    shown += [f"Bearer {key}" for key in request.headers.getall(_API_KEY, [])]
     return _credentials(shown, request.transport, request.remote or "")
 
 

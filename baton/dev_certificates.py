@@ -23,7 +23,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from baton.errors import ConfigError
 
 TRUST_DOMAIN = "baton"
-ROUTER = "router"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _BACKDATED = timedelta(minutes=5)  # clocks differ
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.block_hash import DEFAULT_HASH_ALGORITHM
 from baton.errors import ConfigError
@@ -15,13 +15,27 @@ GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_BATCHED_TOKENS = 2**20  # more would only make one step take for ever
 
+_BATCH_LIMITS = {
+    "cpu": {
+        "max_num_requests": 64,
+        "max_num_batched_tokens": 1024,
+        "long_prefill_token_threshold": 512,
+    },
+    "cuda": {
+        "max_num_requests": 256,
+        "max_num_batched_tokens": 8192,
+        "long_prefill_token_threshold": 4096,
+    },
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Checked when made; raises ConfigError naming the option.
 
     Attributes:
-        dtype: of weights and computation; ``auto`` is float32 on a CPU, else the checkpoint's own.
+        dtype: of weights and computation; ``auto`` is float32 on a CPU, else the checkpoint's own,
+            and bfloat16 where that is float32.
         kv_cache_dtype: of keys and values in the cache: ``auto`` as ``dtype``, or ``fp8`` (e4m3),
             which takes half or a quarter of the bytes, with the checkpoint's scales where it has
             any.
@@ -37,10 +51,10 @@ class EngineConfig:
             several nodes fit a machine.
         max_model_len: most tokens (prompt and output) of a request; None: what the model was
             made for, or what the KV cache holds if that is less.
-        max_num_requests: most requests in one batch.
-        max_num_batched_tokens: most tokens that one step computes.
+        max_num_requests: most requests in one batch; 0: by the device, see `for_device`.
+        max_num_batched_tokens: most tokens that one step computes; 0: likewise.
         long_prefill_token_threshold: most tokens of one prompt in a step, so that a long prompt is
-            cut into chunks and leaves room for others.
+            cut into chunks and leaves room for others; 0: likewise.
         scheduling_policy: ``fcfs`` or ``priority``.
         preemption: of a request whose blocks an older one needs. ``recompute``: it waits here and
             is computed anew; ``hand-back``: it ends here, and whoever placed it places it again.
@@ -69,9 +83,9 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     memory_utilization: float | None = None
     max_model_len: int | None = None
-    max_num_requests: int = 64
-    max_num_batched_tokens: int = 1024
-    long_prefill_token_threshold: int = 512
+    max_num_requests: int = 0
+    max_num_batched_tokens: int = 0
+    long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
     preemption: str = "recompute"
     prefix_cache: bool = True
@@ -101,10 +115,7 @@ class EngineConfig:
             raise ConfigError(f"preemption: must be one of {known}, got {self.preemption!r}")
         for name in (
             "block_size",
-            "max_num_requests",
-            "max_num_batched_tokens",
             "cuda_graph_max_batch",
-            "long_prefill_token_threshold",
             "kv_cache_bytes",
             "num_blocks",
             "max_model_len",
@@ -112,6 +123,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: must be 1 or more, got {value}")
+        for name in _BATCH_LIMITS["cpu"]:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must be 0 or more, got {getattr(self, name)}")
         share = self.memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError(f"memory_utilization: must be in (0, 1], got {share:g}")
@@ -120,11 +134,28 @@ class EngineConfig:
                 f"max_num_batched_tokens: must be {MAX_BATCHED_TOKENS} or less, "
                 f"got {self.max_num_batched_tokens}"
             )
-        if self.max_num_batched_tokens < self.max_num_requests:
+        if 0 < self.max_num_batched_tokens < self.max_num_requests:
             raise ConfigError(
                 f"max_num_batched_tokens: must be at least max_num_requests "
                 f"({self.max_num_requests}), got {self.max_num_batched_tokens}"
             )
+
+    def for_device(self, device_type: str) -> EngineConfig:
+        """The same with a number for every limit of a batch: 64 requests, 1,024 tokens and 512 of
+        one prompt on a CPU; 256, 8,192 and 4,096 on a GPU, whose steps cost much the same until
+        they are as large. A limit that is given moves the others that do not fit it.
+        """
+        limits = _BATCH_LIMITS[device_type]
+        tokens = self.max_num_batched_tokens or max(
+            limits["max_num_batched_tokens"], self.max_num_requests
+        )
+        return replace(
+            self,
+            max_num_requests=self.max_num_requests or min(limits["max_num_requests"], tokens),
+            max_num_batched_tokens=tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold
+            or limits["long_prefill_token_threshold"],
+        )
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

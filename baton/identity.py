@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+NODE_KINDS = ("prefill", "decode", "sim")  # what a certificate calls a node
+
 
 class Role(StrEnum):
     """What a caller may do; a principal has any number of them.

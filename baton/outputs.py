@@ -187,6 +187,7 @@ class TextDelta:
     Attributes:
         choice_index: which of a prompt's ``n`` outputs it belongs to.
         prompt_index: which prompt of a batch.
+        stop_string: with the last one, the stop string that ended the text, if one did.
     """
 
     request_id: str
@@ -199,6 +200,7 @@ class TextDelta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     choice_index: int = 0
     prompt_index: int = 0
+    stop_string: str | None = None
 
 
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import resource
@@ -10,9 +9,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.child_processes import PARENT_PIPE_VARIABLE
+
+if TYPE_CHECKING:
+    import asyncio
 
 _PARENT_GRACE_S = 5.0
 _MAX_DESCRIPTORS = 2**20  # containers have limits that no machine can keep
@@ -71,6 +73,8 @@ def print_error(error: object) -> None:
 
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
     """An event that SIGTERM and SIGINT set; the second such signal ends the process at once."""
+    import asyncio
+
     event = asyncio.Event()
 
     def stop() -> None:

@@ -42,15 +42,20 @@ class StopStrings:
         include: whether the text ends behind it.
 
     Attributes:
-        stopped: whether one was found; what comes after it is nobody's.
+        found: the one that ended the text; None: not yet.
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
-        self.stopped = False
+        self.found: str | None = None
         self._include = include
         self._searches = [_Search(text) for text in stop]
         # The end of the text so far that may still become a stop string.
         self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one was found; what comes after it is nobody's."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """What of the text can be shown now: up to a stop string, or to what may become one."""
@@ -58,15 +63,14 @@ class StopStrings:
             return ""
         num_before = len(self._held)
         found = [
-            (end, end - len(search.stop))
+            (end, end - len(search.stop), search.stop)
             for search in self._searches
             if (end := search.push(text)) is not None
         ]
         text = self._held + text
         if found:
-            self.stopped = True
             self._held = ""
-            end, begin = min(found)
+            end, begin, self.found = min(found)
             return text[: num_before + (end if self._include else begin)]
         num_held = max((search.num_matched for search in self._searches), default=0)
         shown = len(text) - num_held
@@ -131,6 +135,7 @@ class OutputText:
 
     Attributes:
         stopped: whether a stop string was found. The token that completed it is the last one.
+        stop_string: the one that was found; None: none.
         num_tokens: taken so far.
     """
 
@@ -155,7 +160,11 @@ class OutputText:
 
     @property
     def stopped(self) -> bool:
-        return self._stop_strings is not None and self._stop_strings.stopped
+        return self.stop_string is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._stop_strings.found if self._stop_strings is not None else None
 
     def push(
         self, token_ids: Sequence[int], *, last: bool = False, ended_by_token: bool = False

@@ -12,7 +12,11 @@ from typing import Any
 
 import tokenizers
 
-from baton.chat_template import load_chat_template, read_chat_template
+from baton.chat_template import (
+    compile_chat_template,
+    load_chat_template,
+    read_chat_template,
+)
 from baton.continued_message import up_to_mark, with_last_marked
 from baton.detokenizer import Detokenizer
 from baton.errors import InvalidRequestError, ModelLoadError
@@ -65,7 +69,7 @@ class Tokenizer:
         if description.get("normalizer") is not None:
             self.longest_token_chars *= _MAX_SHRINKAGE
         config = _read_json(folder / "tokenizer_config.json")
-        special_tokens = {
+        self._special_tokens = special_tokens = {
             name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)
         }
         self.chat_template = (
@@ -106,6 +110,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
         continues_last: bool = False,
+        template: str | None = None,
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
@@ -113,12 +118,15 @@ class Tokenizer:
             tools: functions that the model may call, as OpenAI's API describes them.
             template_options: more variables of the template, such as ``enable_thinking``.
             continues_last: end with the text of the last message, which the answer goes on with.
+            template: instead of the checkpoint's; whoever wrote it decides what it costs.
 
         Raises InvalidRequestError when there is no template or it refuses the messages.
         """
         if continues_last:
             messages = with_last_marked(messages)
-        text = self.render_chat(messages, tools=tools, template_options=template_options)
+        text = self.render_chat(
+            messages, tools=tools, template_options=template_options, template=template
+        )
         if continues_last:
             text = up_to_mark(text)
         # The template writes the special tokens itself.
@@ -131,24 +139,27 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
+        template: str | None = None,
     ) -> str:
         """The text that `encode_chat` tokenizes; raises what it does.
 
         A template that takes no tools is given them in messages (`baton/tool_prompt.py`).
         """
-        if self.chat_template is None:
+        chosen = self.chat_template
+        if template is not None:
+            chosen = compile_chat_template(template, self._special_tokens)
+        if chosen is None:
             raise InvalidRequestError("chat", "this checkpoint has no chat template")
-        template = self.chat_template
-        if not tools or template.takes_tools:
-            return template.render(messages, tools=tools, options=template_options)
+        if not tools or chosen.takes_tools:
+            return chosen.render(messages, tools=tools, options=template_options)
         try:
-            return template.render(with_tools(messages, tools), options=template_options)
+            return chosen.render(with_tools(messages, tools), options=template_options)
         except InvalidRequestError:
             # Some know no system message; who sent one is told so.
             if messages and messages[0].get("role") == "system":
                 raise
         told = with_tools(messages, tools, in_system_message=False)
-        return template.render(told, options=template_options)
+        return chosen.render(told, options=template_options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids: what a `Detokenizer` makes of all of them.

@@ -49,6 +49,7 @@ def text_delta_to_proto(delta: TextDelta) -> inference_pb2.GenerateResponse:
         prompt_logprobs=prompt_logprobs_to_proto(delta.prompt_logprobs),
         prompt_index=delta.prompt_index,
         choice_index=delta.choice_index,
+        stop_string=delta.stop_string,
     )
 
 
@@ -64,6 +65,7 @@ def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
         prompt_logprobs=prompt_logprobs_from_proto(message.prompt_logprobs),
         prompt_index=message.prompt_index,
         choice_index=message.choice_index,
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
     )
 
 

@@ -5,8 +5,9 @@
 
 A library gets the keys and values of each request side by side, which costs it no paging: torch's
 `scaled_dot_product_attention` (flash and cuDNN; decodes with the query heads of a KV head as its
-queries) and, where it can be imported, `flash_attn`. Keys and values of calls that follow each
-other are of different layers, so that they come from memory and not from the cache.
+queries) and, where they can be imported, FlashAttention 2 and 3; it says which it had. Calls that
+follow each other are of different layers, so that keys and values come from memory and not from
+the cache.
 `--dry-run` runs all of it on tiny shapes on a CPU through Triton's interpreter; nothing is written.
 """
 
@@ -47,6 +48,9 @@ from baton_kernels.attention import ATTENTION_BACKENDS  # noqa: E402
 from baton_kernels.attention.base import AttentionMetadata  # noqa: E402
 
 Call = Callable[[], Tensor]
+# By name: modules with flash_attn_func and flash_attn_with_kvcache. FlashAttention 3 has no release
+# on the package index; a wheel that was built elsewhere is carried like the others.
+PEERS = {"FlashAttention 2": "flash_attn", "FlashAttention 3": "flash_attn_interface"}
 HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
 BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
 PREFILLS = ((2048, 0), (4096, 0), (8192, 0), (16384, 0), (2048, 6144), (2048, 14336))
@@ -161,10 +165,16 @@ def libraries(cell: Cell) -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tenso
     if torch.cuda.is_available():
         for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             yield f"sdpa {kernel.name.partition('_')[0].lower()}", _sdpa(cell, kernel)
-        if importlib.util.find_spec("flash_attn") is not None:
-            yield "flash_attn", _flash_attn(cell)
     else:
         yield "sdpa", _sdpa(cell, SDPBackend.MATH)
+    for name in peers()[0]:
+        yield name, _flash_attn(cell, PEERS[name])
+
+
+def peers() -> tuple[list[str], list[str]]:
+    """Which of `PEERS` can be imported here, and which cannot."""
+    here = [name for name, module in PEERS.items() if importlib.util.find_spec(module) is not None]
+    return here, [name for name in PEERS if name not in here]
 
 
 def _sdpa(cell: Cell, kernel: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -189,10 +199,10 @@ def _sdpa(cell: Cell, kernel: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], 
     return decode if cell.query_len == 1 else prefill
 
 
-def _flash_attn(cell: Cell) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    module = importlib.import_module("flash_attn")
+def _flash_attn(cell: Cell, module_name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    module = importlib.import_module(module_name)
     name = "flash_attn_with_kvcache" if cell.query_len == 1 else "flash_attn_func"
-    call: Callable[..., Tensor] = getattr(module, name)
+    call: Callable[..., Tensor | tuple[Tensor, ...]] = getattr(module, name)
     # Its layout is [batch, seq_len, num_kv_heads, head_dim].
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -203,7 +213,9 @@ def _flash_attn(cell: Cell) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
                 value.transpose(1, 2).contiguous(),
             )
         shape = (cell.batch, cell.query_len, cell.num_heads, cell.head_dim)
-        return call(query.view(shape), *made[key.data_ptr()], causal=True).view(query.shape)
+        found = call(query.view(shape), *made[key.data_ptr()], causal=True)
+        out = found[0] if isinstance(found, tuple) else found  # some releases bring the sums along
+        return out.reshape(query.shape)
 
     return run
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from baton.errors import BatonError, OverloadedError
 from baton.identity import ANYBODY, Principal
 from baton.sampling_params import SamplingParams
-from router.admission import Admission, AdmissionOptions
+from router.admission import Admission
+from router.admission_options import AdmissionOptions
 from router.call import Call
 from router.capacity import Capacity
 from router.dispatcher import Dispatcher

@@ -1,8 +1,9 @@
 """Parts of the GPU suite about speed: decode steps at one context, and nano-vllm's workload.
 
 Floors are bytes over bandwidth: streamed weights (the layers and the output head) and the KV of all
-requests, over what a copy on this device moves in this run. Idle is the share of the wall time of
-steady decode in which the device did not work on a step, by CUDA events around every replay.
+requests, over what a copy on this device moves in this run. Idle is the share of steady decode
+between the end of one replay and the start of the next, by CUDA events right around each: the
+device waits for the host there, but for the copies of the next step, some microseconds.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from engine.engine import Engine
-from engine.graph_inputs import StagedStep
 from gpu_models import add_decoding, make_engine, make_request
 from gpu_report import Report
 from gpu_timing import copy_gb_per_s
@@ -28,31 +30,36 @@ NANO_REQUESTS, NANO_LENGTH, NANO_TEMPERATURE = 256, 1024, 0.6
 
 
 class ReplayTimer:
-    """CUDA events around every replay of an engine's graphs from now on."""
+    """CUDA events right around every replay of an engine's graphs from now on.
+
+    Not around the copies before it: the device reaches an event that is recorded before them as
+    soon as it has nothing else to do, and waiting for the host would count as work.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._events: list[tuple[torch.Event, torch.Event]] = []
         graphs = engine._runner._graphs
         if graphs is None:
             return
-        replay = graphs.replay
+        for size, replay in graphs._replays.items():
+            graphs._replays[size] = partial(self._timed, replay)
 
-        def timed(staged: StagedStep) -> tuple[Tensor, Tensor]:
-            start: torch.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end: torch.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            start.record()
-            launched = replay(staged)
-            end.record()
-            self._events.append((start, end))
-            return launched
+    def _timed(self, replay: Callable[[], None]) -> None:
+        start: torch.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end: torch.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        replay()
+        end.record()
+        self._events.append((start, end))
 
-        graphs.replay = timed  # type: ignore[method-assign]
-
-    def take_ms(self) -> list[float]:
-        """Milliseconds of each since the last call; waits for the device."""
+    def take_ms(self) -> tuple[list[float], list[float]]:
+        """Milliseconds of each replay since the last call, and from the end of each to the start
+        of the next; waits for the device."""
         torch.cuda.synchronize()
         events, self._events = self._events, []
-        return [start.elapsed_time(end) for start, end in events]
+        busy = [start.elapsed_time(end) for start, end in events]
+        gaps = [before[1].elapsed_time(after[0]) for before, after in pairwise(events)]
+        return busy, gaps
 
 
 def measure_decode(device: str, report: Report) -> bool:
@@ -82,12 +89,13 @@ def measure_decode(device: str, report: Report) -> bool:
             floor_ms = (
                 (_weight_bytes(engine) + batch * context * _kv_bytes(engine)) / bandwidth / 1e6
             )
-            wall_ms, gpu_ms = _time_decode(engine, timer, batch, context)
+            wall_ms, busy_ms, gap_ms = _time_decode(engine, timer, batch, context)
             report[f"{shape}, batch {batch}: ms per step"] = wall_ms
             report[f"{shape}, batch {batch}: floor / measured"] = floor_ms / wall_ms
-            if gpu_ms:
-                report[f"{shape}, batch {batch}: GPU ms"] = gpu_ms
-                report[f"{shape}, batch {batch}: idle"] = 1 - gpu_ms / wall_ms
+            if busy_ms:
+                report[f"{shape}, batch {batch}: GPU ms"] = busy_ms
+                report[f"{shape}, batch {batch}: gap ms"] = gap_ms
+                report[f"{shape}, batch {batch}: idle"] = gap_ms / (busy_ms + gap_ms)
         del engine, timer
         gc.collect()
     return right
@@ -95,8 +103,8 @@ def measure_decode(device: str, report: Report) -> bool:
 
 def _time_decode(
     engine: Engine, timer: ReplayTimer, batch: int, context: int
-) -> tuple[float, float]:
-    """Milliseconds per steady step by the wall, and of them on the device (0 without graphs)."""
+) -> tuple[float, float, float]:
+    """Milliseconds per steady step by the wall, of its replay, and between replays (0: none)."""
     add_decoding(engine, batch, context, STEPS + WARM_STEPS + 8)
     for _ in range(WARM_STEPS):
         engine.step()
@@ -107,12 +115,16 @@ def _time_decode(
     for _ in range(STEPS):
         engine.step()
     num_steps, wall_ms = engine.num_steps - first, (time.perf_counter() - started) * 1e3
-    replays = timer.take_ms() if on_gpu else []
+    busy, gaps = timer.take_ms() if on_gpu else ([], [])
     for request_id in list(engine.requests):
         engine.abort(request_id)
     while engine.has_work:
         engine.step()
-    return wall_ms / num_steps, sum(replays) / max(len(replays), 1)
+    return wall_ms / num_steps, _mean(busy), _mean(gaps)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(len(values), 1)
 
 
 def _weight_bytes(engine: Engine) -> int:
@@ -159,7 +171,7 @@ def measure_nano(device: str, report: Report) -> bool:
     report["seconds"] = wall_s
     report["output tokens per second"] = sum(lengths) / wall_s
     if on_gpu:
-        replays = timer.take_ms()
+        replays, _ = timer.take_ms()
         report["replayed steps"] = len(replays)
         report["replays, share of the time"] = sum(replays) / 1e3 / wall_s
     return bool(engine._runner.graph_sizes) or not on_gpu

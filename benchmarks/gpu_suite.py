@@ -1,14 +1,17 @@
 """All that needs a GPU, in one command of ten minutes: right tokens, and what a step costs.
 
-    ops        kernels and attention backends against their definitions (tests/kernels, bf16 too)
     engine     the engine on the device gives the tokens that it gives on the CPU, in float32
     graphs     replayed steps that run ahead give the tokens of eager steps in turn
     decode     a decode step of Qwen3-0.6B and 8B shapes at context 1k: time, floor, idle share
-    nano       nano-vllm's workload on Qwen3-0.6B's shape: tokens per second
     push       600 MB of KV over NIXL between two processes, against a copy on the device
     split      prefill and decode processes on the device, KV in its memory, NIXL: same tokens
+    nano       nano-vllm's workload on Qwen3-0.6B's shape: tokens per second
     kernels    the small Triton kernels against copies and torch's ops (kernels_gpu.py)
     attention  paged attention in Triton against the best of libraries (attention_gpu.py)
+    ops        kernels and attention backends against their definitions (tests/kernels, bf16 too)
+
+What is worth most comes first. Each part has a share of the time and all that those before it left
+over, and never any of what those behind it need: every part is reached.
 
 Each part is a process of its own with a time limit: a crash, a hang or a broken device in one of
 them costs no other. What a part had found before it ended so is kept. A part whose packages are
@@ -50,20 +53,24 @@ class Part:
 
     module: str
     function: str
-    limit_s: float
+    share_s: float
 
 
+# The shares add up to the budget. `ops` compiles for every test, in as many processes as there are
+# cores; it is last, as the parts before it are the faster to tell that something is wrong.
 PARTS = {
-    "ops": Part("gpu_tokens", "check_ops", 150),
-    "engine": Part("gpu_tokens", "check_engine", 60),
-    "graphs": Part("gpu_tokens", "check_graphs", 60),
-    "decode": Part("gpu_decode", "measure_decode", 120),
-    "nano": Part("gpu_decode", "measure_nano", 120),
+    "engine": Part("gpu_tokens", "check_engine", 50),
+    "graphs": Part("gpu_tokens", "check_graphs", 50),
+    "decode": Part("gpu_decode", "measure_decode", 110),
     "push": Part("gpu_push", "measure_push", 40),
-    "split": Part("gpu_tokens", "check_split", 90),
-    "kernels": Part("gpu_tokens", "measure_kernels", 60),
-    "attention": Part("gpu_tokens", "measure_attention", 90),
+    "split": Part("gpu_tokens", "check_split", 70),
+    "nano": Part("gpu_decode", "measure_nano", 70),
+    "kernels": Part("gpu_tokens", "measure_kernels", 50),
+    "attention": Part("gpu_tokens", "measure_attention", 60),
+    "ops": Part("gpu_tokens", "check_ops", 70),
 }
+BUDGET_S = 570.0
+LEAST_S = 5.0  # in less not even a process begins
 
 
 def run_parts(
@@ -71,18 +78,27 @@ def run_parts(
 ) -> Iterator[tuple[str, dict[str, object]]]:
     """Each part's name and result, when it has ended; those for which no time is left, too."""
     deadline = time.monotonic() + budget_s
-    for name in names:
-        left_s = deadline - time.monotonic()
-        if left_s < 5:
+    for index, name in enumerate(names):
+        limit_s = limit_of(names[index:], deadline - time.monotonic())
+        if limit_s < LEAST_S:
             yield name, {"ok": False, "not run": "no time was left"}
         else:
             print(f"{name} ...", flush=True)
-            yield name, run_part(name, device, left_s)
+            yield name, run_part(name, device, limit_s)
+
+
+def limit_of(names: Sequence[str], left_s: float) -> float:
+    """Seconds for the first of these parts, where so many are left for all of them.
+
+    All that the others have no share of; where there is less than all shares, its part of it.
+    """
+    share, others = PARTS[names[0]].share_s, sum(PARTS[name].share_s for name in names[1:])
+    return max(left_s - others, left_s * share / (share + others))
 
 
 def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
     """Run one part in a process of its own; returns its figures and how it ended."""
-    part, started = PARTS[name], time.monotonic()
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder) / "report.json", Path(folder) / "log"
         command = [sys.executable, __file__, "--device", device, "--child", name, str(report)]
@@ -92,7 +108,7 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
                 start_new_session=True,
             )  # fmt: skip
             try:
-                returned = str(child.wait(min(part.limit_s, max(limit_s, 1))))
+                returned = str(child.wait(limit_s))
             except subprocess.TimeoutExpired:
                 returned = f"stopped after {time.monotonic() - started:.0f} s"
             finally:
@@ -168,7 +184,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu (default: cuda)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
-    parser.add_argument("--budget", type=float, default=570.0, help="seconds for all parts")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all parts")
     parser.add_argument("--out", type=Path, help="write the JSON here as well")
     parser.add_argument("--child", nargs=2, metavar=("PART", "REPORT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -5,6 +5,7 @@ The tests of ops are those of `tests/`, run there.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import statistics
@@ -25,6 +26,7 @@ MODEL = str(ROOT / "examples" / "demo_model")
 TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 40]
 KV_BYTES = 2**28
 READY_TIMEOUT_S = 80.0
+MAX_PROCESSES = 12  # each has a context of half a GiB on the GPU
 OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
@@ -39,19 +41,30 @@ def check_ops(device: str, report: Report) -> bool:
         "--timeout=60", "-o", "addopts=--import-mode=importlib", "-W", "ignore",
         "--ignore=tests/kernels/test_aot.py", *tests,
     ]  # fmt: skip
+    if find_spec("xdist") is not None:  # most of the time goes into compiling
+        command += ["--numprocesses", str(min(len(os.sched_getaffinity(0)), MAX_PROCESSES))]
     counts, failed = Counter[str](), list[str]()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         for line in running.stdout:
             print(line, end="", flush=True)
-            found = re.match(r"(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line)
+            found = outcome_of(line)
             if found:
-                counts[found[2].lower()] += 1
+                counts[found[1].lower()] += 1
                 report["counts"] = dict(counts)
-            if found and found[2] in ("FAILED", "ERROR"):
-                failed.append(found[1])
+            if found and found[1] in ("FAILED", "ERROR"):
+                failed.append(found[0])
                 report["failed tests"] = failed
     return running.returncode == 0 and counts["passed"] > 0
+
+
+def outcome_of(line: str) -> tuple[str, str] | None:
+    """Test and outcome in a line of pytest, alone or in several processes; None: another line."""
+    alone = re.match(r"(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line)
+    if alone:
+        return alone[1], alone[2]
+    several = re.match(r"\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (tests/.+)", line)
+    return (several[2].strip(), several[1]) if several else None
 
 
 def check_engine(device: str, report: Report) -> bool:
@@ -132,8 +145,11 @@ def measure_kernels(device: str, report: Report) -> bool:
 
 def measure_attention(device: str, report: Report) -> bool:
     """Every row of `attention_gpu.py`, likewise; right is what the libraries give, too."""
-    from attention_gpu import geometric_mean, measure
+    from attention_gpu import geometric_mean, measure, peers
 
+    here, missing = peers()
+    report["libraries beside torch"] = ", ".join(here) or "none"
+    report["libraries that are not here"] = ", ".join(missing) or "none"
     rows = list(_reported(measure(device), report))
     report["decode, library / ours"] = geometric_mean(rows)
     return _all_right(rows)

@@ -89,6 +89,7 @@ class Answer:
                     logprobs=logprobs,
                     choice_index=self._choice_index,
                     prompt_logprobs=output.prompt_logprobs,
+                    stop_string=self._text.stop_string if self._text is not None else None,
                 )
             )
 

@@ -7,6 +7,7 @@ Refuses to know: penalties, grammars, logprobs; rows that need them are sampled 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from torch import Tensor
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
 # As a float32 a smaller one is 0, which keeps no token at all; this one keeps the best.
 LEAST_TOP_P = 1e-30
+
+_ALIGNED_WORDS = 4  # of 4 bytes: what Triton takes for aligned, and compiles for
 
 # The kernel's parameters by name, each `[num_requests]` but for the keys, `[num_requests, 2]`.
 PARAMETER_TYPES: Mapping[str, torch.dtype] = {
@@ -52,7 +55,7 @@ def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """`[num_requests]` int64 on the device of the logits, by the Triton kernel.
 
     Args:
-        logits: `[num_requests, vocab_size]` float32.
+        logits: `[num_requests, vocab_size]`, of any floating dtype.
         tensors: `PARAMETER_TYPES`, there.
     """
     # Not before it is needed: Triton takes a while, and asks once whether to compile or interpret.
@@ -71,16 +74,26 @@ def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
 def upload_parameters(
     parameters: npt.NDArray[np.void], keys: npt.NDArray[np.uint32], device: torch.device
 ) -> dict[str, Tensor]:
-    """`kernel_arrays` on the device, in one copy that nobody waits for."""
+    """`kernel_arrays` on the device, in one copy that nobody waits for.
+
+    Each begins at a multiple of 16 bytes, whatever the number of requests is: for other addresses
+    Triton would compile the kernels anew, in the middle of serving.
+    """
     arrays = kernel_arrays(parameters, keys)
-    packed = np.concatenate([array.view(np.int32).ravel() for array in arrays.values()])
+    starts = list(accumulate((_round_up(array.size) for array in arrays.values()), initial=0))
+    packed = np.zeros(starts[-1], dtype=np.int32)
+    for start, array in zip(starts, arrays.values(), strict=False):
+        packed[start : start + array.size] = array.view(np.int32).ravel()
     host = torch.from_numpy(packed)
     if device.type == "cuda":
         # Pinned memory is reused only after the copy out of it.
         host = host.pin_memory().to(device, non_blocking=True)
-    tensors, start = {}, 0
-    for name, array in arrays.items():
+    tensors = {}
+    for start, (name, array) in zip(starts, arrays.items(), strict=False):
         words = host[start : start + array.size]
         tensors[name] = words.view(PARAMETER_TYPES[name]).view(array.shape)
-        start += array.size
     return tensors
+
+
+def _round_up(num_words: int) -> int:
+    return -(-num_words // _ALIGNED_WORDS) * _ALIGNED_WORDS

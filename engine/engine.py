@@ -27,12 +27,12 @@ from engine.device_choice import (
     choose_dtype,
     choose_kv_cache_dtype,
     fit_to_device,
+    make_current,
 )
 from engine.grammar import GrammarState
 from engine.grammar_compiler import GrammarCompiler
 from engine.graph_capture import make_captured_runner
 from engine.kv_cache import (
-    KVCacheSpec,
     allocate_kv_cache,
     choose_max_model_len,
     choose_num_blocks,
@@ -41,10 +41,11 @@ from engine.kv_cache import (
 from engine.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.memory_profile import measure_kv_cache_bytes
 from engine.metrics import EngineMetrics
-from engine.model_runner import AfterLayer, LaunchedStep
+from engine.model_runner import AfterLayer, AnyPreparedStep, LaunchedStep
 from engine.outputs import SchedulerOutput, StepResult
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.warm_up import warm_up
 from models import load_model
 from models.base import CausalLM
 from models.config import ModelConfig
@@ -82,6 +83,7 @@ class Engine:
             ConfigError: an option does not fit the model or the machine.
         """
         device = choose_device(config.device)
+        config = config.for_device(device.type)
         use_cores(config)
         self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
         model = load(
@@ -89,7 +91,7 @@ class Engine:
         )
         fit_to_device(model, config, device)
         self.model_config = model.config
-        self.kv_cache_spec: KVCacheSpec = kv_cache_spec(
+        self.kv_cache_spec = spec = kv_cache_spec(
             self.model_config,
             model.sliding_windows,
             config.block_size,
@@ -101,22 +103,18 @@ class Engine:
         )
         logger.info("attention backend %s: %s", backend_name, reason)
         self.num_blocks = choose_num_blocks(
-            self.kv_cache_spec,
+            spec,
             config,
-            lambda: measure_kv_cache_bytes(model, self.kv_cache_spec, config, device, backend_name),
+            lambda: measure_kv_cache_bytes(model, spec, config, device, backend_name),
         )
-        self.max_model_len = choose_max_model_len(
-            self.model_config, config, self.kv_cache_spec, self.num_blocks
-        )
+        self.max_model_len = choose_max_model_len(self.model_config, config, spec, self.num_blocks)
+        if device.type == "cuda":
+            warm_up(model, spec, config, device, backend_name, self.max_model_len)
         self.eos_token_ids = self.model_config.eos_token_ids
-        self.kv_cache = allocate_kv_cache(self.kv_cache_spec, self.num_blocks, device)
+        self.kv_cache = allocate_kv_cache(spec, self.num_blocks, device)
+        hasher = BlockHasher(config.block_size, config.prefix_hash) if config.prefix_cache else None
         kv_cache_manager = KVCacheManager(
-            self.num_blocks,
-            config.block_size,
-            sliding_windows=self.kv_cache_spec.sliding_windows,
-            hasher=BlockHasher(config.block_size, config.prefix_hash)
-            if config.prefix_cache
-            else None,
+            self.num_blocks, config.block_size, sliding_windows=spec.sliding_windows, hasher=hasher
         )
         self._block_pool = kv_cache_manager.block_pool
         self._scheduler = Scheduler(
@@ -128,7 +126,7 @@ class Engine:
             preemption=config.preemption,
         )
         self._runner = make_captured_runner(
-            model, self.kv_cache, self.kv_cache_spec, config, backend_name, self.max_model_len
+            model, self.kv_cache, spec, config, backend_name, self.max_model_len
         )
         self._has_prefix_cache = config.prefix_cache
         self._made_at = time.monotonic()
@@ -137,7 +135,10 @@ class Engine:
         )
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
-        self._worker = _make_worker(device, config.async_scheduling)
+        self._device, runs_ahead = device, config.async_scheduling
+        if runs_ahead is None:  # on a CPU the scheduler would take time from the forward
+            runs_ahead = device.type == "cuda"
+        self._worker = ThreadPoolExecutor(1, "model-runner") if runs_ahead else None
         self._in_flight: _StepInFlight | None = None
         self._busy_until = 0.0  # when the device had computed the step before
 
@@ -282,7 +283,7 @@ class Engine:
             return StepResult()
         self.last_scheduled = scheduled
         prepared = self._runner.prepare(scheduled, eager=after_layer is not None)
-        return self._end(scheduled, self._runner.launch(prepared, after_layer))
+        return self._end(scheduled, self._launch(prepared, after_layer))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
         """Begin one step, before the end of the one in flight if it can be, and end that one."""
@@ -297,12 +298,16 @@ class Engine:
             self.last_scheduled = scheduled
             prepared = self._runner.prepare(scheduled, eager=after_layer is not None)
             self._scheduler.begin(scheduled)
-            launch = self._worker.submit(self._runner.launch, prepared, after_layer)
+            launch = self._worker.submit(self._launch, prepared, after_layer)
             self._in_flight = scheduled, launch
             if before is not None:
                 result = self._end_in_flight(before)
                 self.last_scheduled = scheduled
         return result
+
+    def _launch(self, step: AnyPreparedStep, after_layer: AfterLayer | None) -> LaunchedStep:
+        make_current(self._device)  # of this thread, which need not be the one that loaded
+        return self._runner.launch(step, after_layer)
 
     def _end_in_flight(self, step: _StepInFlight) -> StepResult:
         scheduled, launch = step
@@ -386,15 +391,3 @@ class Engine:
     def check(self) -> None:
         """Assert the engine's invariants; for tests and debug runs."""
         self._scheduler.check()
-
-
-def _make_worker(device: torch.device, asynchronous: bool | None) -> ThreadPoolExecutor | None:
-    """One thread that launches steps, where steps are to be asynchronous."""
-    # A GPU computes by itself; on a CPU the scheduler would take time from the forward.
-    on_gpu = device.type == "cuda"
-    if not (on_gpu if asynchronous is None else asynchronous):
-        return None
-    if not on_gpu:
-        return ThreadPoolExecutor(1, "model-runner")
-    # A thread's current device is its own.
-    return ThreadPoolExecutor(1, "model-runner", torch.cuda.set_device, (device,))

@@ -1,7 +1,7 @@
 """Memory profile: what weights and activations leave of a device's memory for the KV cache.
 
-Computes the largest step once, on a cache of one block, and looks at the peak. Refuses to know:
-who schedules steps, and what becomes of the number.
+Computes the largest step once and looks at the peak. Refuses to know: what such a step is, and what
+becomes of the number.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from torch import nn
 
 from baton.engine_config import DEFAULT_MEMORY_UTILIZATION, GIB, EngineConfig
 from baton.errors import ConfigError
-from baton.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.cuda_graphs import reason_against_graphs
 from engine.graph_capture import measure_graph_bytes
 from engine.host_memory import peak_growth, read_host_memory
 from engine.kv_cache import KVCacheSpec, allocate_kv_cache
 from engine.model_runner import ModelRunner, make_model_runner
-from engine.outputs import ScheduledRequest, SchedulerOutput
-from engine.request import Request
+from engine.outputs import SchedulerOutput
+from engine.warm_up import compute_dummies, largest_step, too_large
 from models.base import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -105,10 +104,7 @@ def measure_kv_cache_bytes(
             activations = _measure_peak(model, spec, config, device, backend_name, step)
             graphs = _measure_graphs(model, spec, config, device, backend_name, longest)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"max_model_len: a step with a request of {longest} tokens does not fit {device} "
-                f"({profile}); lower it, or long_prefill_token_threshold"
-            ) from error
+            raise too_large(longest, f"{device} ({profile})") from error
         # On a GPU, the first step makes libraries take memory for good. On a CPU, memory that the
         # allocator keeps after it would count twice.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
@@ -123,33 +119,6 @@ def measure_kv_cache_bytes(
     return profile.kv_cache_bytes
 
 
-def largest_step(config: EngineConfig, max_seq_len: int, num_groups: int = 1) -> SchedulerOutput:
-    """The step that needs most memory: all tokens and all requests that a step may have.
-
-    The first request's chunk is the last one of a prompt of ``max_seq_len`` tokens; the others
-    begin theirs. Every request samples. All of them read and write block 0.
-    """
-    left, scheduled = config.max_num_batched_tokens, []
-    for index in range(config.max_num_requests):
-        others = config.max_num_requests - index - 1
-        num_tokens = min(config.long_prefill_token_threshold, left - others, max_seq_len)
-        left -= num_tokens
-        seq_len = max_seq_len if index == 0 else num_tokens
-        params = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
-        request = Request.create(
-            f"dummy-{index}",
-            [0] * seq_len,
-            params,
-            seed=0,
-            eos_token_ids=frozenset(),
-            max_model_len=max_seq_len + 1,
-        )
-        request.num_computed_tokens = seq_len - num_tokens
-        request.block_ids = [0] * (-(-seq_len // config.block_size) * num_groups)
-        scheduled.append(ScheduledRequest(request, num_tokens))
-    return SchedulerOutput(tuple(scheduled), config.max_num_batched_tokens - left)
-
-
 def _measure_peak(
     model: CausalLM,
     spec: KVCacheSpec,
@@ -161,10 +130,7 @@ def _measure_peak(
     """Bytes that computing ``step`` needs on top of what is allocated."""
 
     def compute() -> None:
-        kv_cache = allocate_kv_cache(spec, 1, device)
-        longest = max(item.request.num_tokens for item in step.scheduled)
-        runner = make_model_runner(model, kv_cache, spec, config, backend_name, longest)
-        runner.execute(step)
+        compute_dummies(model, spec, config, device, backend_name, [step])
 
     if device.type == "cpu":
         return peak_growth(compute)

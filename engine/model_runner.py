@@ -24,6 +24,7 @@ from engine.sampling_input import SamplingInput
 from models.base import CausalLM, ForwardContext
 
 AfterLayer = Callable[[int], None]
+AnyPreparedStep = PreparedStep | StagedStep
 
 
 @dataclass(slots=True)
@@ -121,9 +122,7 @@ class ModelRunner:
         """Compute the scheduled tokens; returns when their KV is in the cache."""
         return self.run(self.prepare(scheduled))
 
-    def prepare(
-        self, scheduled: SchedulerOutput, *, eager: bool = False
-    ) -> PreparedStep | StagedStep:
+    def prepare(self, scheduled: SchedulerOutput, *, eager: bool = False) -> AnyPreparedStep:
         """Copy what the step needs of its requests.
 
         Args:
@@ -134,14 +133,14 @@ class ModelRunner:
         return self._input_batch.fill_or_stage(scheduled.scheduled)
 
     def run(
-        self, prepared: PreparedStep | StagedStep, after_layer: AfterLayer | None = None
+        self, prepared: AnyPreparedStep, after_layer: AfterLayer | None = None
     ) -> ModelRunnerOutput:
         """Compute a prepared step; returns when its KV is in the cache. See `launch`."""
         return self.launch(prepared, after_layer).wait()
 
     @torch.inference_mode()
     def launch(
-        self, prepared: PreparedStep | StagedStep, after_layer: AfterLayer | None = None
+        self, prepared: AnyPreparedStep, after_layer: AfterLayer | None = None
     ) -> LaunchedStep:
         """Begin to compute a prepared step, and on a CPU compute it.
 
@@ -228,6 +227,7 @@ class ModelRunner:
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
         """A step that has been waited for, and its tokens on the device."""
+        logits = logits.float()  # the sampling kernel reads any dtype, the host this one
         token_ids = sample(logits, sampling)
         output = ModelRunnerOutput(
             dict(zip(sampling.request_ids, token_ids, strict=True)),

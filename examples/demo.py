@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -53,22 +55,21 @@ PERSON = {
     "required": ["name", "age", "city"],
     "additionalProperties": False,
 }
-CALL = {
-    "type": "object",
-    "properties": {
-        "name": {"const": "get_weather"},
-        "arguments": {
+GET_WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
             "type": "object",
             "properties": {"city": {"type": "string", "maxLength": 40}},
             "required": ["city"],
             "additionalProperties": False,
         },
     },
-    "required": ["name", "arguments"],
-    "additionalProperties": False,
 }
 
-# What the function that is called knows.
+# What the function knows.
 WEATHER = {"Oslo": "4 degrees, light rain"}
 
 
@@ -85,13 +86,15 @@ def main() -> int:
     config = LocalDeploymentConfig(
         model=str(model or TOY),
         listen=_free_address(),
+        http_listen=_free_address(),
+        router_args=["--served-model-name", "demo"],
         node_args=["--kv-cache-memory", "256M", "--long-prefill-token-threshold", "256"],
     )
     try:
         console.print(Rule("router, prefill node (p0) and decode node (d0)"))
         with LocalDeployment(config) as deployment, Client(config.listen) as client:
             wait_ready(deployment, console, READY_TIMEOUT_S)
-            talk = Talk(console, client, arguments.max_tokens, started)
+            talk = Talk(console, client, config.http_listen, arguments.max_tokens, started)
             show_toy(talk) if is_toy else show_model(talk)
     except BatonError as error:
         console.print(f"[red]error:[/] {escape(str(error))}")
@@ -165,6 +168,7 @@ class Talk:
 
     console: Console
     client: Client
+    http: str
     max_tokens: int
     started: float
     receipts: list[tuple[str, Receipt]] = field(default_factory=list)
@@ -186,31 +190,52 @@ class Talk:
         title: str,
         prompt: Prompt,
         fits: Mapping[str, Any] | None = None,
-        show: Callable[[str], str] | None = None,
     ) -> str:
-        """Stream an answer, held to a JSON schema if there is one; returns it.
-
-        Args:
-            show: what to show of the whole answer; None shows it as it comes.
-        """
+        """Stream an answer, held to a JSON schema if there is one; returns it."""
         params = SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0.0,
             structured_output=StructuredOutput(json_schema=fits) if fits else None,
         )
-        paragraph = Paragraph(self.console, "model", "bold green" if show else "")
+        paragraph = Paragraph(self.console, "model", "")
         text = ""
         for delta in self.client.stream(prompt, params):
             self.first_token_s = self.first_token_s or time.monotonic() - self.started
             text += delta.text
-            if show is None:
-                paragraph.add(delta.text)
+            paragraph.add(delta.text)
             if delta.receipt is not None:
                 self.receipts.append((title, delta.receipt))
-        if show is not None:
-            paragraph.add(show(text))
         paragraph.end()
         return text
+
+    def ask_with_tool(
+        self, title: str, messages: Sequence[Mapping[str, Any]], *, must_call: bool
+    ) -> dict[str, Any]:
+        """The message that answers where there is a function, by OpenAI's API; shows it."""
+        body = {
+            "model": "demo",
+            "messages": messages,
+            "tools": [GET_WEATHER],
+            "tool_choice": "required" if must_call else "none",
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "include_receipt": True,
+        }
+        request = urllib.request.Request(
+            f"http://{self.http}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as response:
+            answer = json.load(response)
+        (receipt,) = answer["baton"]["receipts"]
+        self.receipts.append((title, msgspec.convert(receipt, Receipt)))
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        if must_call:
+            self.line("model", _as_written(message["tool_calls"][0]["function"]), "bold green")
+        else:
+            self.line("model", message["content"], "")
+        return message
 
 
 class Paragraph:
@@ -276,12 +301,14 @@ def show_model(talk: Talk) -> None:
     talk.scene("a call of a function, get_weather(city)")
     question = "What is the weather in Oslo?"
     talk.line("you", question)
-    call = talk.ask("call", [_user(question)], CALL, _as_call)
-    found = WEATHER.get(json.loads(call)["arguments"]["city"], "unknown")
-    talk.line("tool", found)
     rule = "Answer in one sentence, with what the function said."
-    told = f"{question} The function get_weather says: {found}."
-    talk.ask("result", [{"role": "system", "content": rule}, _user(told)])
+    messages = [{"role": "system", "content": rule}, _user(question)]
+    message = talk.ask_with_tool("call", messages, must_call=True)
+    (call,) = message["tool_calls"]
+    found = WEATHER.get(json.loads(call["function"]["arguments"])["city"], "unknown")
+    talk.line("tool", found)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": found}
+    talk.ask_with_tool("result", [*messages, message, result], must_call=False)
 
     talk.scene("a long prompt: its KV travels while it is computed")
     page = (ROOT / "LICENSE").read_text(encoding="utf-8")[:LONG_PROMPT_CHARACTERS]
@@ -310,12 +337,10 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _as_call(text: str) -> str:
-    """``{"name": "f", "arguments": {"a": "b"}}`` as ``f(a="b")``."""
-    call = json.loads(text)
-    arguments = ", ".join(
-        f"{name}={json.dumps(value)}" for name, value in call["arguments"].items()
-    )
+def _as_written(call: Mapping[str, str]) -> str:
+    """``{"name": "f", "arguments": '{"a": "b"}'}`` as ``f(a="b")``."""
+    given = json.loads(call["arguments"])
+    arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in given.items())
     return f"{call['name']}({arguments})"
 
 

@@ -23,6 +23,7 @@ import torch
 from kvconnector.layout import LayerRange
 from kvconnector.messages import Commit, Digests, Resend, Watermark
 from kvconnector.pair_keys import DIGEST_BYTES, BlockKey
+from kvconnector.side_stream import SideStream
 from kvconnector.transfer import Piece
 
 MAX_DIGESTS_PER_MESSAGE = 320  # with their indices less than 8 KiB: one fragment of the transport
@@ -67,6 +68,7 @@ class BlockDigests:
         num_blocks, self.num_layers = kv_cache.shape[:2]
         self._layers = kv_cache.view(num_blocks, self.num_layers, -1).view(torch.uint8)
         self._layer_bytes = self._layers.shape[2]
+        self._side_stream = SideStream(kv_cache)
         # A slice of it costs a tenth of one of the tensor, and they are cut by the thousand.
         self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
 
@@ -83,8 +85,9 @@ class BlockDigests:
     def _read(self, block_ids: Sequence[int], layers: LayerRange) -> Iterator[memoryview]:
         first, end = (layer * self._layer_bytes for layer in layers)
         if self._memory is None:
-            copied = self._layers[list(block_ids), slice(*layers)].cpu().view(len(block_ids), -1)
-            yield from (block.data for block in copied.numpy())
+            with self._side_stream.entered():
+                copied = self._layers[list(block_ids), slice(*layers)].cpu()
+            yield from (block.data for block in copied.view(len(block_ids), -1).numpy())
             return
         block_bytes = self.num_layers * self._layer_bytes
         for block_id in block_ids:

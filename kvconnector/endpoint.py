@@ -1,7 +1,7 @@
 """Endpoint: the KV I/O thread. It alone touches the transport; others leave it calls to make.
 
-Polls quickly while something is in flight, slowly while something may come, and sleeps (a tick
-now and then) when nothing is expected.
+Polls quickly while something is in flight (at once where a GPU writes), slowly while something may
+come, and sleeps (a tick now and then) when nothing is expected.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Endpoint:
         self._events: deque[TransferEvent] = deque()
         self._wake = threading.Event()
         self._expecting = False
+        self._hurrying = False
         self._num_read_failures = 0
         self._num_peer_failures = 0
         self.num_reads = 0  # that went well
@@ -101,6 +102,10 @@ class Endpoint:
         self._expecting = expecting
         if wake:
             self._wake.set()
+
+    def hurry(self, hurrying: bool) -> None:
+        """Whether the next round is to begin at once: a GPU's writes end within microseconds."""
+        self._hurrying = hurrying
 
     def poll(self) -> list[TransferEvent]:
         """Events since the last call."""
@@ -169,6 +174,9 @@ class Endpoint:
             self._num_rounds += 1
             self._in_round = False
             if self._calls or self._inbox:
+                continue
+            if self._hurrying:
+                time.sleep(0)  # other threads' turn, no more
                 continue
             if in_flight:
                 timeout = IN_FLIGHT_POLL_S

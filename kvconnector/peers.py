@@ -24,6 +24,7 @@ from baton.errors import TransferError
 from kvconnector import messages
 from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
 from kvconnector.messages import Beat, Hello, Message
+from kvconnector.paths import judge_path
 from kvconnector.peer_info import PeerInfo
 from kvconnector.seals import Channels
 
@@ -212,6 +213,15 @@ class Peers:
         peer.is_testing = True
         peer.test = next(self._test_numbers)
         return True
+
+    def judge_path(self, engine_id: str, bandwidth_bytes_per_s: float) -> None:
+        """A self-test has measured the path to a peer, which may tell which it is."""
+        peer, own_host = self._peers[engine_id], self._transport.peer_info.host
+        peer.path = judge_path(
+            peer.path,
+            on_this_host=peer.info.host == own_host != "",
+            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        )
 
     def pass_test(self, engine_id: str, path: str, bandwidth_bytes_per_s: float) -> None:
         """What was written has arrived: the peer is connected."""

@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from kvconnector.layout import KVLayout
+from kvconnector.side_stream import SideStream
 
 NUM_SLOTS = 4  # so many peers are tested at the same time
 SLOT_BYTES = 2 * 2**20
@@ -41,10 +42,12 @@ class Scratch:
         self.digest = xxhash.xxh3_64_digest(pattern.data)
         self._borrowers: dict[int, str] = {}  # by slot
         shape = (1 + NUM_SLOTS, slot_bytes)
-        self.memory = torch.zeros(shape, dtype=torch.uint8, device=kv_cache.device)
-        with torch.inference_mode():
-            self.memory[0] = torch.from_numpy(pattern)
-        self._synchronize()
+        # A peer's write knows nothing of streams: what is done here has been done on return.
+        self._side_stream = SideStream(kv_cache)
+        with self._side_stream.entered():
+            self.memory = torch.zeros(shape, dtype=torch.uint8, device=kv_cache.device)
+            with torch.inference_mode():
+                self.memory[0] = torch.from_numpy(pattern)
 
     @property
     def layout(self) -> KVLayout:
@@ -63,18 +66,14 @@ class Scratch:
         On a transport that writes into memory by itself, others may write there nonetheless.
         """
         self._borrowers[slot] = engine_id
-        with torch.inference_mode():
+        with self._side_stream.entered(), torch.inference_mode():
             self.memory[1 + slot].zero_()
-        self._synchronize()
 
     def digest_of(self, slot: int) -> bytes:
         """xxh3-64 of what was written there."""
-        return xxhash.xxh3_64_digest(self.memory[1 + slot].cpu().numpy().data)
-
-    def _synchronize(self) -> None:
-        """A peer's write knows nothing of our streams."""
-        if self.memory.is_cuda:
-            torch.cuda.current_stream(self.memory.device).synchronize()
+        with self._side_stream.entered():
+            written = self.memory[1 + slot].cpu()
+        return xxhash.xxh3_64_digest(written.numpy().data)
 
 
 def scratch_layout(base_address: int, slot_bytes: int, device_id: int) -> KVLayout:

@@ -158,6 +158,7 @@ class SelfTests:
             num_bytes = (test.num_posted - 1) * self._transport.scratch.layout.block_bytes
             test.bandwidth_bytes_per_s = num_bytes / max(now - test.timed_from, 1e-6)
             test.duration_s = now - test.began_at
+            self._peers.judge_path(peer_id, test.bandwidth_bytes_per_s)
 
     def _may_post(self, test: _Test, timed_from: float, round_from: float) -> bool:
         now, num_timed = self._clock(), test.num_posted - 1

@@ -38,13 +38,16 @@ from kvconnector.peer_info import PeerInfo
 from kvconnector.peers import PeerState
 from kvconnector.repeats import Repeats
 from kvconnector.self_test import SelfTests
-from kvconnector.transfer import PushTotals, Transfer, Write, cut
+from kvconnector.transfer import (
+    DEVICE_PORTIONS,
+    HOST_PORTIONS,
+    PushTotals,
+    Transfer,
+    Write,
+    cut,
+)
 
 logger = logging.getLogger(__name__)
-
-# One write is at most this long, so that aborts and other requests never wait for much.
-WRITE_BYTES = 8 * 2**20
-IN_FLIGHT_BYTES_PER_PEER = 32 * 2**20
 
 
 class Sender:
@@ -70,6 +73,8 @@ class Sender:
         self._transfers: dict[tuple[str, int], Transfer] = {}  # (request_id, epoch)
         self._repeats = Repeats()  # Start until it is granted, Commit until all is verified
         self._totals = PushTotals()
+        self._on_device = transport.scratch.memory.is_cuda  # where the KV cache is
+        self._portions = DEVICE_PORTIONS if self._on_device else HOST_PORTIONS
         self._endpoint = Endpoint(
             transport,
             on_message=self._on_message,
@@ -179,7 +184,7 @@ class Sender:
             return
         if push.token_id is not None:
             transfer.last, transfer.last_at = push, now
-        blocks_per_write = WRITE_BYTES // max(1, self._num_bytes(1, push.layers))
+        blocks_per_write = self._portions.write_bytes // max(1, self._num_bytes(1, push.layers))
         transfer.pieces += cut(push, max(1, blocks_per_write))
 
     # ------------------------------------------------------------------ messages
@@ -244,12 +249,13 @@ class Sender:
             self._settle(transfer)
             posted = sum(write.num_bytes for write in transfer.writes)
             used = in_flight_bytes.get(transfer.engine_id, 0) + posted
-            used += self._post(transfer, IN_FLIGHT_BYTES_PER_PEER - used)
+            used += self._post(transfer, self._portions.in_flight_bytes - used)
             in_flight_bytes[transfer.engine_id] = used
             self._finish_if_quiet(transfer)
         self._forget_leaving()
         is_meeting = self._endpoint.peers.is_meeting or bool(self._tests)
         self._endpoint.expect(is_meeting or bool(self._transfers))
+        self._endpoint.hurry(self._on_device and any(in_flight_bytes.values()))
         granted = [t for t in self._transfers.values() if t.granted is not None]
         return is_testing or any(transfer.writes or transfer.pieces for transfer in granted)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +12,7 @@ from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
 from baton.errors import ConfigError
 from baton.process import run_program
 from baton.tls_options import TlsOptions
-from loadtest.audit import Auditor
 from loadtest.compare_command import compare
-from loadtest.execute import Job, execute
 from loadtest.faults import NOTATION as FAULT_NOTATION
 from loadtest.faults import Fault, check_schedule
 from loadtest.lengths import parse_lengths
@@ -45,13 +43,12 @@ from loadtest.options import (
     WarmupOption,
     fresh_seed,
 )
-from loadtest.outputs import Outputs
 from loadtest.plan import ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
-from loadtest.search import Search
-from loadtest.site import UpOptions, parse_pids
 from loadtest.slo import Slo
-from loadtest.steps import Sweep
 from loadtest.targets.base import COUNT_TOKENS_BY, TargetOptions
+
+if TYPE_CHECKING:
+    from loadtest.steps import Sweep
 
 app = CommandLine(add_completion=False, help="Measure a deployment under load.")
 
@@ -193,8 +190,8 @@ def run(
     count_tokens_by: Annotated[
         str,
         typer.Option(
-            help=f"HTTP: ask for what tells how many tokens a frame has: "
-            f"{', '.join(COUNT_TOKENS_BY)} (ask for nothing, take what comes)."
+            help=f"HTTP: what is asked for, to know how many tokens a frame has: "
+            f"{', '.join(COUNT_TOKENS_BY)}; auto: the last where the server takes it, else nothing."
         ),
     ] = "auto",
     include_receipt: Annotated[
@@ -213,6 +210,14 @@ def run(
     Exit codes: 0; 1: it could not be run, or nothing came through; 3: the generator could not
     keep up, so that the numbers say nothing; 130: stopped.
     """
+    # Here: who asks for help does not wait for it.
+    from loadtest.audit import Auditor
+    from loadtest.execute import Job, execute
+    from loadtest.outputs import Outputs
+    from loadtest.search import Search
+    from loadtest.site import UpOptions, parse_pids
+    from loadtest.steps import Sweep
+
     codes: list[int] = []
 
     async def main() -> None:

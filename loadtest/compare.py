@@ -1,9 +1,5 @@
 """Comparison: one workload on the same cores, served by deployments of different shapes.
 
-    colocated:2   two nodes that compute prompts and decode, in chunks, side by side
-    1:1           a prefill and a decode node; decode nodes compute no prompt
-    1:1+local     the same, but the router may leave a prompt to a decode node
-
 Each gets the same cores, divided between its nodes, and the same requests. Every repeat starts it
 anew, all deployments in turn: what slows the machine down for a while slows down all of them. Where
 the highest rate of each is searched, each is started once.
@@ -14,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,41 +19,10 @@ from loadtest.plan import LoadPlan
 from loadtest.run import RunResult
 from loadtest.search import Search, play_search
 from loadtest.session import Session
+from loadtest.shapes import Deployment
 from loadtest.site import UpOptions, started
 from loadtest.targets import open_target
 from loadtest.targets.base import TargetOptions
-
-NOTATION = "colocated:N, P:D or P:D+local"
-_SHAPE = re.compile(r"colocated:(?P<num>\d+)|(?P<p>\d+):(?P<d>\d+)(?P<local>\+local)?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
-    """A shape, see the module."""
-
-    name: str
-    num_prefill: int
-    num_decode: int
-    is_local_allowed: bool
-
-    @property
-    def is_colocated(self) -> bool:
-        return self.num_prefill == 0
-
-    @classmethod
-    def parse(cls, text: str) -> Deployment:
-        """See NOTATION; raises ConfigError."""
-        match = _SHAPE.fullmatch(text)
-        numbers = [int(one) for one in match.group("num", "p", "d") if one] if match else [0]
-        if match is None or min(numbers) < 1:
-            raise ConfigError(f"deployments: must be of {NOTATION}, got {text!r}")
-        is_colocated = match["num"] is not None
-        return cls(
-            name=text,
-            num_prefill=0 if is_colocated else numbers[0],
-            num_decode=numbers[-1],
-            is_local_allowed=is_colocated or match["local"] is not None,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

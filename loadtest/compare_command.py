@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from baton.errors import ConfigError
-from baton.process import print_error, run_program, stop_event
-from loadtest.compare import NOTATION, Comparison, Deployment, Trial, play_comparison
-from loadtest.execute import EXIT_STOPPED, judge, shown
+from baton.process import run_program
 from loadtest.lengths import parse_lengths
 from loadtest.options import (
     ArrivalsOption,
@@ -39,15 +35,9 @@ from loadtest.options import (
     WarmupOption,
     fresh_seed,
 )
-from loadtest.outputs import Outputs
 from loadtest.plan import LoadPlan, OpenLoop
-from loadtest.report import WIDTH, plain
-from loadtest.report_compare import comparison_to_json, print_comparison, trial_line
-from loadtest.search import Search
-from loadtest.site import UpOptions
+from loadtest.shapes import NOTATION, Deployment
 from loadtest.slo import Slo
-from loadtest.targets.base import TargetOptions
-from loadtest.verdict import values_of
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
@@ -65,32 +55,13 @@ def parse_cores(text: str) -> tuple[int, ...]:
     return tuple(sorted(cores))
 
 
-async def execute_comparison(
-    comparison: Comparison, options: TargetOptions, outputs: Outputs
-) -> int:
-    """Returns the exit code; raises BatonError."""
-    outputs.check()
-    console = Console(width=WIDTH, highlight=False)
-
-    def show(trial: Trial) -> None:
-        console.print(trial_line(trial), soft_wrap=True)
-
-    stop = stop_event(asyncio.get_running_loop())
-    trials = await play_comparison(comparison, options, stop, show)
-    if trials:
-        print_comparison(comparison, values_of(comparison.deployments, trials), console)
-        outputs.write(plain(comparison_to_json(comparison, trials, shown(options))))
-    if stop.is_set():
-        print_error("the comparison was stopped before its end")
-        return EXIT_STOPPED
-    return judge([trial.result for trial in trials])
-
-
 def compare(
-    up: Annotated[str, typer.Option(help="Model folder or hub id, of all deployments.")],
-    rate: Annotated[float, typer.Option(help="Requests per second, open loop.")],
+    up: Annotated[
+        str, typer.Option(help="Model folder, GGUF file, or hub id, of all deployments.")
+    ],
+    rate: Annotated[float, typer.Option(help="Requests per second, of each deployment.")],
     duration_s: Annotated[
-        float, typer.Option(help="Of each run, seconds; warm-up included; nothing is sent after.")
+        float, typer.Option(help="Nothing is sent after, seconds, in each run; warm-up included.")
     ],
     slo: SloOption,
     deployments: Annotated[
@@ -134,6 +105,14 @@ def compare(
     codes: list[int] = []
 
     async def main() -> None:
+        # Here: who asks for help does not wait for it.
+        from loadtest.compare import Comparison
+        from loadtest.execute_comparison import execute_comparison
+        from loadtest.outputs import Outputs
+        from loadtest.search import Search
+        from loadtest.site import UpOptions
+        from loadtest.targets.base import TargetOptions
+
         plan = LoadPlan(
             load=OpenLoop(rate_per_s=rate, arrivals=arrivals, burstiness=burstiness),
             input_lengths=parse_lengths("input_tokens", input_tokens),

@@ -13,6 +13,7 @@ from rich.console import Console
 from baton.errors import ConfigError
 from baton.process import print_error, stop_event
 from loadtest.audit import Auditor
+from loadtest.exit_codes import EXIT_LAGGED, EXIT_NOTHING_CAME, EXIT_STOPPED
 from loadtest.fault_report import audit_line, fault_line, report_faults
 from loadtest.faults import Fault
 from loadtest.outputs import Outputs
@@ -34,10 +35,6 @@ from loadtest.site import Site, UpOptions, started
 from loadtest.steps import Step, Sweep, play_sweep
 from loadtest.targets import open_target
 from loadtest.targets.base import TargetOptions
-
-EXIT_NOTHING_CAME = 1
-EXIT_LAGGED = 3
-EXIT_STOPPED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from loadtest.execute import EXIT_LAGGED
+from loadtest.exit_codes import EXIT_LAGGED
 from loadtest.lengths import NOTATION
 from loadtest.plan import ARRIVALS
 

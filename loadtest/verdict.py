@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from loadtest.compare import Deployment, Trial
+from loadtest.compare import Trial
 from loadtest.confidence import Interval, mean_interval
+from loadtest.shapes import Deployment
 from loadtest.summary import Summary
 
 # What is compared; None where a run has no such value.

@@ -64,5 +64,5 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """``[n, hidden_size]`` rows of ``forward``'s result -> ``[n, vocab_size]`` float32."""
+        """``[n, hidden_size]`` rows of ``forward``'s result -> ``[n, vocab_size]``, same dtype."""
         ...

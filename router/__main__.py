@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +26,7 @@ from baton.cli.tls_options import (
 )
 from baton.process import run_program
 from baton.tls_options import TlsOptions
-from router.admission import AdmissionOptions
+from router.admission_options import AdmissionOptions
 from router.connection_budget import ConnectionOptions
 from router.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.policies import POLICIES
@@ -166,6 +166,14 @@ def router(
         ),
     ] = False,
     chat_template: ChatTemplateOption = "",
+    trust_request_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--trust-request-chat-template",
+            help="Let HTTP requests bring a chat template of their own (chat_template). It runs in "
+            "Jinja's sandbox, in a process with limits; still, it is a program.",
+        ),
+    ] = False,
     generation_config: GenerationConfigOption = "auto",
     tool_call_parser: Annotated[
         str,
@@ -265,8 +273,9 @@ def router(
 ) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
 
-    text_options = {
+    text_options: dict[str, Any] = {
         "chat_template": chat_template,
+        "trust_request_chat_template": trust_request_chat_template,
         "tool_call_parser": tool_call_parser,
         "reasoning_parser": reasoning_parser,
         "generation_config": generation_config,

@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from router.admission_options import PREFILL_WINDOW_S, SHARED_PREFILL_WINDOW_S
 from router.fleet import Fleet
 from router.policies.base import NodeView
 
-PREFILL_WINDOW_S = 0.5
-SHARED_PREFILL_WINDOW_S = 0.005
 # Kept free in each decode node, for the answers that grow there; and as much for other tenants.
 _KV_HEADROOM = 0.05
 _BIAS_LIMITS = (0.25, 4.0)

@@ -90,6 +90,7 @@ class Intake:
         cache_salts: whose cached prompts a request may find; each tenant its own if not given.
         parsers: what outputs of conversations go through; by the chat template if not given.
         sampling_defaults: what HTTP clients' requests are sampled with where they do not say.
+        trusts_templates: whether a request may bring a chat template.
 
     Attributes:
         tokenizer, cache_salts, parsers, sampling_defaults: as given.
@@ -107,6 +108,7 @@ class Intake:
         cache_salts: CacheSalts | None = None,
         parsers: OutputParsers | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
+        trusts_templates: bool = False,
     ) -> None:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
@@ -115,6 +117,7 @@ class Intake:
         self.long_answers = LongAnswers()
         self.parsers = parsers or OutputParsers(tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
+        self._trusts_templates = trusts_templates
         self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
@@ -260,6 +263,11 @@ class Intake:
             )
         if not prompt.messages:
             raise InvalidRequestError("chat", "must have at least 1 message, got 0")
+        if prompt.template is not None and not self._trusts_templates:
+            raise InvalidRequestError(
+                "chat_template",
+                "is the operator's choice here, not a request's (--trust-request-chat-template)",
+            )
         return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
 
     async def tokenize_only(
@@ -322,6 +330,7 @@ class Intake:
             receipt,
             output.logprobs[: len(token_ids)],
             prompt_logprobs=output.prompt_logprobs,
+            stop_string=text.stop_string if text is not None else None,
         )
 
     async def _check_structured_output(

@@ -37,7 +37,8 @@ from baton.v1 import (
     node_pb2_grpc,
 )
 from router.admin.service import AdminService
-from router.admission import Admission, AdmissionOptions
+from router.admission import Admission
+from router.admission_options import AdmissionOptions
 from router.cache_salts import make_salts
 from router.capacity import Capacity
 from router.connection_budget import ConnectionBudget, ConnectionOptions, share_descriptors
@@ -175,6 +176,7 @@ async def serve(config: RouterConfig) -> None:
         ),
         parsers=parsers,
         sampling_defaults=config.texts.sampling_defaults(folder),
+        trusts_templates=config.texts.trust_request_chat_template,
     )
     intake.start()
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)

@@ -21,11 +21,13 @@ class TextOptions:
 
     Attributes:
         chat_template: a file to use instead of the checkpoint's template; empty: none.
+        trust_request_chat_template: requests may bring their own.
         tool_call_parser, reasoning_parser: names of parsers, ``auto`` or ``none``.
         generation_config: ``auto``: the checkpoint's recommendations are defaults; or ``none``.
     """
 
     chat_template: str = ""
+    trust_request_chat_template: bool = False
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     generation_config: str = AUTO

@@ -39,12 +39,14 @@ class ChatPrompt:
         tools: functions that the model may call.
         template_options: more variables of the template.
         continues_last: the prompt ends with the text of the last message.
+        template: the client's own, instead of the checkpoint's; None: the checkpoint's.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     continues_last: bool = False
+    template: str | None = None
 
 
 class Texts:
@@ -105,8 +107,15 @@ class Texts:
         num_chars = sum(len(message.get("content") or "") for message in prompt.messages)
         self._check_num_chars("messages", num_chars, max_model_len)
         try:
-            parts = [prompt.messages, prompt.tools, prompt.template_options, prompt.continues_last]
-            frame = msgspec.json.encode(parts)
+            frame = msgspec.json.encode(
+                [
+                    prompt.messages,
+                    prompt.tools,
+                    prompt.template_options,
+                    prompt.continues_last,
+                    prompt.template,
+                ]
+            )
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
                 "messages", f"must be valid Unicode: {error.reason}"
@@ -116,6 +125,7 @@ class Texts:
         limit = _MAX_EXTRA_BYTES + _MAX_CHAR_BYTES * self._max_chars(max_model_len)
         if len(frame) > limit:
             field = "tools" if prompt.tools else "chat_template_kwargs"
+            field = field if prompt.template is None else "chat_template"
             raise InvalidRequestError(
                 field, f"and messages must have at most {limit} bytes as JSON, got {len(frame)}"
             )
@@ -162,7 +172,9 @@ def make_work(options: Mapping[str, str]) -> Work:
             text = frame[1:].decode()
             token_ids = tokenizer.encode_long(text, add_special_tokens=kind == _TEXT)
         else:
-            messages, tools, template_options, continues_last = msgspec.json.decode(frame[1:])
+            messages, tools, template_options, continues_last, template = msgspec.json.decode(
+                frame[1:]
+            )
             for index, message in enumerate(messages):
                 _parse_arguments(message, f"messages[{index}]")
             token_ids = tokenizer.encode_chat(
@@ -170,6 +182,7 @@ def make_work(options: Mapping[str, str]) -> Work:
                 tools=tools,
                 template_options=template_options,
                 continues_last=continues_last,
+                template=template,
             )
         return array("I", token_ids).tobytes()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from typing import Annotated
 
 import typer
@@ -14,42 +12,15 @@ from baton.cli.command_line import CommandLine
 from baton.cli.log_options import LogFormatOption, LogLevelOption
 from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
 from baton.exposure import split_address
-from baton.process import run_program, stop_event
+from baton.process import run_program
 from baton.tls_options import TlsOptions
-from sim_node.cluster import SimCluster
 from sim_node.faults import FaultSpec
 from sim_node.options import SimOptions
 from sim_node.timing import PRESETS
 from sim_node.timing import preset as make_timing
 
-logger = logging.getLogger(__name__)
 app = CommandLine(add_completion=False)
 _DEFAULTS = SimOptions()
-
-
-async def simulate(cluster: SimCluster) -> None:
-    """Run a cluster until told to stop, or until a node cannot go on; raises what ended it."""
-    stopping = asyncio.create_task(stop_event(asyncio.get_running_loop()).wait())
-    running = asyncio.create_task(_start_and_run(cluster))
-    await asyncio.wait([stopping, running], return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        running.result()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    stats = cluster.stats()
-    logger.info(
-        "%d tokens in %.1f s, %.1f s of CPU; the latest timer came %.0f ms late",
-        stats.num_tokens,
-        stats.elapsed_s,
-        stats.cpu_s,
-        stats.max_lag_s * 1000,
-    )
-
-
-async def _start_and_run(cluster: SimCluster) -> None:
-    async with cluster:
-        logger.info("%d simulated nodes have joined", len(cluster.names))
-        await cluster.run()
 
 
 @app.command()
@@ -114,6 +85,9 @@ def sim_node(
     """Simulate prefill and decode nodes: the node protocol with a timing model, and no model."""
 
     async def run() -> None:
+        from sim_node.cluster import SimCluster  # here: who asks for help does not wait for it
+        from sim_node.simulate import simulate
+
         split_address("router", router)
         options = SimOptions(
             timing=make_timing(preset).scaled(time_scale),

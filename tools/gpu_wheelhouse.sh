@@ -33,7 +33,7 @@ nodes="grpcio protobuf googleapis-common-protos grpcio-health-checking grpcio-re
     prometheus-client typer click shellingham annotated-doc typing-extensions packaging
     pydantic pydantic-core annotated-types typing-inspection
     aiohttp aiosignal aiohappyeyeballs attrs frozenlist multidict propcache yarl idna uvloop"
-tests="pytest pluggy iniconfig pytest-timeout hypothesis sortedcontainers"
+tests="pytest pluggy iniconfig pytest-timeout pytest-xdist execnet hypothesis sortedcontainers"
 nixl="nixl nixl-cu13"
 
 platforms=()

@@ -2,87 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 import typer.main
 
-from baton.cli.command_line import CommandGroup, CommandLine
-from baton.registry import Registry
+from baton.cli.command_line import HELP_NAMES, CommandLine
+from baton.cli.lazy_commands import Entry, lazy_group, registry_of
 from baton.version import __version__
 
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A command: where it is, by name (the ground knows that programs exist, not what is in
-    them), and the first line of its help."""
-
-    where: str
-    summary: str
-
-
 _ENTRIES = {
-    "up": _Entry(
+    "up": Entry(
         "baton.cli.up:up",
         "Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.",
     ),
-    "router": _Entry(
+    "router": Entry(
         "router.__main__:app",
         "Serve the public API and place requests on prefill and decode nodes.",
     ),
-    "prefill": _Entry(
+    "prefill": Entry(
         "prefill_node.__main__:app",
         "Compute prompts, push their KV blocks to decode nodes, sample the first token.",
     ),
-    "decode": _Entry(
+    "decode": Entry(
         "decode_node.__main__:app",
         "Receive prompts' KV blocks from prefill nodes and decode in continuous batches.",
     ),
-    "sim-node": _Entry(
+    "sim-node": Entry(
         "sim_node.__main__:app",
         "Simulate prefill and decode nodes: the node protocol with a timing model, and no model.",
     ),
-    "loadtest": _Entry("loadtest.__main__:app", "Measure a deployment under load."),
-    "generate": _Entry(
+    "loadtest": Entry("loadtest.__main__:app", "Measure a deployment under load."),
+    "generate": Entry(
         "baton.cli.client_commands:generate", "Complete a text; prints it as it is made."
     ),
-    "chat": _Entry(
+    "chat": Entry(
         "baton.cli.client_commands:chat",
         "Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer.",
     ),
-    "admin": _Entry("baton.cli.admin.app:app", "Operate a router and its nodes."),
-    "keys": _Entry("baton.cli.keys:app", "Make and check the API keys of a router."),
-    "certs": _Entry("baton.cli.certs:app", "Make certificates for trying TLS."),
-    "version": _Entry("baton.cli.app:version", "Print the version."),
+    "admin": Entry("baton.cli.admin.app:app", "Operate a router and its nodes."),
+    "keys": Entry("baton.cli.keys:app", "Make and check the API keys of a router."),
+    "certs": Entry("baton.cli.certs:app", "Make certificates for trying TLS."),
+    "version": Entry("baton.cli.app:version", "Print the version."),
 }
-COMMANDS: Registry[Any] = Registry("command", {name: one.where for name, one in _ENTRIES.items()})
-
-
-class _LazyGroup(CommandGroup):
-    """All commands, none of them imported before it is called."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return COMMANDS.names()
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS.names():
-            return None
-        found = COMMANDS.load(cmd_name)
-        if not isinstance(found, typer.Typer):
-            app = CommandLine(add_completion=False)
-            app.command(cmd_name)(found)
-            found = app
-        command = typer.main.get_command(found)
-        command.name = cmd_name
-        return command
-
-    def summaries(self, ctx: Any) -> list[tuple[str, str]]:
-        return [(name, one.summary) for name, one in _ENTRIES.items()]
-
-
+COMMANDS = registry_of(_ENTRIES)
 app = CommandLine(
-    cls=_LazyGroup,
+    cls=lazy_group(_ENTRIES),
     no_args_is_help=True,
     help="Serve large language models with prefill and decode on separate machines.",
     epilog="Every option of every command can be given as an environment variable, too: "
@@ -115,4 +82,27 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `baton` command."""
+    words = sys.argv[1:]
+    if words[1:] and words[-1] in HELP_NAMES and (text := help_of(words[:-1])):
+        typer.echo(text)
+        return
     app(prog_name="baton")
+
+
+def help_of(words: Sequence[str]) -> str:
+    """The help of a command, which words call; empty if there is none.
+
+    As Typer shows it, without its reading of flags, for which it imports Pydantic.
+    """
+    command: Any = typer.main.get_command(app)
+    context = command.context_class(command, info_name="baton", **command.context_settings)
+    for word in words:
+        find = getattr(command, "get_command", None)
+        command = find(context, word) if find is not None else None
+        if command is None:
+            return ""
+        context = command.context_class(
+            command, info_name=word, parent=context, **command.context_settings
+        )
+    text: str = command.get_help(context)
+    return text

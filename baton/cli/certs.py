@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.certificates import NODE_KINDS
-from baton.cli.command_line import CommandLine
-from baton.dev_certificates import LOCAL_HOSTS, ROUTER, Holder, write_dev_certificates
+from baton.cli.command_line import CommandError, CommandLine
 from baton.errors import ConfigError
-from baton.identity import Role
-from baton.process import print_error
+from baton.identity import NODE_KINDS, Role
 
+if TYPE_CHECKING:
+    from baton.dev_certificates import Holder
+
+ROUTER = "router"
 _CALLER_ROLES = tuple(role.value for role in Role if role is not Role.JOIN)
 _ROLE = re.compile(rf"({'|'.join(_CALLER_ROLES)})(-({'|'.join(_CALLER_ROLES)}))*")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
-app = CommandLine(no_args_is_help=True, help="Make certificates for trying TLS.")
+app = CommandLine(
+    no_args_is_help=True, add_completion=False, help="Make certificates for trying TLS."
+)
 
 
 @app.callback()
@@ -55,6 +58,8 @@ def dev(
 
     Not for production: the CA's key lies beside them. A CA that is in the folder is used again.
     """
+    from baton.dev_certificates import LOCAL_HOSTS, write_dev_certificates
+
     hosts = (*LOCAL_HOSTS, *(host or ()))
     try:
         if name or role or tenant:
@@ -63,14 +68,15 @@ def dev(
             holders = _all(prefill, decode, hosts)
         write_dev_certificates(out, holders, days=days)
     except (ConfigError, ValueError) as error:
-        print_error(error)
-        raise typer.Exit(1) from None
+        raise CommandError(str(error)) from None
     typer.echo(f"{out}: {', '.join(holder.name for holder in holders)}, for {days:g} days")
     typer.echo("NOT FOR PRODUCTION: whoever reads this folder can be anybody.")
     typer.echo(_next_commands(out))
 
 
 def _all(num_prefill: int, num_decode: int, hosts: tuple[str, ...]) -> list[Holder]:
+    from baton.dev_certificates import Holder
+
     nodes = [("prefill", f"p{i}") for i in range(num_prefill)]
     nodes += [("decode", f"d{i}") for i in range(num_decode)]
     return [
@@ -86,6 +92,8 @@ def _all(num_prefill: int, num_decode: int, hosts: tuple[str, ...]) -> list[Hold
 
 def _one(name: str, role: str, tenant: str, hosts: tuple[str, ...]) -> Holder:
     """Raises ConfigError."""
+    from baton.dev_certificates import Holder
+
     for option, text in (("name", name), *((("tenant", tenant),) if tenant else ())):
         if not _NAME.fullmatch(text) or text in ("ca", ".", ".."):
             raise ConfigError(

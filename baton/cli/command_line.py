@@ -7,7 +7,7 @@ Errors of ours end a command with one line, which names options as users write t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import typer
@@ -20,7 +20,8 @@ EPILOG = (
     "Every option can be given as an environment variable, too: --max-model-len as "
     f"{ENVIRONMENT_PREFIX}_MAX_MODEL_LEN."
 )
-_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+HELP_NAMES = ["-h", "--help"]
+_HELP_SETTINGS = {"help_option_names": HELP_NAMES}
 # What options are called inside, where that is not their name.
 _FIELDS = {"kv_cache_bytes": "kv_cache_memory"}
 
@@ -43,11 +44,48 @@ def with_option_names(text: str, options: Iterable[str]) -> str:
     return re.sub(r"^[a-z]\w*(?=: )|\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b", option, text)
 
 
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+
+
+class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-type]
+    """Breaks lines at blanks only: an option's name stays in one piece."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text(text.replace("-", _HYPHEN))
+
+    def write_dl(self, rows: Sequence[tuple[str, str]], *settings: Any, **more: Any) -> None:
+        kept = [(first, second.replace("-", _HYPHEN)) for first, second in rows]
+        super().write_dl(kept, *settings, **more)
+
+    def getvalue(self) -> str:
+        text: str = super().getvalue()
+        return text.replace(_HYPHEN, "-")
+
+
+class _Context(typer.Context):
+    formatter_class = _HelpFormatter
+
+
+class CommandError(Exception):
+    """A command cannot be done.
+
+    Args:
+        message: one line; a field in front of it is one of the command's.
+        exit_code: of the command.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class _Command(typer.core.TyperCommand):
     """A command; the variables of its options are told once, below them."""
 
+    context_class = _Context
+
     def __init__(self, name: str | None, **settings: Any) -> None:
-        context = _HELP_NAMES | {"auto_envvar_prefix": ENVIRONMENT_PREFIX}
+        context = _HELP_SETTINGS | {"auto_envvar_prefix": ENVIRONMENT_PREFIX}
         settings["context_settings"] = context | (settings.get("context_settings") or {})
         settings["epilog"] = settings.get("epilog") or EPILOG
         super().__init__(name, **settings)
@@ -58,19 +96,21 @@ class _Command(typer.core.TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except BatonError as error:
+        except (BatonError, CommandError) as error:
             from baton.process import print_error  # here: else nobody waits for it
 
-            options = (parameter.name for parameter in self.params)
+            options = (p.name for p in self.params if isinstance(p, typer.core.TyperOption))
             print_error(with_option_names(str(error), filter(None, options)))
-            raise typer.Exit(1) from None
+            raise typer.Exit(getattr(error, "exit_code", 1)) from None
 
 
 class CommandGroup(typer.core.TyperGroup):
     """A group of commands."""
 
+    context_class = _Context
+
     def __init__(self, **settings: Any) -> None:
-        settings["context_settings"] = _HELP_NAMES | (settings.get("context_settings") or {})
+        settings["context_settings"] = _HELP_SETTINGS | (settings.get("context_settings") or {})
         super().__init__(**settings)
 
     def summaries(self, ctx: Any) -> list[tuple[str, str]]:

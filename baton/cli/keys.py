@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from baton.api_keys import (
     SHORT_KEY_CHARS,
@@ -23,13 +21,14 @@ from baton.api_keys import (
     parse_keys,
     read_keys,
 )
-from baton.cli.admin.output import make_table
+from baton.cli.admin.output import escape, make_table
 from baton.cli.command_line import CommandLine
 from baton.errors import BatonError, ConfigError
 from baton.process import print_error
 
 app = CommandLine(
     no_args_is_help=True,
+    add_completion=False,
     help="Make and check the API keys of a router; what is in the file: docs/security.md.",
 )
 
@@ -73,6 +72,8 @@ def new(
 @app.command()
 def check(file: Annotated[Path, typer.Argument(help="An --api-keys-file.")]) -> None:
     """Show who may do what; exit code 1 if the file is wrong."""
+    from rich.console import Console  # here: who asks for help does not wait for it
+
     keys = read_keys(file)
     table = make_table("name", "tenant", "roles", "expires", "models", "limits")
     for key in keys:

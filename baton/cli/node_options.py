@@ -169,13 +169,18 @@ def node_command(
             int, typer.Option(help="Most tokens of a request; 0: the model's own limit.", min=0)
         ] = 0,
         max_num_requests: Annotated[
-            int, typer.Option(help="Most requests in a batch.")
+            int, typer.Option(help="Most requests in a batch; 0: 64 on a CPU, 256 on a GPU.", min=0)
         ] = _DEFAULTS.max_num_requests,
         max_num_batched_tokens: Annotated[
-            int, typer.Option(help="Most tokens in a step.")
+            int, typer.Option(help="Most tokens in a step; 0: 1024 on a CPU, 8192 on a GPU.", min=0)
         ] = _DEFAULTS.max_num_batched_tokens,
         long_prefill_token_threshold: Annotated[
-            int, typer.Option(help="Most tokens of one prompt in a step (its chunk).")
+            int,
+            typer.Option(
+                help="Most tokens of one prompt in a step (its chunk); 0: 512 on a CPU, 4096 on a "
+                "GPU.",
+                min=0,
+            ),
         ] = _DEFAULTS.long_prefill_token_threshold,
         scheduling_policy: Annotated[
             str, typer.Option(help="fcfs or priority.")

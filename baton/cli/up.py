@@ -35,7 +35,7 @@ def up(
         str,
         typer.Option(help="How the model writes its reasoning; as of `baton router`."),
     ] = "auto",
-    policy: Annotated[str, typer.Option(help="Routing policy.")] = "cost",
+    policy: Annotated[str, typer.Option(help="Routing policy; as of `baton router`.")] = "cost",
     dtype: Annotated[str, typer.Option(help="Weights and computation.")] = "auto",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="KV cache: auto (as --dtype) or fp8, half the bytes or less.")

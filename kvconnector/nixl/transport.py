@@ -16,6 +16,7 @@ from baton.errors import TransferError
 from kvconnector.base import NO_OPTIONS, NO_TRANSFER, TransferKey, TransportOptions
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
 from kvconnector.nixl.agent import NixlAgent
+from kvconnector.paths import UNKNOWN_GPU_PATH
 from kvconnector.peer_info import PeerInfo, host_identity
 from kvconnector.scratch import NUM_SLOTS, Scratch, scratch_layout
 
@@ -178,9 +179,12 @@ class NixlTransport:
         return peer
 
     def _path(self, peer: PeerInfo) -> str:
-        """The path UCX takes to a peer, worked out as UCX does; NIXL itself does not tell."""
+        """The path UCX takes to a peer, worked out as UCX does; NIXL itself does not tell.
+
+        From a GPU it has more ways than can be worked out: the self-test's bandwidth may tell.
+        """
         if self._kv_cache.is_cuda:
-            return "nixl/ucx cuda_ipc" if peer.host == host_identity() else "nixl/ucx"
+            return UNKNOWN_GPU_PATH
         allowed = os.environ.get("UCX_TLS", "all").split(",")
         near = peer.host != "" and peer.host == host_identity()
         if near and ({"all", "cma", "sm", "shm"} & set(allowed)) and _may_access(peer):

@@ -10,7 +10,7 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.outputs import Receipt
-from baton.tls import NO_TLS, TlsOptions
+from baton.tls_options import NO_TLS, TlsOptions
 from loadtest.prompts import Prompt
 
 COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")

@@ -206,6 +206,7 @@ async def open_chat(
         max_tokens=_max_tokens(body, intake.max_model_len - len(prompt)),
         defaults=intake.sampling_defaults,
         logprobs=_num_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
         structured_output=forced,
     )
     generation = generation_request(request, body, prompt, params, received_at)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from aiohttp import web
 
 from baton.errors import InvalidRequestError
-from baton.outputs import TextDelta, TokenLogprobs
+from baton.outputs import TextDelta
 from router.call import Call
 from router.choices import accept_choices, check_num_outputs
 from router.http.exchange import (
@@ -20,7 +20,7 @@ from router.http.exchange import (
     generation_request,
     read_body,
 )
-from router.http.logprobs import TextOffsets, TokenTexts, joined
+from router.http.logprobs import TextOffsets, TokenTexts, as_many, joined, with_top
 from router.http.options import HttpOptions
 from router.http.responses import CompletionChoice, CompletionLogprobs
 from router.http.sampling import as_client_wrote, sampling_params
@@ -85,7 +85,7 @@ class CompletionDialect:
         if self._body.prompt_logprobs is not None:
             num_top = self._body.prompt_logprobs
             choice.prompt_logprobs = self._texts.prompt(
-                token_ids, _with_top(_as_many(delta.prompt_logprobs, len(token_ids)), num_top)
+                token_ids, with_top(as_many(delta.prompt_logprobs, len(token_ids)), num_top)
             )
         return choice
 
@@ -95,31 +95,13 @@ class CompletionDialect:
         if num_top is None or not (echoed_ids or delta.token_ids):
             return None
         texts = self._texts
-        own = _as_many(delta.logprobs, len(delta.token_ids))
+        own = as_many(delta.logprobs, len(delta.token_ids))
         found = texts.completion(delta.token_ids, own, self._offsets[index])
         if not echoed_ids:
             return found
-        of_prompt = _with_top(_as_many(delta.prompt_logprobs, len(echoed_ids)), num_top)
+        of_prompt = with_top(as_many(delta.prompt_logprobs, len(echoed_ids)), num_top)
         offsets = TextOffsets(texts, text=echoed_text)
         return joined(texts.completion(echoed_ids, of_prompt, offsets), found)
-
-
-def _as_many(
-    logprobs: Sequence[TokenLogprobs | None], num_tokens: int
-) -> Sequence[TokenLogprobs | None]:
-    """Logprobs of so many tokens; a node may give none."""
-    return logprobs if len(logprobs) == num_tokens else [None] * num_tokens
-
-
-def _with_top(
-    logprobs: Sequence[TokenLogprobs | None], num_top: int
-) -> Iterable[TokenLogprobs | None]:
-    """With so many of the most probable tokens each; they come with as many as anything asks."""
-    for entry in logprobs:
-        if entry is None or len(entry.top) <= num_top:
-            yield entry
-        else:
-            yield TokenLogprobs(entry.logprob, entry.top[:num_top])
 
 
 async def completions(
@@ -178,8 +160,6 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
 
 
 def _check_unsupported(body: CompletionRequest, num: int) -> None:
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError("prompt_logprobs", "is not for stream: true; logprobs are")
     if body.best_of not in (None, num):
         raise InvalidRequestError("best_of", f"must be n ({num}) or absent, got {body.best_of}")
     if body.suffix:

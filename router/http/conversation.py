@@ -22,8 +22,6 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
     for name in _OURS:
         if name in given:
             raise InvalidRequestError("chat_template_kwargs", f"must not have {name}")
-    if request.chat_template is not None:
-        raise InvalidRequestError("chat_template", "is the operator's choice, not a request's")
     if not request.messages:
         raise InvalidRequestError("messages", "must have at least 1 message, got 0")
     check_num_messages(len(request.messages))
@@ -32,6 +30,7 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
         tools=[_without_none(tool) for tool in offered_tools(request)],
         template_options={**_template_options(request), **given},
         continues_last=bool(request.continue_final_message),
+        template=request.chat_template,
     )
 
 

@@ -1,5 +1,7 @@
 """Errors as OpenAI's API words them: a status, and a body that its clients understand.
 
+(On the paths of Anthropic's API: as that words them, `router/http/message_errors.py`.)
+
     {"error": {"message": "max_tokens: must be 1 or more, got 0", "type": "invalid_request_error",
                "param": "max_tokens", "code": null}}
 
@@ -23,10 +25,12 @@ from baton.errors import (
     UnauthenticatedError,
     status_name,
 )
+from router.http.message_errors import MessageErrorBody, is_of_messages, message_error
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
+REQUEST_ID = web.RequestKey("request_id", str)
 logger = logging.getLogger(__name__)
 
 _TYPES = {
@@ -100,18 +104,20 @@ def error_body(error: BatonError | ApiError) -> bytes:
     return msgspec.json.encode(_ErrorBody(_Error(str(error), kind, param, code)))
 
 
-def error_response(error: BatonError | ApiError) -> web.Response:
+def error_response(request: web.BaseRequest, error: BatonError | ApiError) -> web.Response:
     """The response to a request that failed before anything was sent."""
     status = status_of(error)
+    body = error_body(error)
+    if is_of_messages(request):
+        told = message_error(status, str(error))
+        body = msgspec.json.encode(MessageErrorBody(told, request.get(REQUEST_ID)))
     headers = {}
     delay_s = None if isinstance(error, ApiError) else error.retry_delay_s
     if delay_s is not None:
         headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))  # HTTP knows whole seconds only
     if isinstance(error, UnauthenticatedError):
         headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
-    return web.Response(
-        status=status, body=error_body(error), content_type="application/json", headers=headers
-    )
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def known_error(error: Exception) -> BatonError | ApiError:
@@ -128,11 +134,11 @@ async def error_middleware(request: web.Request, handler: Handler) -> Any:
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return error_response(_of_http(request, error))
+        return error_response(request, _of_http(request, error))
     except ConnectionError:  # the client went away: nobody reads this
         return web.Response(status=HTTP_STATUS_OF["CANCELLED"])
     except Exception as error:  # the interceptor of this API
-        return error_response(known_error(error))
+        return error_response(request, known_error(error))
 
 
 def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:

@@ -25,8 +25,9 @@ from baton.stop_strings import DetokenizeOptions
 from router.call import Call
 from router.choices import merge_streams
 from router.http.decoding import decode
-from router.http.errors import ApiError, known_error, status_of
+from router.http.errors import REQUEST_ID, ApiError, known_error, status_of
 from router.http.ignored_fields import note_ignored
+from router.http.logprobs import TokenTexts, as_many
 from router.http.options import HttpOptions
 from router.http.responses import Choice, Receipts, Response, usage_of, usage_up_to
 from router.http.sampling import as_client_wrote
@@ -44,7 +45,6 @@ class Body(Protocol):
 
 T = TypeVar("T", bound=Body)
 
-REQUEST_ID = web.RequestKey("request_id", str)
 ENTRY = web.RequestKey("entry", AccessEntry)
 PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
@@ -148,6 +148,13 @@ class Exchange:
             receipts,
         )
         self._add_prompt_ids(response)
+        if isinstance(self.body, ChatRequest) and self.body.prompt_logprobs is not None:
+            token_ids, found = self.calls[0].prompt_token_ids, outputs[0].prompt_logprobs
+            texts = TokenTexts(self.intake.tokenizer)
+            response.prompt_logprobs = await make(
+                outputs[0],
+                functools.partial(texts.prompt, token_ids, as_many(found, len(token_ids))),
+            )
         response.usage = usage_of(receipts, self.num_choices)
         return web.Response(body=msgspec.json.encode(response), content_type="application/json")
 
@@ -302,9 +309,11 @@ async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -
 
 
 def check_stream(body: SamplingRequest) -> None:
-    """Raise InvalidRequestError for options of a stream that is not asked for."""
+    """Raise InvalidRequestError for options of a stream that is not asked for, or of none."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is for stream: true only")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs", "is not for stream: true; logprobs are")
 
 
 async def _read_in_turn(request: web.Request) -> bytes:

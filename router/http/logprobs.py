@@ -199,6 +199,24 @@ class TextOffsets:
         return number
 
 
+def as_many(
+    logprobs: Sequence[TokenLogprobs | None], num_tokens: int
+) -> Sequence[TokenLogprobs | None]:
+    """Logprobs of so many tokens; a node may give none."""
+    return logprobs if len(logprobs) == num_tokens else [None] * num_tokens
+
+
+def with_top(
+    logprobs: Sequence[TokenLogprobs | None], num_top: int
+) -> Iterable[TokenLogprobs | None]:
+    """With so many of the most probable tokens each; they come with as many as anything asks."""
+    for entry in logprobs:
+        if entry is None or len(entry.top) <= num_top:
+            yield entry
+        else:
+            yield TokenLogprobs(entry.logprob, entry.top[:num_top])
+
+
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
     """Logprobs of tokens that follow each other."""
     return CompletionLogprobs(

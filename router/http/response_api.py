@@ -1,102 +1,73 @@
-"""`POST /v1/responses`: items in, items out; a chat in other words, and nothing is stored.
-
-ResponsesRequest -> ChatRequest -> calls -> ChatDialect's chunks -> Items -> events or an answer
-"""
+"""`POST /v1/responses`: items in, items out; a chat in other words, and nothing is stored."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from baton.errors import BatonError
+from baton.outputs import TextDelta
 from router.call import Call
-from router.http.chat import ChatDialect, note_effort, open_chat
-from router.http.errors import ApiError, error_code
-from router.http.exchange import ENTRY, REQUEST_ID, read_body, respond_in_events
+from router.http.chat import note_effort
+from router.http.errors import REQUEST_ID, ApiError, error_code
+from router.http.event_exchange import answer_in_events
+from router.http.exchange import read_body
 from router.http.ignored_fields import note_ignored
 from router.http.options import HttpOptions
 from router.http.response_output import Event, Items, ResponseHead, response_usage
-from router.http.response_request import ResponsesRequest, as_response_fields, chat_request
-from router.http.responses import usage_of
-from router.http.sampling import as_client_wrote
-from router.http.schema import ChatRequest
-from router.http.sse import EventStream
+from router.http.response_request import FIELD_NAMES, ResponsesRequest, chat_request
+from router.http.responses import MessageDelta, usage_of
 from router.intake import Intake
 
 _STATUS = {"length": "incomplete", "abort": "failed"}  # of what ends otherwise: completed
 _CUT_SHORT = {"code": "server_error", "message": "the output was cut short on a node"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesExchange:
-    """A checked request."""
+class ResponseEvents:
+    """One answer as events of this API, numbered from 0."""
 
-    request: web.Request
-    intake: Intake
-    body: ChatRequest
-    call: Call
-    dialect: ChatDialect
-    head: ResponseHead
+    def __init__(self, head: ResponseHead) -> None:
+        self._head = head
+        self._items = Items()
+        self._num_events = 0
+        self._whole: dict[str, Any] = {}
 
-    async def respond(self) -> web.StreamResponse:
-        """Run the call; ends it when the client goes away."""
-        self.request[ENTRY].num_prompt_tokens = len(self.call.prompt_token_ids)
-        if self.body.stream:
-            return await respond_in_events(self.request, [self.call], self._send, self._fail)
-        response = None
-        with as_response_fields(), as_client_wrote(self.body):
-            async with contextlib.aclosing(self._events()) as events:
-                async for event in events:
-                    response = event.response  # the last event's is the whole answer
-        return web.Response(body=msgspec.json.encode(response), content_type="application/json")
+    def begin(self) -> Iterator[Event]:
+        for kind in ("created", "in_progress"):
+            response = self._head.response("in_progress")
+            yield self._numbered(Event(f"response.{kind}", response=response))
 
-    async def _send(self, stream: EventStream) -> None:
-        with as_response_fields(), as_client_wrote(self.body):
-            async with contextlib.aclosing(self._events()) as events:
-                async for event in events:
-                    event.sequence_number = stream.num_sent
-                    await stream.send(event, kind=event.type)
-        await stream.end()
+    def push(self, message: MessageDelta, num_tokens: int) -> Iterator[Event]:
+        yield from map(self._numbered, self._items.push(message, num_tokens))
 
-    async def _fail(self, stream: EventStream, error: BatonError | ApiError) -> None:
+    def finish(self, reason: str, delta: TextDelta) -> Iterator[Event]:
+        status = _STATUS.get(reason, "completed")
+        of_items = "completed" if status == "completed" else "incomplete"
+        yield from map(self._numbered, self._items.finish(of_items))
+        assert delta.receipt is not None
+        self._whole = self._head.response(
+            status,
+            self._items.items,
+            usage=response_usage(usage_of([delta.receipt], 1), self._items.num_reasoning_tokens),
+            error=_CUT_SHORT if status == "failed" else None,
+        )
+        yield self._numbered(Event(f"response.{status}", response=self._whole))
+
+    def fail(self, error: BatonError | ApiError) -> Event:
         told = {"code": error_code(error), "message": str(error)}
-        event = Event("response.failed", response=self.head.response("failed", error=told))
-        event.sequence_number = stream.num_sent
-        await stream.send(event, kind=event.type)
-        await stream.end()
+        response = self._head.response("failed", error=told)
+        return self._numbered(Event("response.failed", response=response))
 
-    async def _events(self) -> AsyncGenerator[Event, None]:
-        """From the first token on: what fails before it has a status of its own."""
-        items = Items()
-        has_begun = False
-        async with contextlib.aclosing(self.intake.stream(self.call)) as deltas:
-            async for delta in deltas:
-                if not has_begun:
-                    has_begun = True
-                    for kind in ("created", "in_progress"):
-                        yield Event(f"response.{kind}", response=self.head.response("in_progress"))
-                self.request[ENTRY].note_tokens(len(delta.token_ids))
-                choice = self.dialect.chunk(0, delta)
-                for event in items.push(choice.delta, len(delta.token_ids)):
-                    yield event
-                if choice.finish_reason is None:
-                    continue
-                status = _STATUS.get(choice.finish_reason, "completed")
-                for event in items.finish("completed" if status == "completed" else "incomplete"):
-                    yield event
-                assert delta.receipt is not None
-                response = self.head.response(
-                    status,
-                    items.items,
-                    usage=response_usage(usage_of([delta.receipt], 1), items.num_reasoning_tokens),
-                    error=_CUT_SHORT if status == "failed" else None,
-                )
-                yield Event(f"response.{status}", response=response)
+    def whole(self) -> dict[str, Any]:
+        return self._whole
+
+    def _numbered(self, event: Event) -> Event:
+        event.sequence_number = self._num_events
+        self._num_events += 1
+        return event
 
 
 async def responses(
@@ -109,13 +80,15 @@ async def responses(
         note_ignored(request, ["store"])
     body = chat_request(given)
     note_effort(request, intake, body, "reasoning.effort")
-    with as_response_fields():
-        (call,), dialect = await open_chat(request, intake, body, received_at)
-    return await ResponsesExchange(
-        request=request,
-        intake=intake,
-        body=body,
-        call=call,
-        dialect=dialect,
-        head=ResponseHead(given, request[REQUEST_ID], call.sampling_params),
-    ).respond()
+
+    def make_events(call: Call) -> ResponseEvents:
+        return ResponseEvents(ResponseHead(given, request[REQUEST_ID], call.sampling_params))
+
+    return await answer_in_events(
+        request,
+        intake,
+        body,
+        received_at=received_at,
+        names=FIELD_NAMES,
+        make_events=make_events,
+    )

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from baton.sampling_params import SamplingParams
+from router.http.event_exchange import AnswerEvent
 from router.http.response_request import ResponsesRequest
 from router.http.responses import MessageDelta, ToolCallDelta, Usage
 
@@ -73,10 +74,9 @@ class ResponseUsage(msgspec.Struct):
     total_tokens: int
 
 
-class Event(msgspec.Struct, omit_defaults=True):
+class Event(AnswerEvent, omit_defaults=True):
     """An event of a stream; which fields it has depends on its type."""
 
-    type: str
     sequence_number: int = -1
     response: dict[str, Any] | None = None
     output_index: int | None = None

@@ -6,12 +6,12 @@ The conversation comes with every request: nothing is stored here, so nothing ca
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 
 from baton.errors import InvalidRequestError
+from router.http.event_exchange import as_fields
 from router.http.schema import (
     MAX_SHOWN_CHARS,
     ChatRequest,
@@ -31,8 +31,8 @@ from router.texts import check_num_messages
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ITEMS = "message, function_call, function_call_output or reasoning"
-# What errors about a chat request call a field, and what the client did.
-_FIELDS = {
+# What errors about the chat request call a field, and what the client did.
+FIELD_NAMES = {
     "messages": "input",
     "prompt": "input",
     "chat": "input",
@@ -170,19 +170,6 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     )
 
 
-@contextmanager
-def as_response_fields() -> Iterator[None]:
-    """Errors about fields of the chat request name those that the client wrote."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        field = error.field
-        for ours, theirs in _FIELDS.items():
-            if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
-                raise InvalidRequestError(theirs + field[len(ours) :], error.problem) from None
-        raise
-
-
 def _messages(request: ResponsesRequest) -> list[Message]:
     messages = []
     if request.instructions is not None:
@@ -191,7 +178,7 @@ def _messages(request: ResponsesRequest) -> list[Message]:
         return [*messages, Message(role="user", content=request.input)]
     if not request.input:
         raise InvalidRequestError("input", "must have at least 1 item, got 0")
-    with as_response_fields():
+    with as_fields(FIELD_NAMES):
         check_num_messages(len(request.input))
     for index, item in enumerate(request.input):
         _add_item(messages, item, f"input[{index}]")

@@ -39,7 +39,7 @@ class Response(msgspec.Struct, kw_only=True):
 
     Attributes:
         object: what it is, such as ``"chat.completion.chunk"``.
-        prompt_token_ids: of a chat, where they were asked for.
+        prompt_token_ids, prompt_logprobs: of a chat, where they were asked for.
         usage: not there in chunks of a stream that has not asked for it.
     """
 
@@ -49,6 +49,7 @@ class Response(msgspec.Struct, kw_only=True):
     model: str
     choices: list[Any]
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
     baton: Receipts | UnsetType = UNSET
 

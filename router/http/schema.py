@@ -11,13 +11,15 @@ from typing import Any, Literal
 import msgspec
 
 MAX_SHOWN_CHARS = 256  # of what a client wrote, in an error about it
-# Fields of OpenAI's API or vLLM's without which the answer would not be the one that was asked for.
+# Fields of others' APIs without which the answer would not be the one that was asked for.
 REFUSED = {
     "functions": "is not supported: use tools",
     "use_beam_search": "is not supported",
     "bad_words": "is not supported: use banned_token_ids or logit_bias",
     "truncate_prompt_tokens": "is not supported: cut the prompt",
     "logits_processors": "is not supported",
+    "mcp_servers": "is not supported: give tools",
+    "container": "is not supported",
     "prompt_embeds": "is not supported: give texts or token ids",
 }
 
@@ -70,6 +72,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         skip_special_tokens: vLLM's; False: the text shows them.
         include_stop_str_in_output: vLLM's; the text ends behind the stop string, not before it.
         return_token_ids: vLLM's; adds the ids of prompt and output.
+        prompt_logprobs: vLLM's; of the prompt's tokens, in a form of vLLM's own.
         cache_salt: vLLM's; prompts with different ones share no cache.
         include_receipt: Baton's; adds ``"baton": {"receipts": [...]}`` to the response.
         session_id: Baton's; requests with the same one share a beginning. OpenAI's ``user`` is
@@ -107,6 +110,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     cache_salt: str | None = None
     include_receipt: bool | None = None
     session_id: str | None = None
@@ -125,7 +129,6 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 
     Attributes:
         add_special_tokens: vLLM's; False: those that the checkpoint adds to a text are left out.
-        prompt_logprobs: vLLM's; of the prompt's tokens, in a form of vLLM's own.
     """
 
     prompt: str | list[str | int | list[int]]
@@ -134,7 +137,6 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     best_of: int | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -204,7 +206,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
         reasoning_effort: for the chat template, as are ``documents``.
         add_generation_prompt: vLLM's; False: the prompt ends behind the last message.
         continue_final_message: vLLM's; the prompt ends with the last message's own text.
-        chat_template: vLLM's; what a client may not choose.
+        chat_template: vLLM's; the client's own, where the operator trusts them.
     """
 
     messages: list[Message]

@@ -7,6 +7,7 @@ import logging
 import ssl
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,9 +28,12 @@ from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.version import __version__
 from router.http.chat import chat_completions
 from router.http.completions import completions
-from router.http.errors import ApiError, error_middleware, error_response
-from router.http.exchange import BODIES, ENTRY, PRINCIPAL, REQUEST_ID, unknown_model
+from router.http.errors import REQUEST_ID, ApiError, error_middleware, error_response
+from router.http.exchange import BODIES, ENTRY, PRINCIPAL, unknown_model
 from router.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
+from router.http.message_api import count_tokens, messages
+from router.http.message_errors import REQUEST_ID_HEADER as MESSAGES_REQUEST_ID_HEADER
+from router.http.message_errors import is_of_messages
 from router.http.options import HttpOptions
 from router.http.rate_headers import rate_headers
 from router.http.response_api import responses
@@ -44,6 +48,19 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
 REQUEST_ID_HEADER = "X-Request-Id"
+_Serve = Callable[
+    [web.Request, Intake, HttpOptions], Awaitable[web.StreamResponse | msgspec.Struct]
+]
+# What clients ask of the model: a line and a module each.
+SERVED: dict[str, _Serve] = {
+    "/v1/completions": completions,
+    "/v1/chat/completions": chat_completions,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+}
 NOT_SERVED = (
     "/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify",
     "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/v1/audio/transcriptions",
@@ -113,11 +130,7 @@ class HttpServer:
         app.on_response_prepare.append(self._add_headers)
         # Every path with the role that it wants; what is not here is there for nobody.
         routes: list[tuple[str, str, Handler, Roles | None]] = [
-            (hdrs.METH_POST, "/v1/completions", self._completions, INFER),
-            (hdrs.METH_POST, "/v1/chat/completions", self._chat_completions, INFER),
-            (hdrs.METH_POST, "/v1/responses", self._responses, INFER),
-            (hdrs.METH_POST, "/tokenize", self._tokenize, INFER),
-            (hdrs.METH_POST, "/detokenize", self._detokenize, INFER),
+            *((hdrs.METH_POST, path, self._of(serve), INFER) for path, serve in SERVED.items()),
             *((hdrs.METH_POST, path, self._not_served, INFER) for path in NOT_SERVED),
             (hdrs.METH_GET, "/v1/models", self._models, INFER),
             (hdrs.METH_GET, "/v1/models/{model:.+}", self._model, INFER),
@@ -197,12 +210,12 @@ class HttpServer:
             coding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
             if coding.lower() != "identity":
                 message = f"{hdrs.CONTENT_ENCODING}: must be identity, got {coding[:20]!a}"
-                return error_response(ApiError(415, message))
+                return error_response(request, ApiError(415, message))
             if request.method == hdrs.METH_POST:
                 try:
                     self._overload.check()  # before anything is read
                 except OverloadedError as error:
-                    return error_response(error)
+                    return error_response(request, error)
             return await handler(request)
 
     @web.middleware
@@ -213,7 +226,7 @@ class HttpServer:
         try:
             check_name(REQUEST_ID_HEADER, request_id, MAX_REQUEST_ID_CHARS)
         except InvalidRequestError as error:
-            return error_response(error)
+            return error_response(request, error)
         if request_id:
             request[REQUEST_ID] = request_id
         is_preflight = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
@@ -264,6 +277,8 @@ class HttpServer:
             response.headers[hdrs.CONNECTION] = "close"
         if request_id := request.get(REQUEST_ID):
             response.headers[REQUEST_ID_HEADER] = request_id
+            if is_of_messages(request):
+                response.headers[MESSAGES_REQUEST_ID_HEADER] = request_id
         if ignored := request.get(IGNORED_FIELDS):
             response.headers[IGNORED_FIELDS_HEADER] = ", ".join(ignored)
             self._ignored_fields.note(ignored, request_id or "")
@@ -280,20 +295,14 @@ class HttpServer:
 
     # ------------------------------------------------------------------ paths
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await completions(request, self._intake, self._options)
+    def _of(self, serve: _Serve) -> Handler:
+        """A path's handler, of what serves it."""
 
-    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await chat_completions(request, self._intake, self._options)
+        async def handle(request: web.Request) -> web.StreamResponse:
+            answer = await serve(request, self._intake, self._options)
+            return answer if isinstance(answer, web.StreamResponse) else _json(answer)
 
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        return await responses(request, self._intake, self._options)
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        return _json(await tokenize(request, self._intake, self._options))
-
-    async def _detokenize(self, request: web.Request) -> web.Response:
-        return _json(await detokenize(request, self._intake, self._options))
+        return handle
 
     async def _not_served(self, request: web.Request) -> web.Response:
         """A path of OpenAI's API, or vLLM's, for models of other kinds."""

@@ -24,12 +24,10 @@ class EventStream:
 
     Attributes:
         response: what the request's handler returns.
-        num_sent: events so far.
     """
 
     def __init__(self, request: web.Request) -> None:
         self.response = web.StreamResponse(headers=_HEADERS)
-        self.num_sent = 0
         self._request = request
         self._encoder = msgspec.json.Encoder()
 
@@ -46,7 +44,6 @@ class EventStream:
         Raises ConnectionError when the client is gone.
         """
         name = f"event: {kind}\n".encode() if kind else b""
-        self.num_sent += 1
         await self._write(name + b"data: " + self._encoder.encode(event) + b"\n\n")
 
     async def finish(self) -> None:

@@ -175,7 +175,7 @@ def test_requests_in_one_batch_equal_requests_alone(tmp_path: Path, architecture
             positions = [*range(10)[spans[0]], *range(17)[spans[1]], 0, 0]
             context = make_context(torch.tensor(positions), metadata, backend, cache)
             hidden = model.forward(torch.tensor(tokens), context)
-            logits.append(model.compute_logits(hidden))
+            logits.append(model.compute_logits(hidden).float())
     torch.testing.assert_close(logits[1][0], paged_logits(model, first)[-1])
     torch.testing.assert_close(logits[1][9], paged_logits(model, second)[-1])
 

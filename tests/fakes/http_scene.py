@@ -44,6 +44,7 @@ class HttpScene:
         parsers: OutputParsers | None = None,
         max_model_len: int = 100,
         sampling_defaults: Mapping[str, float | int] | None = None,
+        trusts_templates: bool = False,
         **options: Any,
     ) -> None:
         self.pool = make_pool(max_model_len=20_000)
@@ -59,6 +60,7 @@ class HttpScene:
             metrics=self.metrics,
             parsers=parsers,
             sampling_defaults=sampling_defaults,
+            trusts_templates=trusts_templates,
         )
         self.server = HttpServer(intake, self.pool, self.metrics, model_name=MODEL, **options)
         self.headers: dict[str, str] = {}

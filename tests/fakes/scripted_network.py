@@ -206,7 +206,7 @@ class ScriptedTransport:
         self.peer_info = PeerInfo(
             engine_id=engine_id,
             connector="scripted",
-            host="",
+            host="one",
             pid=0,
             agent_metadata=b"",
             base_address=layout.base_address,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from tests.fakes.tool_model import link_model_with_tools
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 READY_TIMEOUT_S = 90.0
@@ -42,6 +43,29 @@ def deployment() -> Iterator[LocalDeployment]:
         listen=free_address(),
         router_args=["--no-local-prefill"],  # what is tested is the split
         node_args=["--dtype", "float32", "--long-prefill-token-threshold", "256"],
+    )
+    with LocalDeployment(config) as running:
+        running.wait_ready(READY_TIMEOUT_S)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model_with_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with a chat template that takes tools."""
+    folder = tmp_path_factory.mktemp("model")
+    link_model_with_tools(DEMO_MODEL, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def api(model_with_tools: Path) -> Iterator[LocalDeployment]:
+    """A router with HTTP and one pair of nodes."""
+    config = LocalDeploymentConfig(
+        model=str(model_with_tools),
+        listen=free_address(),
+        http_listen=free_address(),
+        router_args=["--served-model-name", "demo"],
+        node_args=["--dtype", "float32"],
     )
     with LocalDeployment(config) as running:
         running.wait_ready(READY_TIMEOUT_S)

@@ -162,7 +162,7 @@ def test_exit_codes_and_one_line_errors(operator: Operator) -> None:
     none = operator.run("nodes", code=1, BATON_ADMIN_TOKEN="")
     assert none == "error: authorization: must be 'Bearer' and an API key\n"
     nobody = operator.run("nodes", "--router", "127.0.0.1:1", code=1)
-    assert nobody == "error: router: 127.0.0.1:1 cannot be reached (UNAVAILABLE)\n"
+    assert nobody == "error: --router: 127.0.0.1:1 cannot be reached (UNAVAILABLE)\n"
     assert "Missing argument" in operator.run("policy", "set", code=2)
     assert "unknown routing policy 'x'" in operator.run("policy", "set", "x", code=2)
     assert operator.run("drain", "d9", code=3) == "error: there is no node 'd9'\n"

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from baton import Client, SamplingParams
+from router.http.message_request import CountTokensRequest, MessagesRequest
 from router.http.response_request import ResponsesRequest
 from router.http.schema import ChatRequest, CompletionRequest
 from router.http.tokenization import DetokenizeRequest, TokenizeRequest
@@ -41,6 +42,8 @@ BODIES: dict[str, tuple[type, int]] = {
     "/v1/chat/completions": (ChatRequest, 60),
     "/v1/completions": (CompletionRequest, 60),
     "/v1/responses": (ResponsesRequest, 30),
+    "/v1/messages": (MessagesRequest, 30),
+    "/v1/messages/count_tokens": (CountTokensRequest, 10),
     "/tokenize": (TokenizeRequest, 20),
     "/detokenize": (DetokenizeRequest, 10),
 }

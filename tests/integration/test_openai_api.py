@@ -1,4 +1,4 @@
-"""The official `openai` client, a browser's reader and the page's own snippets against real nodes.
+"""The clients `openai` and `anthropic`, a browser's reader and the pages' snippets on real nodes.
 
 A deployment with NIXL, and the same model in one process to compare with.
 """
@@ -16,88 +16,37 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
 import jsonschema
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from baton import SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.local_deployment import LocalDeployment
 from engine import LLM
 from tests.fakes.event_source import EventSourceReader
+from tests.fakes.tool_model import SAYS_A_CALL, SCHEMA, WEATHER
 from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
 MODEL = "demo"
 MESSAGES: list[Any] = [{"role": "user", "content": "Write the function `is_empty(self)`"}]
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Bonn", "Rome"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
-# The demo model has never seen a tool: a grammar has it say what a larger one says by itself.
-SAYS_A_CALL = {
-    "structured_outputs": {
-        "regex": r'I look\. <tool_call>\n\{"name": "get_weather", "arguments": '
-        r'\{"city": "(Bonn|Rome)"\}\}\n</tool_call>'
-    }
-}
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["a", "b"]}},
-    "required": ["name", "kind"],
-    "additionalProperties": False,
-}
-TEMPLATE = """\
-{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
-{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>' + call.function.arguments.city + '</tool_call>' }}{%- endfor %}
-{{- '<|im_end|>\\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-
-
-@pytest.fixture(scope="module")
-def model_with_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with a chat template that takes tools."""
-    folder = tmp_path_factory.mktemp("model")
-    for path in DEMO_MODEL.iterdir():
-        (folder / path.name).symlink_to(path)
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def api(model_with_tools: Path) -> Iterator[LocalDeployment]:
-    config = LocalDeploymentConfig(
-        model=str(model_with_tools),
-        listen=free_address(),
-        http_listen=free_address(),
-        router_args=["--served-model-name", MODEL],
-        node_args=["--dtype", "float32"],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
-        yield running
 
 
 @pytest.fixture(scope="module")
 def client(api: LocalDeployment) -> Iterator[openai.OpenAI]:
     url = f"http://{api.config.http_listen}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def claude(api: LocalDeployment) -> Iterator[anthropic.Anthropic]:
+    url = f"http://{api.config.http_listen}"
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as opened:
         yield opened
 
 
@@ -317,6 +266,76 @@ def test_a_response_fits_a_schema(client: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(answer.output_text), SCHEMA)
 
 
+# ---------------------------------------------------------------------- Anthropic's messages
+
+
+def test_a_message_streamed_or_not_says_what_a_chat_says(
+    claude: anthropic.Anthropic, llm: LLM
+) -> None:
+    (expected,) = llm.chat(MESSAGES, SamplingParams(max_tokens=24, temperature=0.8, seed=11))
+    given: dict[str, Any] = {
+        "model": MODEL, "messages": MESSAGES, "max_tokens": 24,
+        "extra_body": {"seed": 11, "temperature": 0.8},
+    }  # fmt: skip
+    whole = claude.messages.create(**given)
+    with claude.messages.stream(**given) as stream:
+        text = "".join(stream.text_stream)
+        streamed = stream.get_final_message()
+    for answer in (whole, streamed):
+        block: Any = answer.content[0]
+        assert (block.type, block.text) == ("text", expected.text)
+        assert (
+            answer.stop_reason
+            == {"stop": "end_turn", "length": "max_tokens"}[expected.finish_reason.value]
+        )
+        assert answer.usage.output_tokens == len(expected.token_ids)
+        cached = answer.usage.cache_read_input_tokens or 0
+        count = claude.messages.count_tokens(model=MODEL, messages=MESSAGES)
+        assert answer.usage.input_tokens + cached == count.input_tokens
+    assert text == expected.text
+    stop = expected.text[6:9]
+    cut = claude.messages.create(**given, stop_sequences=[stop])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_calls_a_tool_and_takes_its_result(
+    claude: anthropic.Anthropic, stream: bool
+) -> None:
+    function = WEATHER["function"]
+    tool = {"name": function["name"], "input_schema": function["parameters"]}
+    given: dict[str, Any] = {"model": MODEL, "tools": [tool], "max_tokens": 100}
+    asked: dict[str, Any] = {**given, "messages": MESSAGES, "tool_choice": {"type": "any"}}
+    if stream:
+        with claude.messages.stream(**asked) as events:
+            answer: Any = events.get_final_message()
+    else:
+        answer = claude.messages.create(**asked)
+    (call,) = answer.content
+    assert (call.type, call.name, answer.stop_reason) == ("tool_use", "get_weather", "tool_use")
+    assert call.input["city"] in ("Bonn", "Rome")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    history: Any = [
+        *MESSAGES, {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]  # fmt: skip
+    follow_up = claude.messages.create(**given, messages=history)
+
+    def num_input(usage: anthropic.types.Usage) -> int:
+        return usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+    assert num_input(follow_up.usage) > num_input(answer.usage)
+
+
+def test_the_errors_of_messages_are_those_of_the_package(claude: anthropic.Anthropic) -> None:
+    given: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": MESSAGES}
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens: must be 1 or more, got 0"):
+        claude.messages.create(**{**given, "max_tokens": 0})
+    with pytest.raises(anthropic.NotFoundError, match="model: 'other' does not") as raised:
+        claude.messages.create(**{**given, "model": "other"})
+    assert raised.value.request_id
+
+
 # ---------------------------------------------------------------------- completions
 
 
@@ -452,14 +471,15 @@ def test_a_browsers_reader_gets_each_event(api: LocalDeployment) -> None:
     assert "".join(pieces).startswith("def is_empty")
 
 
-def _snippets(language: str) -> list[str]:
-    page = (ROOT / "docs" / "openai_api.md").read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+def _snippets(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("language", ["sh", "python"])
-def test_the_snippets_of_the_page_work(api: LocalDeployment, language: str) -> None:
-    snippets = [text for text in _snippets(language) if "baton up" not in text]
+@pytest.mark.parametrize("page", ["openai_api.md", "anthropic_api.md"])
+def test_the_snippets_of_the_pages_work(api: LocalDeployment, page: str, language: str) -> None:
+    snippets = [text for text in _snippets(page, language) if "baton up" not in text]
     assert snippets
     for text in snippets:
         code = text.replace("127.0.0.1:8000", api.config.http_listen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from baton.errors import BatonError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.outputs import Completion
 from baton.sampling_params import SamplingParams
+from tests.fakes.foreign_model import make_foreign_model
+from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
 PARAMS = SamplingParams(max_tokens=150, temperature=1.0, seed=3, ignore_eos=True)
@@ -68,6 +71,37 @@ async def _complete(address: str, count: int) -> list[Completion | BaseException
         return await asyncio.gather(*calls, return_exceptions=True)
 
 
+@contextlib.contextmanager
+def _foreign_node(folder: Path, routers: tuple[str, str]) -> Iterator[None]:
+    """A node that joins both routers with other weights; until both have it, and told so."""
+    model = make_foreign_model(DEMO_MODEL, folder)
+    command = [
+        "decode", "--model", str(model), "--name", "foreign", "--dtype", "float32",
+        "--node-token", "t", *(word for router in routers for word in ("--router", router)),
+    ]  # fmt: skip
+
+    def state_at(router: str) -> str:
+        shown = subprocess.run(
+            [sys.executable, "-m", "baton", "admin", "nodes", "--router", router],
+            capture_output=True, text=True, check=True, env=os.environ | {"BATON_ADMIN_TOKEN": KEY},
+        ).stdout  # fmt: skip
+        return next((line for line in shown.splitlines() if line.startswith("foreign ")), "")
+
+    with (
+        (folder / "foreign.log").open("wb") as log,
+        subprocess.Popen([sys.executable, "-m", "baton", *command], stdout=log, stderr=log) as node,
+    ):
+        try:
+            wait_until(
+                lambda: all("not serving" in state_at(router) for router in routers),
+                "the foreign node at both routers",
+                timeout_s=READY_TIMEOUT_S,
+            )
+            yield
+        finally:
+            node.kill()
+
+
 def _tokens(results: list[Completion | BaseException]) -> set[tuple[int, ...]]:
     return {result.token_ids for result in results if isinstance(result, Completion)}
 
@@ -75,7 +109,7 @@ def _tokens(results: list[Completion | BaseException]) -> set[tuple[int, ...]]:
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_both_serve_all_nodes_and_the_end_of_one_is_not_the_others(
-    deployment: tuple[LocalDeployment, str],
+    deployment: tuple[LocalDeployment, str], tmp_path: Path
 ) -> None:
     running, second = deployment
     first = running.config.listen
@@ -85,6 +119,15 @@ def test_both_serve_all_nodes_and_the_end_of_one_is_not_the_others(
         assert len(_tokens(alone)) == len(_tokens(other)) == 1
         assert _tokens(alone) == _tokens(other)
         assert all(isinstance(item, Completion) for item in [*alone, *other])
+
+        # A node with other weights serves at neither.
+        with _foreign_node(tmp_path, (first, second)):
+            several = await asyncio.gather(_complete(first, 8), _complete(second, 8))
+        assert _tokens([*several[0], *several[1]]) == _tokens(alone)
+        for item in [*several[0], *several[1]]:
+            assert isinstance(item, Completion)
+            assert item.receipt is not None
+            assert item.receipt.decode_node in ("d0", "d1")
 
         async def kill_first() -> None:
             await asyncio.sleep(0.3)

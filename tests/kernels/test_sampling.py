@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import engine.sampler
 from baton_kernels.triton.sampling import GROUP, GUESS, MOST, PART, SEARCH_BLOCK
+from engine.device_sampling import sample_on_device, upload_parameters
 from engine.gumbel import noise_hashes
 from engine.philox import counter_words
 from engine.sampling_input import PARAMETERS
@@ -56,6 +57,18 @@ def on_cpu(logits: torch.Tensor, rows: Parameters, keys: npt.NDArray[np.uint32])
 def assert_same_tokens(logits: torch.Tensor, rows: Parameters, first_seed: int = 0) -> None:
     keys = make_keys(len(rows), first_seed)
     assert on_device(logits, rows, keys) == on_cpu(logits, rows, keys)
+
+
+def test_logits_are_read_in_the_dtype_that_the_output_head_gives(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(6, 3 * PART, generator=generator) * 3).to(dtype)
+    ways = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 7, 1.0, 0.0), (0.9, 0, 0.6, 0.0)]
+    ways += [(1.3, 0, 0.999, 0.0), (0.7, 40, 0.9, 0.1)]
+    columns = ("temperature", "top_k", "top_p", "min_p")
+    rows = parameters(6, **dict(zip(columns, zip(*ways, strict=True), strict=True)))
+    keys = make_keys(6)
+    found = sample_on_device(logits.to(DEVICE), upload_parameters(rows, keys, DEVICE))
+    assert found.tolist() == on_cpu(logits.float(), rows, keys)
 
 
 # ---------------------------------------------------------------- the tokens of the CPU sampler

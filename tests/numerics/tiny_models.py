@@ -78,7 +78,7 @@ def paged_logits(
         positions = torch.arange(done, done + size)
         context = make_context(positions, metadata, backend, cache, after_layer)
         hidden = model.forward(torch.tensor(token_ids[done : done + size]), context)
-        logits.append(model.compute_logits(hidden))
+        logits.append(model.compute_logits(hidden).float())
         done += size
     assert done == len(token_ids)
     return torch.cat(logits)

@@ -260,6 +260,8 @@ def _shown(metric: str, name: str, unit: str, *, has_target: bool = False) -> Ro
         low, high = (number(difference, end) * scale for end in ("low", "high"))
         text = f"{found:.2f} ({means[split]:,.2f} / {means[colocated]:,.2f} {unit};"
         text += f" difference {low:+,.2f} to {high:+,.2f})"
+        if metric == "goodput_per_s" and "format" not in document:
+            text += ", **by the old definition**: what ended in the window, whenever it was sent"
         return Found(text, high < 0 if has_target else None)
 
     return Row(

@@ -2,41 +2,82 @@
 
 from __future__ import annotations
 
-from baton.cli.admin import (
-    audit,
-    explain,
-    lifecycle,
-    nodes,
-    quarantine,
-    requests,
-    stats,
-    top,
-    tuning,
-    version,
-)
 from baton.cli.command_line import CommandLine
+from baton.cli.lazy_commands import Entry, lazy_group, registry_of
 
+_ENTRIES = {
+    "nodes": Entry(
+        "baton.cli.admin.nodes:nodes",
+        "List the nodes that have joined a router, how busy they are, and whom they reach.",
+    ),
+    "node": Entry("baton.cli.admin.nodes:node", "Show one node."),
+    "drain": Entry(
+        "baton.cli.admin.lifecycle:drain",
+        "Have a node take nothing new and end what it has; it stays, for `resume` or `remove`.",
+    ),
+    "resume": Entry(
+        "baton.cli.admin.lifecycle:resume", "Have a draining or drained node serve again."
+    ),
+    "remove": Entry("baton.cli.admin.lifecycle:remove", "Drain a node and end its process."),
+    "top": Entry("baton.cli.admin.top:top", "Watch a router and its nodes; Ctrl-C ends it."),
+    "stats": Entry(
+        "baton.cli.admin.stats:stats",
+        "Show how many requests there were, how they ended, and how long they took.",
+    ),
+    "requests": Entry(
+        "baton.cli.admin.requests:requests",
+        "List the last requests of the router; or, of one node, all that are open there.",
+    ),
+    "trace": Entry(
+        "baton.cli.admin.requests:trace", "Tell the life of one of the router's last requests."
+    ),
+    "explain": Entry(
+        "baton.cli.admin.explain:explain",
+        "Show the places that the routing policy looked at, and what it made of each.",
+    ),
+    "abort": Entry(
+        "baton.cli.admin.requests:abort",
+        "End an open request, on its nodes too; its client is told CANCELLED.",
+    ),
+    "quarantine": Entry(
+        "baton.cli.admin.quarantine:quarantine",
+        "List the requests that are refused because nodes died while they computed one like it.",
+    ),
+    "release": Entry(
+        "baton.cli.admin.quarantine:release", "Refuse a quarantined request no longer."
+    ),
+    "audit": Entry(
+        "baton.cli.admin.audit:audit",
+        "Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.",
+    ),
+    "policy": Entry("baton.cli.admin.tuning:policy", "See or change how requests are placed."),
+    "flush-cache": Entry(
+        "baton.cli.admin.tuning:flush_cache",
+        "Empty the prefix cache of a node, or of all; requests in progress keep what they have.",
+    ),
+    "log-level": Entry(
+        "baton.cli.admin.tuning:log_level",
+        "Set what a node, or the router (its name here is `router`), logs from now on.",
+    ),
+    "profile": Entry(
+        "baton.cli.admin.tuning:profile",
+        "See what a node's engine, or the router (named `router`), spends its time on.",
+    ),
+    "version": Entry(
+        "baton.cli.admin.version:version",
+        "Print the versions of this program, the router and its nodes, and whether they differ.",
+    ),
+}
+COMMANDS = registry_of(_ENTRIES)
 app = CommandLine(
+    cls=lazy_group(_ENTRIES),
     no_args_is_help=True,
+    add_completion=False,
     help="Operate a router and its nodes. Exit codes: 0 done, 1 error or unreachable, 2 usage, "
     "3 no such node or request, 4 the time is up, 5 the audit found orphans.",
 )
-app.command()(nodes.nodes)
-app.command()(nodes.node)
-app.command()(lifecycle.drain)
-app.command()(lifecycle.resume)
-app.command()(lifecycle.remove)
-app.command()(top.top)
-app.command()(stats.stats)
-app.command()(requests.requests)
-app.command()(requests.trace)
-app.command()(explain.explain)
-app.command()(requests.abort)
-app.command()(quarantine.quarantine)
-app.command()(quarantine.release)
-app.command()(audit.audit)
-app.add_typer(tuning.policy, name="policy")
-app.command()(tuning.flush_cache)
-app.command()(tuning.log_level)
-app.command()(tuning.profile)
-app.command()(version.version)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps the group a group."""

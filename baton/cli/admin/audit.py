@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import typer
-from rich.markup import escape
 
 from baton.cli.admin.connection import (
     ExitCode,
@@ -15,9 +15,18 @@ from baton.cli.admin.connection import (
     connection,
     takes_admin_access,
 )
-from baton.cli.admin.output import format_seconds, is_json, make_console, make_table, print_json
+from baton.cli.admin.output import (
+    escape,
+    format_seconds,
+    is_json,
+    make_console,
+    make_table,
+    print_json,
+)
 from baton.cli.tls_options import RouterAccess
-from baton.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from baton.v1 import admin_pb2
 
 MAX_RANGES = 4  # of a holding, in the table; JSON has all
 _NO_TRANSFER = ("request", "null block", "step in flight")
@@ -35,7 +44,7 @@ def audit(
     On a node in order, the references that its block pool counts are those of the owners listed.
     """
     with connection(access) as admin:
-        found: admin_pb2.AuditResponse = admin.call("Audit", admin_pb2.AuditRequest(node=node))
+        found: admin_pb2.AuditResponse = admin.call("Audit", node=node)
     if is_json(output):
         print_json(found)
     else:

@@ -1,25 +1,27 @@
-"""The options of every admin command, its connection to the router, and its exit codes."""
+"""The options of every admin command, its connection to the router, and its exit codes.
+
+What connects is imported where that is done: who asks for help does not wait for it.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import grpc
 import typer
 
 from baton.addresses import DEFAULT_ADDRESS
+from baton.cli.command_line import CommandError
 from baton.cli.tls_options import RouterAccess, takes_access
-from baton.client_messages import trailers_of
-from baton.error_details import error_from_trailers
 from baton.errors import ConfigError, InvalidRequestError, NotFoundError
-from baton.process import print_error
-from baton.rpc import bearer, open_sync_channel
-from baton.tls import TlsOptions, read_tls
-from baton.tls_refusal import why_refused
-from baton.v1 import admin_pb2, admin_pb2_grpc
+from baton.tls_options import TlsOptions
+
+if TYPE_CHECKING:
+    import grpc
+
+    from baton.v1 import admin_pb2
 
 TIMEOUT_S = 15.0  # the router waits for nodes for up to 10 s
 _COMPLETION_TIMEOUT_S = 1.0
@@ -72,12 +74,22 @@ class AdminConnection:
     """
 
     def __init__(self, access: RouterAccess, channel: grpc.Channel) -> None:
+        from baton.rpc import bearer
+        from baton.v1 import admin_pb2_grpc
+
         self._access = access
         self._metadata = bearer(access.token)
         self._stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
 
-    def call(self, method: str, request: Any, timeout_s: float = TIMEOUT_S) -> Any:
-        """One call; raises AdminError."""
+    def call(self, method: str, *, timeout_s: float = TIMEOUT_S, **fields: Any) -> Any:
+        """One call, with a request of these fields; raises AdminError."""
+        import grpc
+        from google.protobuf.message_factory import GetMessageClass
+
+        from baton.v1 import admin_pb2
+
+        of_service = admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods_by_name
+        request = GetMessageClass(of_service[method].input_type)(**fields)
         try:
             return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -85,30 +97,27 @@ class AdminConnection:
 
     def nodes(self) -> list[admin_pb2.NodeDescription]:
         """All nodes that the router knows."""
-        response: admin_pb2.ListNodesResponse = self.call("ListNodes", admin_pb2.ListNodesRequest())
+        response: admin_pb2.ListNodesResponse = self.call("ListNodes")
         return list(response.nodes)
 
     def node(self, name: str) -> admin_pb2.NodeDescription:
         """One node."""
-        found: admin_pb2.NodeDescription = self.call("GetNode", admin_pb2.NodeRequest(node=name))
+        found: admin_pb2.NodeDescription = self.call("GetNode", node=name)
         return found
 
 
-class AdminError(Exception):
-    """A command cannot be done.
-
-    Args:
-        message: one line.
-        exit_code: of the command.
-    """
-
-    def __init__(self, message: str, exit_code: ExitCode = ExitCode.ERROR) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+class AdminError(CommandError):
+    """A command cannot be done; its exit code is an `ExitCode`."""
 
     @classmethod
     def of(cls, error: grpc.RpcError, access: RouterAccess) -> AdminError:
         """What a failed call means."""
+        import grpc
+
+        from baton.client_messages import trailers_of
+        from baton.error_details import error_from_trailers
+        from baton.tls_refusal import why_refused
+
         router = access.router
         code, details = error.code(), error.details() or ""
         ours = error_from_trailers(details, trailers_of(error))
@@ -129,16 +138,15 @@ class AdminError(Exception):
 
 @contextmanager
 def connection(access: RouterAccess) -> Iterator[AdminConnection]:
-    """Talk to a router; one line and the exit code for what goes wrong meanwhile."""
+    """Talk to a router; raises AdminError for what goes wrong meanwhile."""
+    from baton.rpc import open_sync_channel
+    from baton.tls import read_tls
+
     try:
         with open_sync_channel(access.router, read_tls(access.tls)) as channel:
             yield AdminConnection(access, channel)
-    except AdminError as error:
-        print_error(error)
-        raise typer.Exit(error.exit_code) from None
     except ConfigError as error:
-        print_error(error)
-        raise typer.Exit(ExitCode.USAGE) from None
+        raise AdminError(str(error), ExitCode.USAGE) from None
     except KeyboardInterrupt:
         typer.echo()
         raise typer.Exit(130) from None
@@ -146,6 +154,9 @@ def connection(access: RouterAccess) -> Iterator[AdminConnection]:
 
 def complete_node(context: typer.Context, incomplete: str) -> list[str]:
     """Names of nodes that begin like this, asked of the router; none if it does not answer."""
+    from baton.rpc import open_sync_channel
+    from baton.tls import read_tls
+
     given = {name: value for name, value in context.params.items() if value}
     try:
         access = RouterAccess(
@@ -157,7 +168,7 @@ def complete_node(context: typer.Context, incomplete: str) -> list[str]:
         )
         with open_sync_channel(access.router, read_tls(access.tls)) as channel:
             response: admin_pb2.ListNodesResponse = AdminConnection(access, channel).call(
-                "ListNodes", admin_pb2.ListNodesRequest(), _COMPLETION_TIMEOUT_S
+                "ListNodes", timeout_s=_COMPLETION_TIMEOUT_S
             )
     except (AdminError, ConfigError):
         return []

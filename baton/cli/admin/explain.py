@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from baton.cli.admin.connection import (
     OutputFormat,
@@ -15,9 +13,20 @@ from baton.cli.admin.connection import (
     connection,
     takes_admin_access,
 )
-from baton.cli.admin.output import format_time, is_json, make_console, make_table, print_json
+from baton.cli.admin.output import (
+    escape,
+    format_time,
+    is_json,
+    make_console,
+    make_table,
+    print_json,
+)
 from baton.cli.tls_options import RouterAccess
-from baton.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from baton.v1 import admin_pb2
 
 _ENOUGH = 1000  # columns of a terminal
 
@@ -43,15 +52,13 @@ def explain(
     """
     if sum(map(bool, (request_id, prompt, prompt_tokens))) != 1:
         raise typer.BadParameter("give one of REQUEST_ID, --prompt and --prompt-tokens")
-    request = admin_pb2.ExplainRequest(max_tokens=max_tokens, tenant=tenant)
+    what: dict[str, Any] = {"num_prompt_tokens": prompt_tokens}
     if request_id:
-        request.request_id = request_id
+        what = {"request_id": request_id}
     elif prompt:
-        request.prompt = prompt
-    else:
-        request.num_prompt_tokens = prompt_tokens
+        what = {"prompt": prompt}
     with connection(access) as admin:
-        found = admin.call("Explain", request)
+        found = admin.call("Explain", max_tokens=max_tokens, tenant=tenant, **what)
     if is_json(output):
         print_json(found)
         return

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from baton.cli.admin.connection import (
     AdminConnection,
@@ -24,7 +21,11 @@ from baton.cli.admin.connection import (
 from baton.cli.admin.nodes import state_of
 from baton.cli.admin.output import is_json, print_json
 from baton.cli.tls_options import RouterAccess
-from baton.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from baton.v1.admin_pb2 import NodeDescription as _Node
 
 _POLL_S = 0.1
 
@@ -32,7 +33,6 @@ WaitOption = Annotated[bool, typer.Option("--wait", help="Return when it is done
 TimeoutOption = Annotated[
     float, typer.Option(help="With --wait: give up after so long, seconds; exit code 4.", min=0)
 ]
-_Node = admin_pb2.NodeDescription
 
 
 @takes_admin_access
@@ -49,7 +49,7 @@ def drain(
     With --wait, returns when no request, transfer or block that a peer may write is left there.
     """
     with connection(access) as admin:
-        found = admin.call("Drain", admin_pb2.NodeRequest(node=name))
+        found = admin.call("Drain", node=name)
         if wait:
             found = _wait(admin, found, "drained", timeout_s, quiet=is_json(output))
     _print(found, output, f"{found.node_name} is {'drained' if wait else 'told to drain'}")
@@ -66,7 +66,7 @@ def resume(
 ) -> None:
     """Have a draining or drained node serve again."""
     with connection(access) as admin:
-        found = admin.call("Resume", admin_pb2.NodeRequest(node=name))
+        found = admin.call("Resume", node=name)
         if wait:
             found = _wait(admin, found, "serving", timeout_s, quiet=is_json(output))
     _print(found, output, f"{found.node_name} {'serves' if wait else 'is told to serve'} again")
@@ -93,7 +93,7 @@ def remove(
     only when it is started anew.
     """
     with connection(access) as admin:
-        found = admin.call("Remove", admin_pb2.RemoveRequest(node=name, force=force))
+        found = admin.call("Remove", node=name, force=force)
         if wait and not force:
             _wait(admin, found, "", timeout_s, quiet=is_json(output))
     is_gone = wait or force
@@ -104,6 +104,9 @@ def _wait(
     admin: AdminConnection, found: _Node, wanted: str, timeout_s: float, *, quiet: bool
 ) -> _Node:
     """Until a node is in a state ("": it is gone), showing what is left; raises AdminError."""
+    from rich.console import Console
+    from rich.live import Live
+
     give_up_at = time.monotonic() + timeout_s
     console = Console(stderr=True, highlight=False)
     if quiet or not console.is_terminal:
@@ -146,6 +149,8 @@ def _has_reached(found: _Node, wanted: str) -> bool:
 
 
 def _left(found: _Node) -> Text:
+    from rich.text import Text
+
     beat = found.beat
     num_open = beat.num_waiting + beat.num_waiting_for_remote_kvs + beat.num_running
     return Text(

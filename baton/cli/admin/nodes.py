@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from baton.cli.admin.connection import (
     NodeArgument,
@@ -16,18 +13,25 @@ from baton.cli.admin.connection import (
     takes_admin_access,
 )
 from baton.cli.admin.output import (
-    enum_word,
+    enum_field,
+    escape,
     format_bar,
     format_count,
     format_seconds,
     is_json,
     make_console,
+    make_grid,
     make_table,
     print_json,
 )
 from baton.cli.tls_options import RouterAccess
 from baton.rates import format_rate
-from baton.v1 import admin_pb2, node_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from baton.v1 import admin_pb2
 
 _STYLES = {"serving": "green", "draining": "yellow", "drained": "cyan", "lost": "red"}
 
@@ -39,7 +43,7 @@ def nodes(
 ) -> None:
     """List the nodes that have joined a router, how busy they are, and whom they reach."""
     with connection(access) as admin:
-        response = admin.call("ListNodes", admin_pb2.ListNodesRequest())
+        response = admin.call("ListNodes")
     if is_json(output):
         print_json(response)
         return
@@ -76,14 +80,14 @@ def node(
 
 def role_of(found: admin_pb2.NodeDescription) -> str:
     """``prefill`` or ``decode``."""
-    return enum_word(types_pb2.NodeRole.Name(found.role))
+    return enum_field(found, "role")
 
 
 def state_of(found: admin_pb2.NodeDescription) -> str:
     """What the node does for its router, in one word."""
     if found.lost:
         return "lost"
-    serving_state = enum_word(node_pb2.ServingState.Name(found.beat.serving_state))
+    serving_state = enum_field(found.beat, "serving_state")
     return (found.health or "serving") if serving_state == "serving" else serving_state
 
 
@@ -139,7 +143,7 @@ def print_problems(console: Console, found: Sequence[admin_pb2.NodeDescription])
 def _card(one: admin_pb2.NodeDescription) -> Table:
     """Two columns: what, and how much of it."""
     state = state_of(one)
-    table = Table.grid(padding=(0, 2))
+    table = make_grid()
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("node", f"[bold]{escape(one.node_name)}[/]  {role_of(one)}")

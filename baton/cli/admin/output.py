@@ -1,4 +1,7 @@
-"""How admin commands print: tables for people, raw units as JSON for programs."""
+"""How admin commands print: tables for people, raw units as JSON for programs.
+
+What prints is imported where that is done: who asks for help does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,56 @@ import json
 import math
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from google.protobuf.message import Message
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from baton.cli.admin.connection import OutputFormat
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+    from rich.console import Console
+    from rich.table import Table
 
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def make_console() -> Console:
     """Wide enough for our tables where the width is not a terminal's."""
+    from rich.console import Console
+
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=100)
 
 
 def make_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """An empty table; columns in ``right`` are numbers. The last column takes what is long."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
 
 
+def make_grid() -> Table:
+    """An empty table without a head."""
+    from rich.table import Table
+
+    return Table.grid(padding=(0, 2))
+
+
+def escape(text: str) -> str:
+    """A text as markup that shows it as it is."""
+    from rich.markup import escape as escape_markup
+
+    return escape_markup(text)
+
+
 def print_json(value: Message | Mapping[str, Any]) -> None:
     """Names and raw units as in the proto files."""
-    plain = to_plain(value) if isinstance(value, Message) else value
+    plain = value if isinstance(value, Mapping) else to_plain(value)
     typer.echo(json.dumps(plain, indent=2, allow_nan=False))
 
 
@@ -63,11 +86,17 @@ def _field_to_plain(message: Message, field: Any) -> Any:
 
 
 def _value_to_plain(field: Any, value: Any) -> Any:
-    if isinstance(value, Message):
+    if field.message_type is not None:
         return to_plain(value)
     if field.enum_type is not None:
         return enum_word(field.enum_type.values_by_number[value].name)
     return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+def enum_field(message: Message, name: str) -> str:
+    """The word for a field's value."""
+    of_field: Any = message.DESCRIPTOR.fields_by_name[name]
+    return enum_word(of_field.enum_type.values_by_number[getattr(message, name)].name)
 
 
 def enum_word(name: str) -> str:

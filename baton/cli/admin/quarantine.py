@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from baton.cli.admin.connection import (
     OutputFormat,
@@ -14,6 +13,7 @@ from baton.cli.admin.connection import (
     takes_admin_access,
 )
 from baton.cli.admin.output import (
+    escape,
     format_count,
     format_seconds,
     is_json,
@@ -22,7 +22,9 @@ from baton.cli.admin.output import (
     print_json,
 )
 from baton.cli.tls_options import RouterAccess
-from baton.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    pass
 
 FingerprintArgument = Annotated[
     str, typer.Argument(help="Of `baton admin quarantine`, or how it begins; all: of all.")
@@ -34,7 +36,7 @@ _SHOWN_CHARS = 12
 def quarantine(*, access: RouterAccess, output: OutputOption = OutputFormat.TABLE) -> None:
     """List the requests that are refused because nodes died while they computed one like it."""
     with connection(access) as admin:
-        found = admin.call("ListQuarantine", admin_pb2.ListQuarantineRequest())
+        found = admin.call("ListQuarantine")
     if is_json(output):
         print_json(found)
         return
@@ -68,9 +70,7 @@ def release(
     """Refuse a quarantined request no longer."""
     name = "" if fingerprint == "all" else fingerprint
     with connection(access) as admin:
-        found = admin.call(
-            "ReleaseQuarantine", admin_pb2.ReleaseQuarantineRequest(fingerprint=name)
-        )
+        found = admin.call("ReleaseQuarantine", fingerprint=name)
     if is_json(output):
         print_json(found)
     else:

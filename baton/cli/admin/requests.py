@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from baton.cli.admin.connection import (
     OptionalNodeArgument,
@@ -17,6 +16,7 @@ from baton.cli.admin.connection import (
     takes_admin_access,
 )
 from baton.cli.admin.output import (
+    escape,
     format_count,
     format_seconds,
     format_time,
@@ -27,7 +27,9 @@ from baton.cli.admin.output import (
 )
 from baton.cli.receipt_table import format_bytes
 from baton.cli.tls_options import RouterAccess
-from baton.v1 import admin_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from baton.v1 import admin_pb2, types_pb2
 
 RequestArgument = Annotated[str, typer.Argument(help="See `baton admin requests`.")]
 _STYLES = {"running": "green", "failed": "red", "queued": "yellow"}
@@ -47,10 +49,9 @@ def requests(
     """List the last requests of the router; or, of one node, all that are open there."""
     with connection(access) as admin:
         if node:
-            of_node = admin.call("ListNodeRequests", admin_pb2.NodeRequest(node=node))
+            of_node = admin.call("ListNodeRequests", node=node)
         else:
-            request = admin_pb2.ListRouterRequestsRequest(limit=limit, open_only=open)
-            found = admin.call("ListRequests", request)
+            found = admin.call("ListRequests", limit=limit, open_only=open)
     if is_json(output):
         print_json(of_node if node else found)
     elif node:
@@ -69,7 +70,7 @@ def trace(
 ) -> None:
     """Tell the life of one of the router's last requests."""
     with connection(access) as admin:
-        found = admin.call("Trace", admin_pb2.TraceRequest(request_id=request_id, tenant=tenant))
+        found = admin.call("Trace", request_id=request_id, tenant=tenant)
     if is_json(output):
         print_json(found)
         return
@@ -95,7 +96,7 @@ def abort(
 ) -> None:
     """End an open request, on its nodes too; its client is told CANCELLED."""
     with connection(access) as admin:
-        admin.call("Abort", admin_pb2.AbortRequest(request_id=request_id, tenant=tenant))
+        admin.call("Abort", request_id=request_id, tenant=tenant)
     typer.echo(f"{request_id} is ended")
 
 

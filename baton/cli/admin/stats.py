@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from baton.cli.admin.connection import (
     OutputFormat,
@@ -16,15 +14,21 @@ from baton.cli.admin.connection import (
     takes_admin_access,
 )
 from baton.cli.admin.output import (
+    escape,
     format_count,
     format_seconds,
     is_json,
     make_console,
+    make_grid,
     make_table,
     print_json,
 )
 from baton.cli.tls_options import RouterAccess
-from baton.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from baton.v1 import admin_pb2
 
 _RANKS = ("p50", "p90", "p99", "max")
 
@@ -40,7 +44,7 @@ def stats(
 ) -> None:
     """Show how many requests there were, how they ended, and how long they took."""
     with connection(access) as admin:
-        found = admin.call("GetStats", admin_pb2.GetStatsRequest(window_s=window_s))
+        found = admin.call("GetStats", window_s=window_s)
     if is_json(output):
         print_json(found)
         return
@@ -72,7 +76,7 @@ def latencies_table(found: admin_pb2.GetStatsResponse) -> Table:
 
 
 def _counts(found: admin_pb2.GetStatsResponse) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = make_grid()
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     table.add_row("uptime", format_seconds(found.uptime_s))

@@ -6,19 +6,20 @@ import itertools
 import signal
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Group
-from rich.live import Live
-from rich.text import Text
 
 from baton.cli.admin.connection import AdminConnection, connection, takes_admin_access
 from baton.cli.admin.nodes import nodes_table
 from baton.cli.admin.output import format_count, format_seconds, make_console
 from baton.cli.admin.stats import latencies_table
 from baton.cli.tls_options import RouterAccess
-from baton.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from baton.v1 import admin_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ def top(
             time.sleep(interval_s)
             console.print(_frame(access.router, last, _take(admin)))
             return
+        from rich.live import Live
+
         with Live(
             _frame(access.router, last, last), console=console, screen=True, auto_refresh=False
         ) as live:
@@ -64,13 +67,16 @@ def top(
 
 
 def _take(admin: AdminConnection) -> _Sample:
-    listed = admin.call("ListNodes", admin_pb2.ListNodesRequest())
-    stats = admin.call("GetStats", admin_pb2.GetStatsRequest())
+    listed = admin.call("ListNodes")
+    stats = admin.call("GetStats")
     return _Sample(time.monotonic(), listed.model, list(listed.nodes), stats)
 
 
 def _frame(router: str, last: _Sample, sample: _Sample) -> Group:
     """What is shown; rates are those between two looks."""
+    from rich.console import Group
+    from rich.text import Text
+
     stats = sample.stats
     seconds = max(sample.at - last.at, 1e-9)
     tokens_in = (stats.num_prompt_tokens - last.stats.num_prompt_tokens) / seconds

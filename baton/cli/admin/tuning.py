@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from baton.cli.admin.connection import (
     TIMEOUT_S,
@@ -17,14 +16,25 @@ from baton.cli.admin.connection import (
     connection,
     takes_admin_access,
 )
-from baton.cli.admin.output import format_seconds, is_json, make_console, make_table, print_json
+from baton.cli.admin.output import (
+    escape,
+    format_seconds,
+    is_json,
+    make_console,
+    make_table,
+    print_json,
+)
 from baton.cli.command_line import CommandLine
 from baton.cli.tls_options import RouterAccess
-from baton.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    pass
 
 ROUTER = "router"
 
-policy = CommandLine(no_args_is_help=True, help="See or change how requests are placed.")
+policy = CommandLine(
+    no_args_is_help=True, add_completion=False, help="See or change how requests are placed."
+)
 
 
 @policy.command("get")
@@ -35,7 +45,7 @@ def get_policy(
 ) -> None:
     """Print the routing policy, and those that there are."""
     with connection(access) as admin:
-        found = admin.call("GetPolicy", admin_pb2.GetPolicyRequest())
+        found = admin.call("GetPolicy")
     if is_json(output):
         print_json(found)
         return
@@ -53,7 +63,7 @@ def set_policy(
 ) -> None:
     """Place requests by another policy from now on; until the router's next start."""
     with connection(access) as admin:
-        found = admin.call("SetPolicy", admin_pb2.SetPolicyRequest(policy=name))
+        found = admin.call("SetPolicy", policy=name)
     if is_json(output):
         print_json(found)
     else:
@@ -69,7 +79,7 @@ def flush_cache(
 ) -> None:
     """Empty the prefix cache of a node, or of all; requests in progress keep what they have."""
     with connection(access) as admin:
-        found = admin.call("FlushCache", admin_pb2.AdminFlushCacheRequest(node=node))
+        found = admin.call("FlushCache", node=node)
     if is_json(output):
         print_json(found)
     else:
@@ -89,8 +99,7 @@ def log_level(
     """Set what a node, or the router (its name here is `router`), logs from now on."""
     node = "" if name == ROUTER else name
     with connection(access) as admin:
-        request = admin_pb2.AdminSetLogLevelRequest(node=node, level=level)
-        found = admin.call("SetLogLevel", request)
+        found = admin.call("SetLogLevel", node=node, level=level)
     typer.echo(f"{name} logs {level} and above; it was {found.previous}")
 
 
@@ -110,8 +119,8 @@ def profile(
     """
     node = "" if name == ROUTER else name
     with connection(access) as admin:
-        request = admin_pb2.AdminProfileRequest(node=node, seconds=seconds)
-        found = admin.call("Profile", request, TIMEOUT_S + seconds)
+        timeout_s = TIMEOUT_S + seconds
+        found = admin.call("Profile", timeout_s=timeout_s, node=node, seconds=seconds)
     if is_json(output):
         print_json(found)
         return

@@ -12,7 +12,6 @@ from baton.cli.admin.connection import (
 )
 from baton.cli.admin.output import is_json, make_console, print_json
 from baton.cli.tls_options import RouterAccess
-from baton.v1 import admin_pb2
 from baton.version import __version__
 
 
@@ -23,7 +22,7 @@ def version(
 ) -> None:
     """Print the versions of this program, the router and its nodes, and whether they differ."""
     with connection(access) as admin:
-        found = admin.call("GetVersion", admin_pb2.GetVersionRequest())
+        found = admin.call("GetVersion")
     if is_json(output):
         print_json(
             {

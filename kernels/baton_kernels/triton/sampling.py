@@ -42,7 +42,8 @@ def sample_tokens(
     tokens stay or go together. Means what `engine.sampler` means, in float32.
 
     Args:
-        logits: ``[num_rows, vocab_size]`` float32, rows contiguous in themselves.
+        logits: ``[num_rows, vocab_size]``, rows contiguous in themselves; what is not float32 is
+            taken for it as it is read.
         temperatures: ``[num_rows]`` float32; 0 is greedy: of the best logits the first.
         top_k: ``[num_rows]`` int32; 0: off.
         top_p: ``[num_rows]`` float32; 1: off.
@@ -53,7 +54,7 @@ def sample_tokens(
         ``[num_rows]`` int64; 0 where every logit is minus infinity or one is no number.
     """
     num_rows, vocab_size = logits.shape
-    assert logits.dtype == torch.float32
+    assert logits.dtype.is_floating_point
     assert logits.stride(1) == 1 or vocab_size == 1
     num_parts, num_groups = triton.cdiv(vocab_size, PART), triton.cdiv(vocab_size, GROUP)
     parameters = (temperatures, top_k, top_p, min_p)
@@ -91,7 +92,7 @@ def sample_tokens(
 
 _FLOATS, _INTS = "*fp32", "*i32"
 _ROW = {
-    "logits_ptr": _FLOATS, "temperatures_ptr": _FLOATS, "top_k_ptr": _INTS, "top_p_ptr": _FLOATS,
+    "logits_ptr": "*bf16", "temperatures_ptr": _FLOATS, "top_k_ptr": _INTS, "top_p_ptr": _FLOATS,
     "min_p_ptr": _FLOATS, "keys_ptr": _INTS,
 }  # fmt: skip
 _PARTIALS = {
@@ -103,7 +104,7 @@ _COUNTS = {"num_parts": "i32", "num_groups": "i32"}
 # Of 151,936 tokens, Qwen3's vocabulary.
 AOT_CASES = (
     AotCase(
-        "sampling partials",
+        "sampling partials bf16",
         partials_kernel,
         {
             **{name: _ROW[name] for name in ("logits_ptr", "temperatures_ptr", "keys_ptr")},
@@ -113,7 +114,7 @@ AOT_CASES = (
         num_warps=8,
     ),
     AotCase(
-        "sampling choose",
+        "sampling choose bf16",
         choose_kernel,
         {
             **_ROW, **_PARTIALS, "groups_ptr": _INTS, "candidates_ptr": _INTS,
@@ -127,7 +128,7 @@ AOT_CASES = (
         num_warps=8,
     ),
     AotCase(
-        "sampling search",
+        "sampling search bf16",
         search_kernel,
         {
             **_ROW, "rows_ptr": _FLOATS, "undecided_ptr": _INTS, "out_ptr": "*i64", **_SIZES,

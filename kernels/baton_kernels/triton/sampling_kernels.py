@@ -111,7 +111,9 @@ def partials_kernel(
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token_ids = part * BLOCK + tl.arange(0, BLOCK)
     exists = token_ids < vocab_size
-    x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=exists, other=-float("inf"))
+    x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=exists, other=-float("inf")).to(
+        tl.float32
+    )
     temperature = tl.load(temperatures_ptr + row)
     best = tl.max(x, axis=0)
     weights = weigh(x, best, tl.where(temperature > 0, temperature, 1.0))
@@ -229,7 +231,7 @@ def gather_candidates(
             taken[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (TILE * GROUP,)
         )
         inside = token_ids < vocab_size
-        x = tl.load(logits_ptr + token_ids, mask=inside, other=-float("inf"))
+        x = tl.load(logits_ptr + token_ids, mask=inside, other=-float("inf")).to(tl.float32)
         kept = (inside & (ordered(x) >= bound)).to(tl.int32)
         slots = count + tl.cumsum(kept, axis=0) - 1
         tl.store(candidates_ptr + slots, token_ids, mask=(kept > 0) & (slots < MOST))
@@ -251,7 +253,7 @@ def draw_candidate(
     slot = tl.arange(0, MOST)
     exists = slot < count
     token_ids = tl.load(candidates_ptr + slot, mask=exists, other=0)
-    x = tl.load(logits_ptr + token_ids, mask=exists, other=-float("inf"))
+    x = tl.load(logits_ptr + token_ids, mask=exists, other=-float("inf")).to(tl.float32)
     keys = ordered(x)
     weights = tl.where(exists, weigh(x, best, temperature), 0.0)
     least = least_by_min_p
@@ -307,15 +309,15 @@ def search_kernel(
         key0 = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
         key1 = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
         token = tl.load(out_ptr + row).to(tl.int32)  # the best score of all
-        key = ordered(tl.load(logits_ptr + token))
+        key = ordered(tl.load(logits_ptr + token).to(tl.float32))
         if key < least:
             token = draw_above(logits_ptr, vocab_size, least, temperature, key0, key1, BLOCK)
-            key = ordered(tl.load(logits_ptr + token))
+            key = ordered(tl.load(logits_ptr + token).to(tl.float32))
         target = tl.where(top_p < 1, top_p * total, float("inf"))
         _, mass = measure(logits_ptr, vocab_size, key + 1, best, temperature, BLOCK)
         while mass >= target:
             token = draw_above(logits_ptr, vocab_size, key + 1, temperature, key0, key1, BLOCK)
-            key = ordered(tl.load(logits_ptr + token))
+            key = ordered(tl.load(logits_ptr + token).to(tl.float32))
             _, mass = measure(logits_ptr, vocab_size, key + 1, best, temperature, BLOCK)
         tl.store(out_ptr + row, token.to(tl.int64))
 
@@ -328,7 +330,7 @@ def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexp
     for start in range(0, vocab_size, BLOCK):
         token_ids = start + tl.arange(0, BLOCK)
         exists = token_ids < vocab_size
-        x = tl.load(logits_ptr + token_ids, mask=exists, other=-float("inf"))
+        x = tl.load(logits_ptr + token_ids, mask=exists, other=-float("inf")).to(tl.float32)
         kept = exists & (ordered(x) >= least)
         counts += kept.to(tl.int32)
         weights += tl.where(kept, weigh(x, best, temperature), 0.0)
@@ -345,7 +347,7 @@ def draw_above(
     for start in range(0, vocab_size, BLOCK):
         token_ids = start + tl.arange(0, BLOCK)
         exists = token_ids < vocab_size
-        x = tl.load(logits_ptr + token_ids, mask=exists, other=-float("inf"))
+        x = tl.load(logits_ptr + token_ids, mask=exists, other=-float("inf")).to(tl.float32)
         scores = x + temperature * gumbel(mixed(key0, key1, token_ids))
         better = exists & (ordered(x) >= least) & (scores > best_scores)
         best_scores = tl.where(better, scores, best_scores)

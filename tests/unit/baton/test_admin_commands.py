@@ -36,9 +36,9 @@ def _find(words: list[str]) -> tuple[Any, str, list[str]]:
     """The command that words begin with, its name, and its arguments."""
     found: Any = typer.main.get_command(app)
     name: list[str] = []
-    while hasattr(found, "commands"):
+    while hasattr(found, "list_commands"):
         name.append(words.pop(0))
-        found = found.commands[name[-1]]
+        found = found.get_command(None, name[-1])
     return found, " ".join(name), words
 
 
@@ -50,9 +50,10 @@ def test_every_command_on_the_page_is_one(line: str) -> None:
 
 def test_every_command_is_on_the_page() -> None:
     group: Any = typer.main.get_command(app)
+    commands = {name: group.get_command(None, name) for name in group.list_commands(None)}
     names = {
         f"{name} {inner}".strip()
-        for name, command in group.commands.items()
+        for name, command in commands.items()
         for inner in getattr(command, "commands", {"": None})
     }
     assert names == {_find(shlex.split(line, comments=True))[1] for line in ON_PAGE}

@@ -14,7 +14,8 @@ import typer.core
 import typer.main
 from typer.testing import CliRunner
 
-from baton.cli.app import COMMANDS, app
+from baton.cli.admin.app import COMMANDS as ADMIN_COMMANDS
+from baton.cli.app import COMMANDS, app, help_of
 from baton.cli.command_line import with_option_names
 from baton.version import __version__
 
@@ -74,12 +75,16 @@ def test_the_list_of_commands_fits_80_columns(name: str, monkeypatch: pytest.Mon
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
-@pytest.mark.parametrize("name", COMMANDS.names())
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [*(("", n) for n in COMMANDS.names()), *(("admin", n) for n in ADMIN_COMMANDS.names())],
+)
 def test_the_list_says_of_a_command_what_its_own_help_says(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    group: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed = " ".join(shown(ROOT, "baton", monkeypatch).split())
-    own = ROOT.get_command(None, name).help
+    command = ROOT.get_command(None, group) if group else ROOT
+    listed = " ".join(shown(command, "baton", monkeypatch).split())
+    own = command.get_command(None, name).help
     assert own
     first = " ".join(own.split("\n\n")[0].split())
     sentence = first.partition(". ")[0].partition("; what")[0].removesuffix(".")
@@ -162,3 +167,55 @@ def test_help_waits_for_no_library_that_it_does_not_need() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
     )
     assert done.stderr == "[]\n"
+
+
+def test_an_error_of_an_operators_command_names_its_option_too() -> None:
+    """It said ``router: ...``."""
+    code, _, errors = baton("admin", "nodes", "--router", "127.0.0.1:1")
+    assert code == 1
+    assert errors == "error: --router: 127.0.0.1:1 cannot be reached (UNAVAILABLE)\n"
+    code, _, errors = baton("admin", "nodes", "--tls-ca", "no such file")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert errors.startswith("error: --tls-ca: ")
+
+
+def test_no_name_is_broken_at_the_end_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--admin-`` ended one line, ``token`` began the next."""
+    for name, command in {**ALL, **dict(groups())}.items():
+        for line in shown(command, name, monkeypatch).splitlines():
+            assert not line.endswith("-"), (name, line)
+
+
+EVERY = [name for name, _ in groups()] + list(ALL)
+
+
+@pytest.mark.parametrize("name", EVERY[1:])
+def test_help_that_is_made_fast_is_the_same(name: str) -> None:
+    words = name.split()[1:]
+    done = CliRunner().invoke(app, [*words, "-h"], prog_name="baton")
+    assert help_of(words).split() == done.stdout.split()  # (the runner's lines are longer)
+
+
+def test_words_that_call_nothing_have_no_fast_help() -> None:
+    assert [help_of(words) for words in (["nothing"], ["keys", "nothing"], ["up", "x"])] == [""] * 3
+
+
+HEAVY = {
+    "aiohttp", "asyncio", "cryptography", "google.protobuf", "grpc", "numpy", "pydantic", "rich",
+    "tokenizers", "torch", "uvloop",
+}  # fmt: skip
+SHOW_HELP = """\
+import sys
+from baton.cli.app import help_of
+for name in sys.argv[1:]:
+    assert help_of(name.split()[1:]), name
+print(*sys.modules)
+"""
+
+
+def test_who_asks_for_help_does_not_wait_for_what_the_commands_need() -> None:
+    """Half a second of CPU went into gRPC, TLS, tokenizers and tables that help does not show."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_HELP, *EVERY], capture_output=True, text=True, check=True
+    )
+    assert HEAVY & set(done.stdout.split()) == set()

@@ -67,12 +67,15 @@ def test_one_more_of_the_same_ca(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--name", "x"], "role: must be one of"),
-        (["--name", "x", "--role", "join"], "role: must be one of"),
-        (["--name", "../x", "--role", "infer"], "name: must be 1 to 64 letters"),
-        (["--name", "ca", "--role", "infer"], "name: must be 1 to 64 letters"),
-        (["--role", "infer"], "name: must be 1 to 64 letters"),
-        (["--name", "x", "--role", "infer", "--tenant", "a/b"], "tenant: must be 1 to 64 letters"),
+        (["--name", "x"], "--role: must be one of"),
+        (["--name", "x", "--role", "join"], "--role: must be one of"),
+        (["--name", "../x", "--role", "infer"], "--name: must be 1 to 64 letters"),
+        (["--name", "ca", "--role", "infer"], "--name: must be 1 to 64 letters"),
+        (["--role", "infer"], "--name: must be 1 to 64 letters"),
+        (
+            ["--name", "x", "--role", "infer", "--tenant", "a/b"],
+            "--tenant: must be 1 to 64 letters",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_one_line(
@@ -87,7 +90,6 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     run("--out", str(tmp_path))
     key = (tmp_path / "router.key").read_bytes()
     said = run("--out", str(tmp_path), code=1)
-    assert said == (
-        f"error: out: {tmp_path}/router.key is there already; remove it, or choose another folder\n"
-    )
+    why = "is there already; remove it, or choose another folder"
+    assert said == f"error: --out: {tmp_path}/router.key {why}\n"
     assert (tmp_path / "router.key").read_bytes() == key

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from baton.cli.admin.app import COMMANDS as ADMIN_COMMANDS
 from baton.cli.app import COMMANDS
 from baton.errors import ConfigError, InvalidRequestError
 from baton.registry import Registry
@@ -36,7 +37,9 @@ def test_changing_the_given_table_later_changes_nothing() -> None:
     assert registry.names() == ["a"]
 
 
-@pytest.mark.parametrize("registry", [COMMANDS, POLICIES], ids=lambda r: r.kind)
+@pytest.mark.parametrize(
+    "registry", [COMMANDS, ADMIN_COMMANDS, POLICIES], ids=["commands", "admin", "policies"]
+)
 def test_every_torch_free_entry_can_be_loaded(registry: Registry[object]) -> None:
     assert registry.names()
     for name in registry.names():

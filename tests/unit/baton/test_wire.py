@@ -212,6 +212,7 @@ text_deltas = st.builds(
     prompt_logprobs,
     choice_index=uint32,
     prompt_index=uint32,
+    stop_string=st.none() | texts,
 )
 
 

@@ -236,6 +236,16 @@ def test_sampling_parameters_as_the_kernel_takes_them() -> None:
         np.testing.assert_array_equal(tensor.numpy(), arrays[name])
 
 
+@pytest.mark.parametrize("num_requests", range(1, 7))
+def test_uploaded_parameters_begin_where_triton_takes_them_for_aligned(num_requests: int) -> None:
+    sampling = sampling_input([decoding(f"r{i}", 3, 3 * i) for i in range(num_requests)])
+    tensors = upload_parameters(sampling.parameters, sampling.keys, CPU)
+    start = tensors["temperatures"].data_ptr()
+    assert [(tensor.data_ptr() - start) % 16 for tensor in tensors.values()] == [0] * 5
+    for name, array in kernel_arrays(sampling.parameters, sampling.keys).items():
+        np.testing.assert_array_equal(tensors[name].numpy(), array)
+
+
 @pytest.mark.parametrize("option", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_memory_that_peers_cannot_map_is_refused(option: str) -> None:
     check_allocator({option: "max_split_size_mb:64,expandable_segments:False"})

@@ -15,6 +15,8 @@ from baton.rates import format_rate
 from kvconnector.base import KVTransport, PendingWrite, TransferEvent, TransferEventKind
 from kvconnector.faults import FaultSpec, FaultyTransport
 from kvconnector.messages import HelloAck, Message, SelfTest, SelfTestResult, encode
+from kvconnector.paths import CUDA_IPC_PATH, UNKNOWN_GPU_PATH
+from kvconnector.peer_info import PeerInfo
 from kvconnector.peers import LEASE_S, MAX_BACK_OFF_S
 from kvconnector.receiver import Receiver
 from kvconnector.scratch import NUM_SLOTS
@@ -115,6 +117,24 @@ def test_both_sides_are_connected_when_the_bytes_are_there_and_hear_how_fast_it_
     assert scene.kinds("p") == []
     scene.run(0.2)
     assert scene.kinds("p") == scene.kinds("d") == [CONNECTED]
+
+
+def test_both_ends_hear_of_the_path_that_the_bandwidth_proves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect = ScriptedTransport.connect
+
+    def connect_gpu(self: ScriptedTransport, peer: PeerInfo) -> str:
+        connect(self, peer)
+        return UNKNOWN_GPU_PATH
+
+    monkeypatch.setattr(ScriptedTransport, "connect", connect_gpu)
+    for lowest, expected in ((0.0, CUDA_IPC_PATH), (math.inf, UNKNOWN_GPU_PATH)):
+        monkeypatch.setattr("kvconnector.paths.PCIE_BYTES_PER_S", lowest)
+        scene = Scene()
+        scene.add("p")
+        scene.run(0.5)
+        assert [scene.events[end][0].transport for end in "pd"] == [expected] * 2
 
 
 def test_the_first_write_goes_alone_and_the_others_a_few_at_a_time() -> None:

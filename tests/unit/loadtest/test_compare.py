@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from baton.errors import ConfigError
-from loadtest.compare import Comparison, Deployment, Trial, _in_turn
+from loadtest.compare import Comparison, Trial, _in_turn
 from loadtest.compare_command import parse_cores
 from loadtest.generate import Lengths
 from loadtest.page.page import render_figures, render_page
 from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.report import plain
 from loadtest.report_compare import comparison_to_json, print_comparison, trial_line, verdict_lines
+from loadtest.shapes import Deployment
 from loadtest.site import UpOptions
 from loadtest.slo import Slo
 from loadtest.verdict import judge_comparison, values_of

@@ -11,7 +11,8 @@ import pytest
 
 from baton.errors import ConfigError, DeadlineExceededError, OverloadedError
 from baton.identity import ANYBODY, Limits, Principal
-from router.admission import Admission, AdmissionOptions
+from router.admission import Admission
+from router.admission_options import AdmissionOptions
 from router.capacity import Capacity
 from router.ticket import Ticket
 from tests.fakes.fleets import FleetBook

@@ -23,7 +23,8 @@ from baton.link import DecodeCommand
 from baton.rpc import bearer, open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.admission import Admission, AdmissionOptions
+from router.admission import Admission
+from router.admission_options import AdmissionOptions
 from router.capacity import Capacity
 from router.rate_limits import TOKENS
 from tests.fakes.grpc_scene import expected, params, served

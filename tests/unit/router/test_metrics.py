@@ -12,7 +12,8 @@ from baton.connection_limits import ConnectionCounts
 from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError, OverloadedError
 from baton.link import NodeRole
 from baton.outputs import FinishReason, Receipt, TextDelta
-from router.admission import Admission, AdmissionOptions
+from router.admission import Admission
+from router.admission_options import AdmissionOptions
 from router.capacity import Capacity
 from router.metrics import RouterMetrics
 from router.overload import Overload

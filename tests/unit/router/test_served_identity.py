@@ -153,6 +153,34 @@ def test_others_serve_when_the_last_one_was_removed_and_not_when_it_was_lost(wei
     assert fleet.serving == ["b0"]
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(["a0", "a1", "b0", "b1"])))
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_two_routers_of_one_folder_serve_the_same_in_whatever_order_they_hear_of_nodes(
+    order: list[str], is_settled: bool
+) -> None:
+    """Of both, in each step: whoever one of them serves has the weights that the other serves."""
+    first, second = Fleet("a"), Fleet("a")
+
+    def served() -> set[str]:
+        return {name[0] for fleet in (first, second) for name in fleet.serving}
+
+    for one, other in zip(["a0", "a1", "b0", "b1"], order, strict=True):
+        first.join(one, settled=is_settled)
+        second.join(other, settled=is_settled)
+        assert served() <= {"a"}
+    assert first.serving == second.serving == ["a0", "a1"]
+    nodes_of_a = [name for name in order if name.startswith("a")]
+    for name in nodes_of_a:
+        first.say(name, DRAINED)
+    assert first.serving == ["b0", "b1"]
+    for name in reversed(nodes_of_a):
+        second.say(name, DRAINED)
+    assert second.serving == ["b0", "b1"]
+    for fleet, name in ((first, nodes_of_a[0]), (second, nodes_of_a[0])):
+        fleet.say(name, SERVING)
+    assert first.serving == second.serving == [nodes_of_a[0]]
+
+
 def test_a_lost_node_that_an_operator_removes_makes_room() -> None:
     fleet = Fleet("a")
     fleet.join("a0", "b0")

@@ -118,6 +118,8 @@ async def test_a_stop_string_ends_the_call_before_it_and_stops_the_nodes(
     pieces = await scene.run(tokens_per_step=tokens_per_step)
     assert "".join(piece.text for piece in pieces) == "print(x)"
     assert pieces[-1].finish_reason is FinishReason.STOP
+    assert pieces[-1].stop_string == "\nEND"
+    assert {piece.stop_string for piece in pieces[:-1]} <= {None}
     token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
     assert token_ids == TOKEN_IDS[: len(token_ids)]
     assert "\nEND" in TOKENIZER.decode(token_ids)
@@ -148,6 +150,7 @@ async def test_without_one_the_text_is_whole_and_the_receipt_too() -> None:
     scene = Scene(stop=("says stop or not",))
     pieces = await scene.run()
     assert "".join(piece.text for piece in pieces) == TEXT
+    assert {piece.stop_string for piece in pieces} == {None}
     assert pieces[-1].finish_reason is FinishReason.LENGTH
     assert pieces[-1].receipt is not None
     assert pieces[-1].receipt.decode == DECODE_RECEIPT

@@ -370,6 +370,8 @@ HTTP_ROLES = {
     ("POST", "/v1/completions"): INFER,
     ("POST", "/v1/chat/completions"): INFER,
     ("POST", "/v1/responses"): INFER,
+    ("POST", "/v1/messages"): INFER,
+    ("POST", "/v1/messages/count_tokens"): INFER,
     ("POST", "/tokenize"): INFER,
     ("POST", "/detokenize"): INFER,
     **{("POST", path): INFER for path in NOT_SERVED},

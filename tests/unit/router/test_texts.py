@@ -232,3 +232,43 @@ def test_a_template_that_the_user_names_is_used_in_the_workers_too(tmp_path: Pat
     finally:
         texts.close()
     assert found == TOKENIZER.encode("mine: hi")
+
+
+def test_a_client_that_is_trusted_brings_a_template_for_its_request_alone(texts: Texts) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+
+    async def main() -> None:
+        own = ChatPrompt(messages, template=template)
+        assert await texts.encode_chat(own, max_model_len=1000) == TOKENIZER.encode_chat(
+            messages, template=template
+        )
+        plain = await texts.encode_chat(ChatPrompt(messages), max_model_len=1000)
+        assert plain == TOKENIZER.encode_chat(messages)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% for %}", "chat_template: is broken: "),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "chat_template: is broken: "),
+        ("{% if x %}" * 200 + "{% endif %}" * 200, "chat_template: is broken: "),
+        ("{{ 'x' * 10 ** 10 }}", "messages: takes more than"),
+        ("{% include 'x' %}", "chat: the chat template refused it"),
+        ("{{ ''.__class__.__mro__ }}", "chat: the chat template refused it"),
+        ("x" * 1_000_000, "chat_template: and messages must have at most"),
+    ],
+)
+def test_a_template_of_a_client_that_goes_astray_ends_its_request_alone(
+    texts: Texts, template: str, problem: str
+) -> None:
+    prompt = ChatPrompt([{"role": "user", "content": "x"}], template=template)
+
+    async def main() -> None:
+        with pytest.raises(InvalidRequestError, match=f"^{problem}"):
+            await texts.encode_chat(prompt, max_model_len=10)
+        assert await texts.encode_chat(ChatPrompt(prompt.messages), max_model_len=10)
+
+    asyncio.run(main())

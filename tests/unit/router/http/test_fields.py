@@ -92,10 +92,9 @@ async def test_an_operator_may_want_them_refused(scene: HttpScene) -> None:
         (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template: is the operator's choice"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions: is not supported: use tools"),
         ("/v1/completions", {"use_beam_search": True}, "use_beam_search: is not supported"),
-        (
-            "/v1/completions",
-            {"prompt_logprobs": 1, "stream": True},
-            "prompt_logprobs: is not for stream: true",
+        *(
+            (path, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs: is not for stream")
+            for path in (CHAT, "/v1/completions")
         ),
         (
             "/v1/completions",
@@ -258,6 +257,43 @@ async def test_logprobs_of_a_prompt_come_as_vllm_has_them(scene: HttpScene) -> N
     assert list(second) == [str(prompt[1]), str(EOS)]
     assert len(choice["prompt_logprobs"]) == len(prompt)
     assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"][1:])
+
+
+@on_http()
+async def test_logprobs_of_a_chats_prompt_come_with_its_answer(scene: HttpScene) -> None:
+    """They were passed over, with a line in the log."""
+    reply = scene.post(CHAT, messages=MESSAGES, prompt_logprobs=0, max_tokens=1)
+    command = await scene.command()
+    assert command.sampling_params.prompt_logprobs == 0
+    prompt = command.prompt_token_ids
+    told = (None, *(TokenLogprobs(-0.1) for _ in prompt[1:]))
+    output = RequestOutput(command.request_id, 0, (260,), FinishReason.LENGTH, (), told)
+    scene.prefill.say(RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT))
+    response = await reply
+    assert IGNORED_FIELDS_HEADER not in response.headers
+    first, second, *rest = (await response.json())["prompt_logprobs"]
+    assert first is None
+    assert second == {
+        str(prompt[1]): {
+            "logprob": pytest.approx(-0.1),
+            "rank": None,
+            "decoded_token": TOKENIZER.token_bytes(prompt[1]).decode(),
+        }
+    }
+    assert len(rest) == len(prompt) - 2
+
+
+@on_http(trusts_templates=True)
+async def test_a_chat_brings_its_own_template_where_the_operator_trusts_it(
+    scene: HttpScene,
+) -> None:
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    reply = scene.post(CHAT, messages=MESSAGES, chat_template=template)
+    command = await scene.command()
+    text = "".join(f"<{message['content']}>" for message in MESSAGES)
+    assert list(command.prompt_token_ids) == TOKENIZER.encode(text)
+    scene.say(command, 0, "x", last=FinishReason.STOP)
+    assert (await reply).status == 200
 
 
 @on_http()

@@ -13,9 +13,10 @@ from baton.errors import InvalidRequestError
 from baton.link import CancelCommand
 from baton.outputs import FinishReason
 from router.http.conversation import chat_prompt
+from router.http.event_exchange import as_fields
 from router.http.ignored_fields import IGNORED_FIELDS_HEADER
 from router.http.response_output import Event, Items
-from router.http.response_request import ResponsesRequest, as_response_fields, chat_request
+from router.http.response_request import FIELD_NAMES, ResponsesRequest, chat_request
 from router.http.responses import FunctionDelta, MessageDelta, ToolCallDelta
 from tests.fakes.http_scene import HttpScene, on_http, until
 
@@ -151,7 +152,7 @@ def test_a_wrong_request_names_the_field_that_its_client_wrote(
 
 
 def test_errors_about_other_fields_stay_as_they_are() -> None:
-    with pytest.raises(InvalidRequestError, match=r"^maximum: x$"), as_response_fields():
+    with pytest.raises(InvalidRequestError, match=r"^maximum: x$"), as_fields(FIELD_NAMES):
         raise InvalidRequestError("maximum", "x")
 
 

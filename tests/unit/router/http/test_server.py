@@ -12,12 +12,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from baton.errors import ConfigError, OverloadedError
 from baton.link import CancelCommand, PrefillCommand
 from baton.outputs import FinishReason
 from router import long_answers
-from router.admission import Admission, AdmissionOptions
+from router.admission import Admission
+from router.admission_options import AdmissionOptions
 from router.capacity import Capacity
 from router.http import exchange
 from router.http.errors import error_response
@@ -162,7 +164,8 @@ async def test_a_refusal_says_how_many_whole_seconds_to_wait(scene: HttpScene) -
 def test_a_wait_is_rounded_up(delay_s: float, header: str) -> None:
     error = OverloadedError("full")
     error.retry_delay_s = delay_s
-    assert error_response(error).headers["Retry-After"] == header
+    request = make_mocked_request("POST", "/v1/completions")
+    assert error_response(request, error).headers["Retry-After"] == header
 
 
 @on_http()

@@ -1,0 +1,53 @@
+"""Groups of commands that are listed without being imported: who asks for help waits for none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+import typer.main
+
+from baton.cli.command_line import CommandGroup, CommandLine
+from baton.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A command: where it is, by name (the ground knows that programs exist, not what is in
+    them), and the first line of its help."""
+
+    where: str
+    summary: str
+
+
+def registry_of(entries: Mapping[str, Entry]) -> Registry[Any]:
+    """Where the commands are."""
+    return Registry("command", {name: one.where for name, one in entries.items()})
+
+
+def lazy_group(entries: Mapping[str, Entry]) -> type[CommandGroup]:
+    """All of these commands, in their order, each imported when it is called."""
+    commands = registry_of(entries)
+
+    class LazyGroup(CommandGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return commands.names()
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            if cmd_name not in entries:
+                return None
+            found = commands.load(cmd_name)
+            if not isinstance(found, typer.Typer):
+                app = CommandLine(add_completion=False)
+                app.command(cmd_name)(found)
+                found = app
+            command = typer.main.get_command(found)
+            command.name = cmd_name
+            return command
+
+        def summaries(self, ctx: Any) -> list[tuple[str, str]]:
+            return [(name, one.summary) for name, one in entries.items()]
+
+    return LazyGroup

@@ -1,0 +1,126 @@
+"""Unit tests of where an engine computes, on machines without a GPU: torch.cuda is stood in for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.engine_config import EngineConfig
+from baton.errors import ConfigError
+from baton.sampling_params import SamplingParams
+from engine.device_choice import choose_dtype
+from engine.engine import Engine
+from engine.model_runner import LaunchedStep, ModelRunner
+from engine.request import Request
+from models.config import ModelConfig
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+CPU, SECOND_GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+class Threads:
+    """The current device of every thread: 0 until it is set."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def set_device(self, device: torch.device) -> None:
+        self._local.index = device.index
+
+    @property
+    def current(self) -> int:
+        return getattr(self._local, "index", 0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_steps_are_launched_on_the_engines_device_whichever_thread_runs_them(
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = EngineConfig(device="cpu", kv_cache_bytes=2**22, async_scheduling=asynchronous)
+    engine = Engine(DEMO, options)
+    engine._device = SECOND_GPU
+    threads, launched_on = Threads(), []
+    monkeypatch.setattr(torch.cuda, "set_device", threads.set_device)
+    launch: Callable[..., LaunchedStep] = ModelRunner.launch
+
+    def noted(self: ModelRunner, *arguments: object) -> LaunchedStep:
+        launched_on.append(threads.current)
+        return launch(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    engine.add(
+        Request.create("a", [5] * 9, params, seed=0, eos_token_ids=frozenset(), max_model_len=99)
+    )
+
+    def run() -> None:
+        while engine.has_work:
+            engine.step()
+
+    thread = threading.Thread(target=run)  # not the one that loaded the model
+    thread.start()
+    thread.join()
+    assert launched_on == [1, 1, 1]
+    assert threads.current == 0  # of this thread nothing was changed
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "checkpoint", "expected", "is_said"),
+    [
+        ("auto", SECOND_GPU, "float32", torch.bfloat16, True),
+        ("auto", SECOND_GPU, "float16", torch.float16, False),
+        ("auto", SECOND_GPU, "bfloat16", torch.bfloat16, False),
+        ("float32", SECOND_GPU, "float32", torch.float32, False),
+        ("auto", CPU, "bfloat16", torch.float32, False),
+    ],
+)
+def test_auto_computes_in_16_bits_on_a_gpu(
+    name: str,
+    device: torch.device,
+    checkpoint: str,
+    expected: torch.dtype,
+    is_said: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "engine.device_choice")
+    model = ModelConfig.from_folder(DEMO)
+    object.__setattr__(model, "dtype", checkpoint)
+    assert choose_dtype(name, device, model) is expected
+    assert ("bfloat16 for a float32 checkpoint" in caplog.text) is is_said
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "expected"),
+    [
+        ({}, "cpu", (64, 1024, 512)),
+        ({}, "cuda", (256, 8192, 4096)),
+        ({"max_num_requests": 32}, "cuda", (32, 8192, 4096)),
+        ({"max_num_requests": 10_000}, "cuda", (10_000, 10_000, 4096)),
+        ({"max_num_batched_tokens": 48}, "cpu", (48, 48, 512)),
+        ({"long_prefill_token_threshold": 100}, "cuda", (256, 8192, 100)),
+    ],
+)
+def test_limits_of_a_batch_are_the_devices_unless_they_are_given(
+    options: dict[str, int], device: str, expected: tuple[int, int, int]
+) -> None:
+    config = EngineConfig(**options).for_device(device)  # type: ignore[arg-type]
+    found = (config.max_num_requests, config.max_num_batched_tokens)
+    assert (*found, config.long_prefill_token_threshold) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["max_num_requests", "max_num_batched_tokens", "long_prefill_token_threshold"]
+)
+def test_a_negative_limit_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: must be 0 or more, got -1"):
+        EngineConfig(**{name: -1})  # type: ignore[arg-type]
+
+
+def test_limits_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^max_num_batched_tokens: must be at least max_num_req"):
+        EngineConfig(max_num_requests=65, max_num_batched_tokens=64)

@@ -1,0 +1,89 @@
+"""Unit tests of warming up: which steps are computed before anybody waits, and that they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine_config import EngineConfig
+from baton.errors import ConfigError
+from engine import engine as engine_module
+from engine import warm_up
+from engine.engine import Engine
+from engine.kv_cache import allocate_kv_cache
+from engine.model_runner import ModelRunner
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from models.base import CausalLM
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+CPU = torch.device("cpu")
+
+
+def load_demo(**options: Any) -> Engine:
+    return Engine(DEMO, EngineConfig(device="cpu", max_num_requests=20, **options))
+
+
+def warm(engine: Engine, config: EngineConfig) -> None:
+    model: CausalLM = engine._runner._model
+    warm_up.warm_up(model, engine.kv_cache_spec, config, CPU, "reference", 64)
+
+
+def test_the_largest_step_is_computed_and_small_ones_of_all_kinds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = load_demo(num_blocks=8)
+    limits = EngineConfig(max_num_requests=20, max_num_batched_tokens=100)
+    config = limits.for_device("cpu")
+    steps: list[SchedulerOutput] = []
+    execute = ModelRunner.execute
+
+    def noted(self: ModelRunner, step: SchedulerOutput) -> ModelRunnerOutput:
+        steps.append(step)
+        return execute(self, step)
+
+    monkeypatch.setattr(ModelRunner, "execute", noted)
+    warm(engine, config)
+    assert steps[0].num_scheduled_tokens == 100
+    small = [(len(step.scheduled), step.num_scheduled_tokens) for step in steps[1:]]
+    assert small == [(1, 2), (1, 1), (2, 4), (2, 2), (16, 32), (16, 16), (20, 40), (20, 20)]
+    # The sampling kernel takes them, which those with logprobs it does not.
+    assert all(
+        item.samples and item.request.sampling_params.logprobs is None
+        for step in steps[1:]
+        for item in step.scheduled
+    )
+    assert not engine.kv_cache.any()
+
+
+def test_a_largest_step_that_does_not_fit_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_demo(num_blocks=8)
+
+    def run_out(self: ModelRunner, step: SchedulerOutput) -> ModelRunnerOutput:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ModelRunner, "execute", run_out)
+    with pytest.raises(ConfigError, match=r"^max_model_len: a step with a request of 64 tokens"):
+        warm(engine, EngineConfig().for_device("cpu"))
+
+
+@pytest.mark.parametrize("options", [{"num_blocks": 40}, {"kv_cache_bytes": 2**20}])
+def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
+    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, warmed = torch.device("cuda", 0), []
+    model = load_demo(num_blocks=8)._runner._model
+    for name, stand_in in {
+        "choose_device": lambda name: gpu,
+        "choose_attention_backend": lambda *_, **__: ("reference", "of this test"),
+        "fit_to_device": lambda *_: None,
+        "allocate_kv_cache": lambda spec, num_blocks, device: allocate_kv_cache(
+            spec, num_blocks, CPU
+        ),
+        "warm_up": lambda *arguments: warmed.append(arguments[3:]),
+    }.items():
+        monkeypatch.setattr(engine_module, name, stand_in)
+    engine = Engine(DEMO, EngineConfig(**options), load=lambda *_, **__: model)  # type: ignore[arg-type]
+    assert warmed == [(gpu, "reference", engine.max_model_len)]

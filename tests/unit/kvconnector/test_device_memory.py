@@ -1,0 +1,185 @@
+"""What the KV connector does otherwise where KV is in a GPU's memory; the GPU is stood in for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kvconnector.base import BlockPush
+from kvconnector.digests import BlockDigests, Written
+from kvconnector.endpoint import Endpoint
+from kvconnector.in_memory import InMemoryTransport
+from kvconnector.nixl.transport import NixlTransport
+from kvconnector.pair_keys import BlockKey
+from kvconnector.paths import CUDA_IPC_PATH, PCIE_BYTES_PER_S, UNKNOWN_GPU_PATH, judge_path
+from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.scratch import Scratch
+from kvconnector.sender import Sender
+from kvconnector.transfer import DEVICE_PORTIONS, HOST_PORTIONS
+from tests.fakes.cuda import FakeCuda, OnDevice
+from tests.fakes.waiting import wait_until
+
+KEY = BlockKey(b"1" * 32)
+WRITTEN = Written("r", 0, [0, 1], (0, 2), 0, [0, 1])
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    cuda = FakeCuda(free_bytes=2**30)
+    cuda.install(monkeypatch)
+    return cuda
+
+
+class Read(OnDevice):
+    """Notes on which stream it is copied to the host."""
+
+    device_of: FakeCuda
+    streams: list[object]
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        self.streams.append(self.device_of.stream)
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_digests_do_not_wait_for_steps(cuda: FakeCuda) -> None:
+    Read.device_of, Read.streams = cuda, []
+    plain = torch.arange(4 * 2 * 8, dtype=torch.float32).view(4, 2, 8)
+    on_device = BlockDigests(plain.as_subclass(Read))
+    assert on_device.of([1, 3], WRITTEN, KEY) == BlockDigests(plain).of([1, 3], WRITTEN, KEY)
+    [own] = cuda.streams
+    assert Read.streams == [own]
+    assert (own.num_waits, cuda.main.num_waits) == (1, 0)
+
+
+def test_self_tests_do_not_wait_for_steps(cuda: FakeCuda) -> None:
+    scratch = Scratch("e", torch.zeros(1, 1).as_subclass(OnDevice), 64)
+    scratch.lend(0, "p")
+    scratch.memory[1].copy_(scratch.memory[0])
+    assert scratch.digest_of(0) == scratch.digest
+    [own] = cuda.streams
+    assert own.num_waits == 3  # made, cleared, read
+    assert cuda.main.num_waits == 0
+
+
+# ---------------------------------------------------------------- how much at once
+
+
+class HeldWrites(InMemoryTransport):
+    """Writes that end when they are told to."""
+
+    def __init__(self, engine_id: str, kv_cache: torch.Tensor, *, on_device: bool) -> None:
+        super().__init__(engine_id, kv_cache)
+        if on_device:
+            self.scratch.memory = self.scratch.memory.as_subclass(OnDevice)
+        self.written_blocks: list[int] = []
+        self.is_held = True
+
+    def write(self, *arguments: Any, **options: Any) -> Any:
+        self.written_blocks.append(len(arguments[1]))
+        return SimpleNamespace(is_done=lambda: not self.is_held)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_so_much_is_in_flight_as_the_memory_is_quick(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    portions = DEVICE_PORTIONS if on_device else HOST_PORTIONS
+    mib, hurried = 2**20, []
+    transport = HeldWrites(f"p-{on_device}", torch.zeros(1, 1, 1), on_device=on_device)
+    transport.peer_info = msgspec.structs.replace(transport.peer_info, block_bytes=mib)
+    monkeypatch.setattr(Endpoint, "start", lambda self: None)
+    monkeypatch.setattr(Endpoint, "hurry", lambda self, hurrying: hurried.append(hurrying))
+    sender = Sender(transport, lambda: None, lambda error: None)
+    peers = sender._endpoint.peers
+    for name, answer in {"may_start": True, "may_write": True, "send": True}.items():
+        monkeypatch.setattr(peers, name, lambda *_, answer=answer: answer)
+    sender.start("r", 0, "d", num_tokens=1, num_blocks=512)
+    sender.push(
+        BlockPush(request_id="r", epoch=0, first_block=0, block_ids=tuple(range(512)), num_tokens=1)
+    )
+    sender._endpoint._round()
+    transfer = sender._transfers["r", 0]
+    transfer.granted = SimpleNamespace(first_block=0, block_ids=range(512))  # type: ignore[assignment]
+    sender._progress()
+    assert set(transport.written_blocks) == {portions.write_bytes // mib}
+    assert sum(transport.written_blocks) == portions.in_flight_bytes // mib
+    assert hurried[-1] is on_device
+    transport.is_held = False
+    for _ in range(64):
+        sender._progress()
+    assert sum(transport.written_blocks) == 512
+    assert hurried[-1] is False
+    transport.close()
+
+
+class Waits(threading.Event):
+    """Counts who has slept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.count += 1
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    endpoint = Endpoint(
+        InMemoryTransport("hurry", torch.zeros(1, 1, 1)),
+        on_message=lambda message: None,
+        progress=lambda: True,
+        on_event=lambda: None,
+        on_death=lambda error: None,
+    )
+    endpoint._wake = Waits()
+    yield endpoint
+    endpoint.close()
+
+
+@pytest.mark.parametrize("hurrying", [False, True])
+def test_nobody_sleeps_while_a_gpus_writes_fly(hurrying: bool, endpoint: Endpoint) -> None:
+    endpoint.hurry(hurrying)
+    endpoint.start()
+    wait_until(lambda: endpoint.rounds.num_ended >= 50)
+    waits = endpoint._wake
+    assert isinstance(waits, Waits)
+    assert (waits.count == 0) is hurrying
+    endpoint.hurry(False)
+
+
+# ---------------------------------------------------------------- which path
+
+
+@pytest.mark.parametrize("host", [host_identity(), "another"])
+def test_nixl_does_not_name_a_path_from_a_gpu_by_itself(host: str) -> None:
+    transport = NixlTransport.__new__(NixlTransport)
+    transport._kv_cache = torch.zeros(1).as_subclass(OnDevice)
+    info = msgspec.structs.replace(
+        InMemoryTransport(f"path-{host}", torch.zeros(1, 1, 1)).peer_info, host=host
+    )
+    assert isinstance(info, PeerInfo)
+    assert transport._path(info) == UNKNOWN_GPU_PATH
+
+
+@pytest.mark.parametrize(
+    ("path", "on_this_host", "bandwidth", "expected"),
+    [
+        (UNKNOWN_GPU_PATH, True, 2 * PCIE_BYTES_PER_S, CUDA_IPC_PATH),
+        (UNKNOWN_GPU_PATH, True, PCIE_BYTES_PER_S, UNKNOWN_GPU_PATH),
+        (UNKNOWN_GPU_PATH, False, 2 * PCIE_BYTES_PER_S, UNKNOWN_GPU_PATH),
+        ("nixl/ucx tcp", True, 2 * PCIE_BYTES_PER_S, "nixl/ucx tcp"),
+    ],
+)
+def test_only_a_bandwidth_that_nothing_else_has_names_a_path(
+    path: str, on_this_host: bool, bandwidth: float, expected: str
+) -> None:
+    found = judge_path(path, on_this_host=on_this_host, bandwidth_bytes_per_s=bandwidth)
+    assert found == expected

@@ -1,0 +1,69 @@
+"""Cosines and sines from a table: the same numbers, and one kernel per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.config import ModelConfig
+from models.layers import rotary
+from models.layers.rotary import RotaryEmbedding
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+NUM_POSITIONS = 500
+VIEWS = {"view", "select", "unbind", "alias", "detach"}
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is computed, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__  # type: ignore[attr-defined]
+        if name not in VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def embedding() -> RotaryEmbedding:
+    model = ModelConfig.from_folder(DEMO)
+    return RotaryEmbedding(model.rope, model.head_dim, NUM_POSITIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_looks_up_what_it_would_compute(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions = torch.tensor([0, 17, 3, NUM_POSITIONS - 1, 17])
+    computed = embedding()(positions, NUM_POSITIONS, dtype)
+    monkeypatch.setattr(rotary, "TABLE_DEVICES", ("cpu",))
+    of_table = embedding()
+    with torch.inference_mode():
+        of_table(positions, NUM_POSITIONS, dtype)
+    with Kernels() as kernels:
+        found = of_table(positions, NUM_POSITIONS, dtype)
+    assert kernels.names == ["index_select"]
+    for one, other in zip(found, computed, strict=True):
+        assert one.is_contiguous()
+        assert one.dtype is dtype
+        assert torch.allclose(one, other, atol=1e-6, rtol=0)
+
+
+def test_a_table_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary, "TABLE_DEVICES", ("cpu",))
+    monkeypatch.setattr(rotary, "MAX_TABLE_BYTES", 1000)
+    positions = torch.tensor([5])
+    with Kernels() as kernels:
+        embedding()(positions, NUM_POSITIONS, torch.bfloat16)
+    assert "index_select" not in kernels.names
+    assert len(kernels.names) > 5

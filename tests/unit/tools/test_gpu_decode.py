@@ -1,0 +1,72 @@
+"""What the GPU suite takes for busy and for idle, on a device of which the whole time is known."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+REPLAY_MS, UPLOAD_HOST_MS, SCHEDULE_HOST_MS = 2.0, 1.0, 4.0
+
+
+class Device:
+    """Does what is launched in order, as soon as it is launched; the host has a clock, too."""
+
+    def __init__(self) -> None:
+        self.host_ms = self.done_at_ms = 0.0
+
+    def launch(self, milliseconds: float) -> None:
+        self.done_at_ms = max(self.done_at_ms, self.host_ms) + milliseconds
+
+    def event(self, *, enable_timing: bool) -> Any:
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    """Its moment is when the device reaches it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.at_ms = 0.0
+
+    def record(self) -> None:
+        self._device.launch(0)
+        self.at_ms = self._device.done_at_ms
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_waiting_for_the_host_counts_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu_decode = importlib.import_module("gpu_decode")
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    class Graphs:
+        """As `StepGraphs`: an upload that takes the host a while, then a replay."""
+
+        def __init__(self) -> None:
+            self._replays = {4: lambda: device.launch(REPLAY_MS)}
+
+        def replay(self, staged: object) -> tuple[None, None]:
+            device.host_ms += UPLOAD_HOST_MS
+            self._replays[4]()
+            return None, None
+
+    graphs = Graphs()
+    timer = gpu_decode.ReplayTimer(SimpleNamespace(_runner=SimpleNamespace(_graphs=graphs)))
+    for _ in range(5):
+        device.host_ms += SCHEDULE_HOST_MS
+        graphs.replay(None)
+    busy, gaps = timer.take_ms()
+    assert busy == [REPLAY_MS] * 5
+    assert gaps == [SCHEDULE_HOST_MS + UPLOAD_HOST_MS - REPLAY_MS] * 4
+    assert timer.take_ms() == ([], [])

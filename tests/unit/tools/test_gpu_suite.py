@@ -1,0 +1,63 @@
+"""How the GPU suite shares out its time, and what it reads of pytest's output."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("gpu_suite")
+
+
+def spend(suite: ModuleType, budget_s: float, used: dict[str, float]) -> dict[str, float]:
+    """The limit of each part, where each takes all of its limit unless said otherwise."""
+    limits, left_s, names = {}, budget_s, list(suite.PARTS)
+    for index, name in enumerate(names):
+        limits[name] = suite.limit_of(names[index:], left_s)
+        left_s -= min(used.get(name, limits[name]), limits[name])
+    assert left_s >= -1e-6
+    return limits
+
+
+def test_every_part_is_reached_though_all_are_too_slow(suite: ModuleType) -> None:
+    limits = spend(suite, suite.BUDGET_S, {})
+    assert limits == pytest.approx({name: part.share_s for name, part in suite.PARTS.items()})
+    halved = spend(suite, suite.BUDGET_S / 2, {})
+    assert halved == pytest.approx({name: limit / 2 for name, limit in limits.items()})
+
+
+def test_what_one_part_leaves_the_next_may_use(suite: ModuleType) -> None:
+    limits = spend(suite, suite.BUDGET_S, {"engine": 10.0, "decode": 30.0})
+    shares = {name: part.share_s for name, part in suite.PARTS.items()}
+    assert limits["graphs"] == shares["graphs"] + shares["engine"] - 10
+    assert limits["push"] == shares["push"] + shares["decode"] - 30
+    assert limits["ops"] == shares["ops"]  # those between have used it
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("tests/kernels/test_norm.py::test_a[x y] PASSED [ 5%]", ("test_a[x y]", "PASSED")),
+        ("[gw3] [ 12%] FAILED tests/kernels/test_norm.py::test_a[x y] ", ("test_a[x y]", "FAILED")),
+        ("[gw0] [100%] SKIPPED tests/kernels/test_norm.py::test_b", ("test_b", "SKIPPED")),
+        ("tests/kernels/test_norm.py::test_a[x y] ", None),
+        ("FAILED tests/kernels/test_norm.py::test_a - AssertionError", None),
+    ],
+)
+def test_outcomes_are_read_from_one_process_and_from_several(
+    line: str, expected: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    found = importlib.import_module("gpu_tokens").outcome_of(line)
+    if expected is None:
+        assert found is None
+    else:
+        assert found == (f"tests/kernels/test_norm.py::{expected[0]}", expected[1])
