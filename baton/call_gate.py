@@ -6,11 +6,13 @@ before the call's message is read, and before it is said whether there is such a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import grpc
@@ -24,9 +26,10 @@ from baton.call_roles import ANY, INFER, JOIN, OPEN, ROLES_OF_CALL, Roles
 from baton.credentials import grpc_credentials, traceparent
 from baton.error_details import details_trailer, receipt_trailer
 from baton.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
+from baton.held_calls import HeldCalls
 from baton.identity import ANYBODY_HERE, Principal, Role
 from baton.stall_watch import StallWatch
-from baton.wire_reading import MAX_LINK_PARTS, MAX_PARTS, forgiving
+from baton.wire_reading import MAX_LINK_PARTS, MAX_PARTS, Unread, forgiving, patient
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
-# Of a message that anybody may send: names of services.
+# Of a message of health checks and reflection: names of services.
 MAX_OPEN_BYTES = 2**16
 _NOT_TOLD = ("prompt",)  # what clients wrote is nobody's business
 
@@ -97,6 +100,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         self._stall_timeout_s = stall_timeout_s
         self._check_load = check_load
         self._access_log = access_log or AccessLog()
+        # One: several would take most turns of the interpreter from the loop.
+        self._thread = ThreadPoolExecutor(1, "long-messages")
+        self._held = HeldCalls()
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
         """The same with another limit."""
@@ -122,10 +128,12 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         # read. On the wire there is no difference.
         deserialize = handler.request_deserializer if handler else None
         if deserialize is not None:
-            max_parts = MAX_LINK_PARTS if roles == JOIN else MAX_PARTS
-            deserialize = forgiving(deserialize, max_parts)
+            if roles is ANY:  # a library's
+                deserialize = forgiving(deserialize, max_bytes=MAX_OPEN_BYTES)
+            else:
+                deserialize = patient(deserialize, MAX_LINK_PARTS if roles == JOIN else MAX_PARTS)
         return grpc.stream_stream_rpc_method_handler(
-            self._guard(method, handler, ANY if handler is None or roles is OPEN else roles),
+            self._guard(method, handler, ANY if handler is None else roles),
             deserialize,
             handler.response_serializer if handler else None,
         )
@@ -136,6 +144,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
             watch: StallWatch | None = None
             entry, principal, status = AccessEntry(call=method), None, "CANCELLED"
+            held = contextlib.ExitStack()
             try:
                 shown = grpc_credentials(raw)
                 entry.address = shown.address
@@ -148,8 +157,14 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return
                 context = Context(raw, principal, shown.address, entry)
-                messages = _readable(requests)
-                request = messages if handler.request_streaming else await _only(messages)
+                caller = principal.name or shown.address
+                if roles is ANY:
+                    has_messages = handler.request_streaming
+                    held.enter_context(self._held.hold_stream(caller, has_messages=has_messages))
+                messages = _readable(requests, None if roles == JOIN else self._thread)
+                request: Any = messages
+                if not handler.request_streaming:
+                    request = await self._held.only_message(caller, messages)
                 behavior = _behavior(handler)
                 if inspect.isasyncgenfunction(behavior):
                     watch = StallWatch(
@@ -182,6 +197,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 status = status_name(error) if isinstance(error, BatonError) else "INTERNAL"
                 await _abort(raw, error)
             finally:
+                held.close()
                 if roles is INFER:
                     self._access_log.write(entry, principal, status)
                 if watch is not None:
@@ -220,20 +236,19 @@ def _open(handler: Handler) -> Handler:
     )
 
 
-async def _only(requests: AsyncIterator[Any]) -> Any:
-    """The one message of a call that takes one; raises InvalidRequestError."""
-    try:
-        request = await anext(requests)
-    except StopAsyncIteration:
-        raise InvalidRequestError("request", "no message came") from None
-    return request
+async def _readable(
+    requests: AsyncIterator[Any], thread: ThreadPoolExecutor | None
+) -> AsyncIterator[Any]:
+    """The messages of a call; raises the error of one that could not be read.
 
-
-async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The messages of a call; raises the error of one that could not be read."""
+    Args:
+        thread: reads long messages; None: they are given as they are, unread.
+    """
     async for request in requests:
         if isinstance(request, InvalidRequestError):
             raise request
+        if isinstance(request, Unread) and thread is not None:
+            request = await asyncio.get_running_loop().run_in_executor(thread, request.message)
         yield request
 
 

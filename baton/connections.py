@@ -36,10 +36,13 @@ _NO_ROOM_PAUSE_S = 0.1
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # of failed handshakes
+# Read of a connection at once. The loop's own 256 KiB hold it up for half a second when they are
+# chunks of a byte.
+_READ_BYTES = 2**14
 _MAX_LOOKED_AT = 64  # for one that can make way
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One accepted connection: passes everything on to the protocol that serves it.
 
     Attributes:
@@ -91,8 +94,11 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
         self.inner.connection_made(transport)
 
-    def data_received(self, data: bytes) -> None:
-        self.inner.data_received(data)
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._listener.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.inner.data_received(bytes(self._listener.read_buffer[:nbytes]))
 
     def eof_received(self) -> bool | None:
         return self.inner.eof_received()
@@ -119,6 +125,7 @@ class Listener:
 
     Attributes:
         counts: for metrics.
+        read_buffer: for what comes next on any connection; taken from it at once.
     """
 
     def __init__(
@@ -126,6 +133,7 @@ class Listener:
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.counts = ConnectionCounts()
+        self.read_buffer = bytearray(_READ_BYTES)
         self._make_protocol = make_protocol
         self._ssl: ssl.SSLContext | None = None
         self._told_of: dict[str, float] = {}  # addresses of failed handshakes, and when

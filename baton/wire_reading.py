@@ -1,11 +1,13 @@
 """Reading what others send over gRPC: what is no message, or of too many parts, is their error.
 
-gRPC itself would answer UNKNOWN, with words of the protobuf library. Knows no service.
+gRPC itself would answer UNKNOWN, with words of the protobuf library. Long messages are kept as they
+came: whoever takes them has them read in a thread. Knows no service.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -21,8 +23,42 @@ MAX_PARTS = 2**16 + 2**10
 MAX_LINK_PARTS = 2**18 + 2**16
 # Less cannot have so many that it matters.
 _SMALL_BYTES = 2**17
+# A message of fewer parts, whoever it is from, is read and handled in 20 ms at most.
+_PARTS_AT_ONCE, _BYTES_AT_ONCE = 2**11, 2**12
 # Beyond so many, whoever sent them has to find out what is wrong.
 _MAX_FIELDS_LOOKED_AT = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A message that takes long to be read; `read` is to be called in a thread.
+
+    Attributes:
+        read: makes the message of its bytes, or gives, not raises, an InvalidRequestError.
+    """
+
+    data: bytes
+    read: Callable[[bytes], Any]
+
+    def message(self) -> Any:
+        """The message. Raises InvalidRequestError for what is none."""
+        message = self.read(self.data)
+        if isinstance(message, InvalidRequestError):
+            raise message
+        return message
+
+
+def patient(deserialize: Callable[[bytes], Any], max_parts: int) -> Callable[[bytes], Any]:
+    """A deserializer that leaves what has many parts `Unread`; `forgiving` with the rest."""
+    read = forgiving(deserialize, max_parts)
+    kind = _kind_of(deserialize)
+
+    def read_or_leave(data: bytes) -> Any:
+        if kind is not None and len(data) > _BYTES_AT_ONCE and _has_many_parts(data, kind):
+            return Unread(data, read)
+        return read(data)
+
+    return read_or_leave
 
 
 def forgiving(
@@ -34,7 +70,7 @@ def forgiving(
         max_parts: a message that has more is not read; see `baton.wire_parts`.
         max_bytes: nor is one that is longer.
     """
-    kind: type[Message] | None = getattr(deserialize, "__self__", None)
+    kind = _kind_of(deserialize)
     descriptor: Descriptor | None = getattr(kind, "DESCRIPTOR", None)
 
     def read(data: bytes) -> Any:
@@ -55,6 +91,17 @@ def forgiving(
             return InvalidRequestError("request", "is no message of this call")
 
     return read
+
+
+def _kind_of(deserialize: Callable[[bytes], Any]) -> type[Message] | None:
+    return getattr(deserialize, "__self__", None)
+
+
+def _has_many_parts(data: bytes, kind: type[Message]) -> bool:
+    try:
+        return count_parts(data, kind, _PARTS_AT_ONCE) > _PARTS_AT_ONCE
+    except DecodeError:
+        return False  # which is found out soon
 
 
 def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:

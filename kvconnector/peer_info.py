@@ -13,10 +13,10 @@ import msgspec
 import xxhash
 
 from baton.errors import TransferError
+from baton.link import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8
 _MAX_ADDRESS = 2**63
-MAX_BYTES = 2**20  # of all of it; a transport's own part is some hundred
 
 # A peer may claim anything; what does not fit a machine is refused before it is computed with.
 Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
@@ -75,8 +75,10 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             engine_id: of the node that the router says it is of; empty: nobody has said.
         """
-        if len(blob) > MAX_BYTES:
-            raise TransferError(f"peer info must be of at most {MAX_BYTES} bytes, got {len(blob)}")
+        if len(blob) > MAX_PEER_INFO_BYTES:
+            raise TransferError(
+                f"peer info must be of at most {MAX_PEER_INFO_BYTES} bytes, got {len(blob)}"
+            )
         digest, body = blob[:_DIGEST_BYTES], blob[_DIGEST_BYTES:]
         if xxhash.xxh3_64_digest(body) != digest:
             raise TransferError("peer info is damaged (checksum)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 
 import msgspec
@@ -24,6 +25,7 @@ class DeltaOrder:
         self.next_index = next_index
         self._end_index = end_index
         self._early: dict[int, LegDelta] = {}  # by output index; legs overtake each other
+        self._indexes: list[int] = []  # of these, the lowest first (a heap)
 
     def admits(self, item: LegDelta) -> bool:
         """Whether a delta is of this output, and not further ahead than one leg can be."""
@@ -40,16 +42,15 @@ class DeltaOrder:
 
     def push(self, item: LegDelta) -> Iterator[LegDelta]:
         """Take a delta without an error; yields those that are next now."""
-        self._early.setdefault(item.delta.output.output_index, item)
-        while (index := self._next()) is not None:
-            ready = self._behind(self._early.pop(index))
+        index = item.delta.output.output_index
+        if index not in self._early:
+            self._early[index] = item
+            heapq.heappush(self._indexes, index)
+        while self._indexes and self._indexes[0] <= self.next_index:
+            ready = self._behind(self._early.pop(heapq.heappop(self._indexes)))
             if ready is not None:
                 self.next_index += len(ready.delta.output.token_ids)
                 yield ready
-
-    def _next(self) -> int | None:
-        index = min(self._early, default=None)
-        return index if index is not None and index <= self.next_index else None
 
     def _behind(self, item: LegDelta) -> LegDelta | None:
         """The part of a delta that is not told yet; None if all of it is."""

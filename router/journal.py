@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.outputs import TextDelta, count_logprobs, join_deltas
 
+# Of one stream: each is told every piece. Who was cut off leaves one behind for a while.
+MAX_READERS = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalOptions:
@@ -100,14 +103,16 @@ class Journal:
     ) -> AsyncGenerator[TextDelta, None]:
         """What a stream says from an index on; what is there already is one piece.
 
-        Raises InvalidRequestError for an id that is not kept, or an index where no piece ended; and
-        what the stream itself ended with.
+        Raises InvalidRequestError for an id that is not kept, or an index where no piece ended;
+        OverloadedError when too many read it; and what the stream itself ended with.
         """
         key = (tenant, request_id)
         stream = self._streams.get(key)
         if stream is None:
             raise InvalidRequestError("request_id", f"{request_id!r} is not (or no longer) kept")
         position = _position(stream.deltas, output_index)
+        if stream.num_readers >= MAX_READERS:
+            raise OverloadedError(f"resumable: {MAX_READERS} calls read {request_id!r} already")
         stream.num_readers += 1
         if stream.expiry is not None:
             stream.expiry.cancel()

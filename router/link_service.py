@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 from baton import wire
 from baton.access import Access
@@ -15,30 +15,29 @@ from baton.certificates import certificate_identity
 from baton.errors import InvalidRequestError
 from baton.link import (
     DecodeCommand,
-    NodeEvent,
     NodeRegistration,
     PrefillCommand,
     RequestDelta,
     RequestError,
     RouterCommand,
 )
-from baton.message_cuts import parts_problem, tops_problem
+from baton.message_cuts import parts_problem
 from baton.outputs import RequestOutput
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import node_pb2, node_pb2_grpc
+from baton.wire_reading import Unread
+from router.long_messages import LongMessages, read_registration
 from router.node import Node
-from router.node_claims import event_problem
 from router.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
-# A longer message takes longer to be read than to be given to a thread and back.
-MAX_BYTES_AT_ONCE = 2**16
-HEARD_INTERVAL_S = 0.1
 # Far more than a node that listens ever has before it.
 MAX_QUEUED_COMMANDS = 50_000
+
+_Messages: TypeAlias = AsyncIterator[node_pb2.NodeMessage | Unread]
 
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
@@ -48,12 +47,12 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         """Args: access: hears who joined, left or was refused."""
         self._pool = pool
         self._access = access or Access()
-        # One: several would take most turns of the interpreter from the loop.
-        self._thread = ThreadPoolExecutor(1, "long-messages")
+        self._long = LongMessages()
+        self._one_piece = asyncio.Lock()  # in each turn of the loop, of all links
 
     async def Link(  # gRPC's naming
         self,
-        request_iterator: AsyncIterator[node_pb2.NodeMessage],
+        request_iterator: _Messages,
         context: Context,
     ) -> AsyncIterator[node_pb2.RouterMessage]:
         """The first message registers; then events come in and commands go out."""
@@ -135,21 +134,18 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     async def _read(
         self,
         node: Node,
-        messages: AsyncIterator[node_pb2.NodeMessage],
+        messages: _Messages,
         outgoing: asyncio.Queue[RouterCommand | None],
     ) -> None:
         try:
             async for message in messages:
-                problem = parts_problem(message)
+                if isinstance(message, Unread):
+                    problem = await self._take_long(node, message)
+                else:
+                    problem = self._take(node, message)
                 if problem:
                     self._pool.hang_up(node, problem)
                     return
-                if message.deltas.deltas and message.ByteSize() > MAX_BYTES_AT_ONCE:
-                    await self._take_long(node, message)
-                    continue
-                event = wire.node_event_from_proto(message)
-                if event is not None:
-                    self._pool.take(node, event)
         except InvalidRequestError as error:  # it could not be read
             self._pool.hang_up(node, str(error))
         except Exception:  # else nobody would hear of it: a link just ends
@@ -158,29 +154,21 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             self._pool.remove(node)
             outgoing.put_nowait(None)
 
-    async def _take_long(self, node: Node, message: node_pb2.NodeMessage) -> None:
-        """Read what takes long in a thread: logprobs of a prompt may be 250,000 objects.
+    def _take(self, node: Node, message: node_pb2.NodeMessage) -> str:
+        """Take what a message says; returns why it is not to be read, if it is not."""
+        problem = parts_problem(message)
+        event = None if problem else wire.node_event_from_proto(message)
+        if event is not None:
+            self._pool.take(node, event)
+        return problem
 
-        What the node says behind it waits, the rest of the router does not.
-        """
-
-        def read() -> tuple[NodeEvent, str]:
-            problem = tops_problem(message)
-            if problem:
-                return (), problem
-            event = wire.node_event_from_proto(message)
-            assert event is not None
-            return event, event_problem(node.registration, event, self._pool.vocabulary)
-
-        reading = asyncio.get_running_loop().run_in_executor(self._thread, read)
-        while not reading.done():
-            node.num_missed_beats = 0  # it is not silent; we are slow
-            await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)
-        event, problem = reading.result()
-        if problem:
-            self._pool.hang_up(node, problem)
-        else:
-            self._pool.take(node, event, is_checked=True)
+    async def _take_long(self, node: Node, message: Unread) -> str:
+        pieces, problem = await self._long.read(node, message, self._pool.vocabulary)
+        for piece in pieces:
+            async with self._one_piece:
+                self._pool.take(node, piece, is_checked=True)
+                await asyncio.sleep(0)  # others' turn
+        return problem
 
 
 def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | None:
@@ -199,13 +187,14 @@ def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | No
     return None
 
 
-async def _first(messages: AsyncIterator[node_pb2.NodeMessage]) -> node_pb2.NodeMessage | None:
+async def _first(messages: _Messages) -> node_pb2.NodeMessage | None:
     """None when nothing comes, or not in time."""
     try:
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
-            return await anext(messages, None)
+            message = await anext(messages, None)
     except TimeoutError:
         return None
+    return read_registration(message) if isinstance(message, Unread) else message
 
 
 def _registered(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.link import (
+    MAX_PEER_INFO_BYTES,
     AdminReply,
     KVCacheEvents,
     NodeBeat,
@@ -25,8 +26,8 @@ from baton.link import (
 from baton.outputs import TokenLogprobs
 
 MAX_NAME_CHARS = 256  # names of nodes, engine ids, addresses, versions
-MAX_PEER_INFO_BYTES = 2**20
 MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096
+MAX_REGISTRATION_PARTS = 2**10  # three for each of those, and its fields
 MAX_NUM_BLOCKS, MAX_BLOCK_SIZE, MAX_MODEL_LEN = 2**26, 2**16, 2**26
 MAX_KV_BYTES_PER_TOKEN = 2.0**30
 MAX_RATE = 1e15  # bytes per second

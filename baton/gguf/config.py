@@ -62,7 +62,7 @@ class _Keys:
 def config_of(file: GgufFile) -> dict[str, Any]:
     """The content of `config.json`; raises ModelLoadError for what Baton cannot serve."""
     architecture = file.metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
         raise ModelLoadError(
             f"{file.path}: architecture {architecture!r} is not supported; supported: "
             f"{', '.join(_ARCHITECTURES)} (which files of Mistral's models say, too)"
@@ -115,7 +115,7 @@ def generation_config_of(file: GgufFile) -> dict[str, Any]:
 def _dtype(file: GgufFile) -> str:
     """Of 16-bit files their own type; quantized values are exact in float32 only."""
     kinds = {TENSOR_TYPES[t.type_id].name for t in file.tensors.values() if len(t.shape) > 1}
-    if len(kinds) > 1:
+    if len(kinds) != 1:
         return "float32"
     return {"F16": "float16", "BF16": "bfloat16"}.get(kinds.pop(), "float32")
 
@@ -156,6 +156,8 @@ def _rope_scaling(keys: _Keys) -> Mapping[str, Any] | None:
 
 def _rope_of_factors(keys: _Keys, factors: Sequence[float]) -> Mapping[str, Any]:
     """Llama 3's scaling, if these are its factors: the same numbers as from its config.json."""
+    if not all(0 < factor < math.inf for factor in factors):
+        raise ModelLoadError(f"{keys.file.path}: {ROPE_FACTORS}: must be numbers above 0")
     largest = max(factors)
     theta = keys.number("rope.freq_base", 10_000.0)
     llama3 = list(_llama3_factors(theta, len(factors), largest))

@@ -20,7 +20,7 @@ from baton.errors import ModelLoadError
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_DEFAULT_ALIGNMENT = 32
+_DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
 _MAX_DIMENSIONS = 4
 _SHOWN_TYPES = 3
 
@@ -159,6 +159,8 @@ class _Cursor:
             for _ in range(number):
                 (length,) = length_at(content, position)
                 position += 8 + length
+                if length > size:
+                    break
                 texts.append(content[position - length : position].decode())
         except (UnicodeDecodeError, struct.error) as error:
             problem = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "truncated"
@@ -200,8 +202,9 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
         metadata[key] = cursor.value(cursor.scalar("I"))
     stored = list(_tensor_places(cursor, num_tensors))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise _BadFileError(f"general.alignment: must be a number above 0, got {alignment!r}")
+    if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT:
+        problem = f"must be a number from 1 to {_MAX_ALIGNMENT}, got {alignment!r:.100}"
+        raise _BadFileError(f"general.alignment: {problem}")
     start = -(-cursor.position // alignment) * alignment
     _refuse_unknown_types({name: type_id for name, type_id, _, _ in stored})
     tensors = {}
@@ -226,6 +229,8 @@ def _tensor_places(cursor: _Cursor, number: int) -> Iterator[tuple[str, int, tup
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise _BadFileError(f"{name}: {num_dimensions} dimensions")
         shape = tuple(reversed([cursor.scalar("Q") for _ in range(num_dimensions)]))
+        if not all(shape):
+            raise _BadFileError(f"{name}: a tensor without values")
         yield name, cursor.scalar("I"), shape, cursor.scalar("Q")
 
 

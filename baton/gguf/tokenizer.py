@@ -25,6 +25,8 @@ _SPECIAL_TOKENS = {
     "pad_token": "padding_token_id",
 }
 _TEMPLATE = "tokenizer.chat_template"
+# All its cuts are looked at where a file has no merges. SentencePiece's own limit is 16.
+_MAX_TOKEN_CHARS = 1024
 
 
 class _Vocabulary:
@@ -127,6 +129,10 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, Any]:
         for key, value in file.metadata.items()
         if key.startswith(f"{_TEMPLATE}.")
     }
+    for template in (default, *named.values()):
+        if template is not None and not isinstance(template, str):
+            problem = f"must be a text, got {template!r:.100}"
+            raise ModelLoadError(f"{file.path}: {_TEMPLATE}: {problem}")
     if named:
         templates = ({"default": default} if default is not None else {}) | named
         config["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
@@ -137,7 +143,7 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, Any]:
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
     name = vocabulary.get("pre")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         problem = "missing (made by an old converter)" if name is None else f"{name!r} is not known"
         raise vocabulary.wrong("pre", f"{problem}; known: {', '.join(PRE_TOKENIZERS)}")
     pre_tokenizer = PRE_TOKENIZERS[name]
@@ -212,6 +218,10 @@ def _merges_by_score(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
     score of what it makes. Pairs that make the same token are ranked by their parts' numbers.
     """
     ids, scores = vocabulary.ids, vocabulary.scores()
+    longest = max(map(len, vocabulary.tokens))
+    if longest > _MAX_TOKEN_CHARS:
+        problem = f"must have at most {_MAX_TOKEN_CHARS} characters each, got {longest}"
+        raise vocabulary.wrong("tokens", problem)
     pairs = [
         (-scores[ids[token]], ids[token[:cut]], ids[token[cut:]])
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)

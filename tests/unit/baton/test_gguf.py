@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import struct
 from collections.abc import Callable, Mapping
@@ -233,6 +234,88 @@ def test_what_cannot_be_served_is_refused_in_one_line(
 ) -> None:
     path = write(tmp_path / "model.gguf")
     change(path)
+    refused(path, message)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+TEXTS = struct.pack("<II", 9, 8)  # a list of texts follows
+LONG = ["x" * 1025, *"abc"]
+HOSTILE: dict[str, tuple[dict[str, bytes], str]] = {
+    "alignment": (
+        {"general.alignment": struct.pack("<IQ", 10, 2**45)},
+        "general.alignment: must be a number from 1 to 65536",  # as much memory was asked for
+    ),
+    "length": (
+        {"x": TEXTS + struct.pack("<QQ", 2, 2**64 - 1) + bytes(64)},
+        "truncated: byte",
+    ),
+    "architecture": (
+        {"general.architecture": TEXTS + struct.pack("<Q", 1) + text("llama")},
+        r"architecture \['llama'\] is not supported",
+    ),
+    "no tensors": ({}, "weights are missing: token_embd.weight"),
+    "long token": (
+        {
+            "tokenizer.ggml.model": struct.pack("<I", 8) + text("llama"),
+            "tokenizer.ggml.tokens": TEXTS + struct.pack("<Q", 4) + b"".join(map(text, LONG)),
+            "tokenizer.ggml.scores": struct.pack("<IIQ4f", 9, 6, 4, 0, 0, 0, 0),
+        },
+        "tokens: must have at most 1024 characters each, got 1025",  # a million took minutes
+    ),
+    "pre": (
+        {
+            "tokenizer.ggml.model": struct.pack("<I", 8) + text("gpt2"),
+            "tokenizer.ggml.tokens": TEXTS + struct.pack("<Q", 1) + text("a"),
+            "tokenizer.ggml.pre": TEXTS + struct.pack("<Q", 1) + text("a"),
+        },
+        r"pre: \['a'\] is not known",
+    ),
+    "template": (
+        {
+            "tokenizer.ggml.model": struct.pack("<I", 8) + text("llama"),
+            "tokenizer.ggml.tokens": TEXTS + struct.pack("<Q", 1) + text("a"),
+            "tokenizer.ggml.scores": struct.pack("<IIQf", 9, 6, 1, 0),
+            "tokenizer.chat_template": struct.pack("<IQ", 10, 5),
+        },
+        "tokenizer.chat_template: must be a text, got 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_of_untrusted_hands_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    """These were errors that nobody expects, much memory, or minutes."""
+    changes, message = HOSTILE[name]
+    integers = {field: value for field, value in FIELDS.items() if isinstance(value, int)}
+    metadata = {
+        "general.architecture": struct.pack("<I", 8) + text("llama"),
+        **{f"llama.{field}": struct.pack("<IQ", 10, value) for field, value in integers.items()},
+        "llama.attention.layer_norm_rms_epsilon": struct.pack("<If", 6, 1e-5),
+        **changes,
+    }
+    tensors = b"" if name == "no tensors" else text("token_embd.weight")
+    tensors += struct.pack("<IQQIQ", 2, 32, 4, 0, 0) if tensors else b""
+    head = b"GGUF" + struct.pack("<IQQ", 3, bool(tensors), len(metadata))
+    head += b"".join(text(key) + value for key, value in metadata.items()) + tensors
+    path = tmp_path / "model.gguf"
+    path.write_bytes(head + bytes(-len(head) % 32 + 512))
+    refused(path, message)
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [([0.0, 1.0, 1.0, 1.0], "rope_freqs.weight: must be numbers above 0"),
+     ([math.nan, 1.0, 1.0, 1.0], "rope_freqs.weight: must be numbers above 0"),
+     ([], "rope_freqs.weight: a tensor without values")],
+)  # fmt: skip
+def test_factors_that_cannot_be_are_refused(
+    tmp_path: Path, factors: list[float], message: str
+) -> None:
+    values = numpy.array(factors, dtype=numpy.float32)
+    path = write(tmp_path / "model.gguf", tensors={"rope_freqs.weight": (values, F32)})
     refused(path, message)
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import TransferError
+from baton.link import MAX_PEER_INFO_BYTES
 from kvconnector.messages import Commit, Digests, Grant, Quiet, decode, encode
-from kvconnector.peer_info import MAX_BYTES, PeerInfo
+from kvconnector.peer_info import PeerInfo
 from kvconnector.seals import peek
 
 json_like = st.recursive(
@@ -87,5 +88,5 @@ def test_what_is_too_long_or_no_number_is_refused(message: Commit) -> None:
 
 
 def test_a_giant_peer_info_is_refused_before_it_is_read() -> None:
-    with pytest.raises(TransferError, match=f"at most {MAX_BYTES} bytes"):
-        PeerInfo.decode(bytes(MAX_BYTES + 1))
+    with pytest.raises(TransferError, match=f"at most {MAX_PEER_INFO_BYTES} bytes"):
+        PeerInfo.decode(bytes(MAX_PEER_INFO_BYTES + 1))

@@ -8,18 +8,27 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton import wire_types
+from baton import held_calls, wire_types
 from baton.connection_limits import RpcLimits
 from baton.link import CancelCommand
-from baton.rpc import RpcServer
+from baton.rpc import RpcServer, open_channel
 from baton.tls import TlsFiles
 from baton.v1 import inference_pb2, types_pb2
 from tests.fakes.certificates import Authority
 from tests.fakes.grpc_scene import params, served
 from tests.fakes.http_scene import until
-from tests.fakes.raw_http2 import PREFACE, RawHttp2, call_frames
+from tests.fakes.raw_http2 import (
+    DATA,
+    PREFACE,
+    RST_STREAM,
+    RawHttp2,
+    call_frames,
+    frame,
+)
 from tests.fakes.router_scene import asynchronous
 
 GENERATE = "/baton.v1.Inference/Generate"
@@ -203,3 +212,51 @@ async def test_a_compressed_message_is_refused_and_not_inflated() -> None:
         assert scene.dispatcher.calls == []
         await raw.close()
         await client.models()
+
+
+# ------------------------------------------------------------------ calls that are no requests
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("/grpc.health.v1.Health/Watch", "health watches"),
+        ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "reflection streams"),
+        (GENERATE, "calls without a message"),
+    ],
+)
+def test_a_caller_holds_only_so_many_calls_that_are_no_requests(
+    path: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16,000 took 400 MiB, as long as the client liked."""
+    for name in ("MAX_STREAMS", "MAX_MESSAGE_STREAMS", "MAX_WAITING"):
+        monkeypatch.setattr(held_calls, name, 3)
+
+    @asynchronous
+    async def run() -> None:
+        async with served() as (scene, client):
+            raw = await RawHttp2.connect(scene.address)
+            for stream in (1, 3, 5, 7):
+                whole = call_frames(stream, path, b"")
+                is_whole = path.endswith("Watch")
+                raw.send(whole if is_whole else whole[: -len(frame(DATA, payload=bytes(5)))])
+            await until(lambda: 7 in raw.ended)
+            assert f"{what}: one caller may have 3 at once".encode() in raw.trailers
+            assert raw.ended == {7}
+            raw.send(frame(RST_STREAM, 0, 1, bytes(4)))
+            await asyncio.sleep(0.1)
+            assert await client.generate([1, 2], params(2))
+            await raw.close()
+
+    run()
+
+
+@asynchronous
+async def test_a_watched_name_has_only_so_many_bytes() -> None:
+    """It is kept as long as the stream is open."""
+    async with served() as (scene, _), open_channel(scene.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        call = watch(health_pb2.HealthCheckRequest(service="x" * 1000))
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        with pytest.raises(grpc.aio.AioRpcError, match="must have at most 65536 bytes"):
+            await watch(health_pb2.HealthCheckRequest(service="x" * 70_000)).read()

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import OverloadedError
 from baton.outputs import FinishReason, TextDelta
-from router.journal import Journal, JournalOptions
+from router.journal import MAX_READERS, Journal, JournalOptions
 from tests.fakes.router_scene import asynchronous
 
 
@@ -59,3 +59,19 @@ async def test_one_stream_is_bounded_while_it_runs() -> None:
         async for _ in journal.read("long", 0, tenant="a"):
             pass
     assert journal.num_bytes < 2**15
+
+
+@asynchronous
+async def test_a_stream_has_few_readers() -> None:
+    """Each is told every piece: 2,000 calls that resume one request held up everybody."""
+    journal = Journal()
+    journal.keep("r", b"", running())
+    readers = [journal.read("r", 0) for _ in range(MAX_READERS + 1)]
+    for reader in readers[:MAX_READERS]:
+        assert (await anext(reader)).text == "x"
+    with pytest.raises(OverloadedError, match="16 calls read 'r' already"):
+        await anext(readers[-1])
+    await readers[0].aclose()
+    assert (await anext(journal.read("r", 0))).text == "x"
+    for reader in readers:
+        await reader.aclose()

@@ -8,9 +8,11 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc.aio
 import pytest
+from google.protobuf.message import Message
 
-from baton import wire
+from baton import wire, wire_reading
 from baton.link import (
     AdminReply,
     CancelCommand,
@@ -159,7 +161,7 @@ def test_logprobs_of_a_long_prompt_are_read_in_a_thread_and_before_what_comes_be
         threads.append(threading.current_thread())
         return event_problem(*arguments)
 
-    monkeypatch.setattr("router.link_service.event_problem", noting)
+    monkeypatch.setattr("router.long_messages.event_problem", noting)
 
     @asynchronous
     async def run() -> None:
@@ -213,3 +215,104 @@ def test_a_message_that_cannot_be_read_ends_the_link_with_a_line(
 
     run()
     assert f"hung up on d, which says what cannot be: {problem}" in caplog.text
+
+
+MANY = 100_000
+EARLY_DELTAS = [node_pb2.RequestDelta(request_id="a", epoch=1, output_index=9)] * 16_000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        node_pb2.NodeMessage(deltas=node_pb2.StepDeltas(deltas=[node_pb2.RequestDelta()] * MANY)),
+        node_pb2.NodeMessage(
+            deltas=node_pb2.StepDeltas(
+                deltas=[node_pb2.RequestDelta(logprobs=[types_pb2.TokenLogprobs()] * MANY)]
+            )
+        ),
+        node_pb2.NodeMessage(deltas=node_pb2.StepDeltas(deltas=EARLY_DELTAS)),
+        node_pb2.NodeMessage(kv_events=node_pb2.KVCacheEvents(stored=[1] * MANY)),
+        node_pb2.NodeMessage(register=node_pb2.Register(compatibility=dict.fromkeys(
+            map(str, range(MANY // 2)), "x"))),
+    ],
+    ids=["deltas", "logprobs", "full deltas", "hashes", "entries"],
+)  # fmt: skip
+def test_no_message_of_many_parts_is_read_where_others_are_served(
+    message: node_pb2.NodeMessage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To count and read the parts of one held up everybody for up to a second."""
+    threads: list[threading.Thread] = []
+    check = wire_reading._check_parts
+
+    def noting(data: bytes, kind: type[Message], limit: int) -> None:
+        threads.append(threading.current_thread())
+        check(data, kind, limit)
+
+    monkeypatch.setattr(wire_reading, "_check_parts", noting)
+    pool = make_pool()
+
+    @asynchronous
+    async def run() -> None:
+        async with joined(pool) as link:
+            await link.write(message)
+            await until(lambda: bool(threads))
+
+    run()
+    assert threading.main_thread() not in threads
+
+
+class Counter:
+    """Counts what a node said, and with how many turns of others in between."""
+
+    def __init__(self) -> None:
+        self.num_said = 0
+        self.turns: set[int] = set()
+        self.turn = 0
+
+    def take(self, item: LegDelta) -> None:
+        self.num_said += 1
+        self.turns.add(self.turn)
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        self.num_said += 1
+        self.turns.add(self.turn)
+
+
+@asynchronous
+async def test_what_a_node_says_at_length_is_handed_over_with_turns_for_others() -> None:
+    pool, counter = make_pool(), Counter()
+
+    async def others() -> None:
+        while True:
+            counter.turn += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    async with joined(pool) as link:
+        (node,) = pool.nodes
+        node.open_leg("a", 1, 10, counter)
+        rows = node_pb2.StepDeltas(
+            epochs=[1] * MANY, output_indexes=[0] * MANY, token_ids=[5] * MANY, deltas=EARLY_DELTAS
+        )
+        await link.write(node_pb2.NodeMessage(deltas=rows))
+        await until(lambda: counter.num_said == MANY + len(EARLY_DELTAS))
+        assert len(counter.turns) >= 25
+    task.cancel()
+
+
+@asynchronous
+async def test_a_registration_of_many_parts_is_refused_unread() -> None:
+    server = RpcServer(
+        [node_pb2.DESCRIPTOR.services_by_name["NodeLink"]],
+        lambda one: node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(make_pool()), one),  # type: ignore[no-untyped-call]  # generated
+    )
+    address = await server.start("127.0.0.1:0")
+    async with open_channel(address) as channel, asyncio.timeout(10):
+        link = node_pb2_grpc.NodeLinkStub(channel).Link()  # type: ignore[no-untyped-call]  # generated
+        registration = wire.registration_to_proto(make_registration("d", NodeRole.DECODE))
+        registration.register.compatibility.update(dict.fromkeys(map(str, range(2000)), "x"))
+        await link.write(registration)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await link.read()
+    await server.stop(0)
+    assert caught.value.details() == "registration: has more than 1024 parts"

@@ -11,9 +11,11 @@ import zlib
 import pytest
 
 from baton.connection_limits import ConnectionLimits
+from baton.connections import Listener
 from baton.outputs import FinishReason
 from router.http import exchange
 from tests.fakes.http_scene import HttpScene, on_http, until
+from tests.fakes.router_scene import asynchronous
 
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -174,6 +176,29 @@ async def test_a_compressed_body_is_refused_before_it_is_read(
     assert b"Connection: keep-alive" not in text
 
 
+@pytest.mark.parametrize(
+    ("content_type", "expected"),
+    [
+        ("application/json" + ";" * 7_900, 400),  # read for 2 s and more, with nobody else served
+        ("application/json; " + 'a="' * 2_600, 400),
+        ("Application/JSON ; charset=utf-8", 400),
+        (";" * 8_000, 415),
+        ("application/jsonx", 415),
+    ],
+    ids=["many", "quotes", "usual", "none", "other"],
+)
+@on_http()
+async def test_of_a_content_type_only_its_beginning_is_read(
+    scene: HttpScene, content_type: str, expected: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aiohttp.helpers.parse_content_type", None)  # quadratic
+        body = b"{"  # which is no JSON
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\n"
+        data = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        assert (await status_of(scene, data))[0] == expected
+
+
 @on_http()
 async def test_an_unknown_path_or_method_is_answered_before_its_body(scene: HttpScene) -> None:
     for method, path, expected in (
@@ -283,3 +308,23 @@ async def test_a_client_that_asks_whether_to_send_its_body_is_told(scene: HttpSc
     scene.say(await scene.command(), 0, "x", last=FinishReason.LENGTH)
     assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
     writer.close()
+
+
+@asynchronous
+async def test_little_is_read_of_a_connection_in_one_turn() -> None:
+    """A quarter of a megabyte of chunks of a byte each held up everybody for half a second."""
+    sizes: list[int] = []
+
+    class Taking(asyncio.Protocol):
+        def data_received(self, data: bytes) -> None:
+            sizes.append(len(data))
+
+    listener = Listener(Taking)
+    address = await listener.start("listen", "127.0.0.1:0")
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(bytes(2**20))
+    await until(lambda: sum(sizes) == 2**20)
+    writer.close()
+    listener.close()
+    assert max(sizes) <= 2**14
