@@ -74,8 +74,14 @@ chaos: setup ## kill, stop and restart real processes under load; JSON in benchm
 resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON in benchmarks/results (some 7 minutes)
 	$(BIN)/python benchmarks/resilience.py
 
-kernels: setup ## compile the Triton kernels for sm_80 and sm_90, no GPU needed; JSON in benchmarks/results
+kernels: setup .venv-triton/.ready ## compile the Triton kernels for sm_80 and sm_90 with both releases, no GPU needed; JSON in benchmarks/results
 	$(BIN)/python tools/compile_kernels.py
+	PYTHONPATH=.venv-triton $(BIN)/python tools/compile_kernels.py
+
+# The oldest Triton that Baton is for (torch 2.11 brings it), with a NumPy that its interpreter can do with.
+.venv-triton/.ready: Makefile
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv-triton 'triton==3.6.*' 'numpy<2.4'
+	@touch $@
 
 gpu-suite: setup ## all that needs a GPU, in ten minutes: right tokens, step times, KV in its memory; JSON in benchmarks/results
 	$(BIN)/python benchmarks/gpu_suite.py
@@ -119,4 +125,4 @@ train-demo-model: setup ## train examples/demo_model anew (about an hour on two 
 		--reserve-seconds 60 --compile
 
 clean: ## remove environments and caches
-	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .venv-triton .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
