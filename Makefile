@@ -10,7 +10,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test test-clients test-all fuzz property-long bench performance kernels gpu-suite chaos resilience check protocol-check fmt proto train-demo-model clean
+.PHONY: help setup lock demo test test-clients test-all fuzz property-long bench performance kernels gpu-suite chaos resilience loadtest-agreement check protocol-check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -82,6 +82,9 @@ kernels: setup .venv-triton/.ready ## compile the Triton kernels for sm_80 and s
 .venv-triton/.ready: Makefile
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv-triton 'triton==3.6.*' 'numpy<2.4'
 	@touch $@
+
+loadtest-agreement: setup ## measure one load with baton loadtest, AIPerf and guidellm in turns; JSON in benchmarks/results (10 minutes)
+	$(BIN)/python benchmarks/loadtest_agreement.py --save
 
 gpu-suite: setup ## all that needs a GPU, in ten minutes: right tokens, step times, KV in its memory; JSON in benchmarks/results
 	$(BIN)/python benchmarks/gpu_suite.py

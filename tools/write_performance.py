@@ -9,11 +9,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tools.performance import engine, fleet, gpu, handoff
+from tools.performance import engine, fleet, gpu, handoff, others
 from tools.performance.page import write
 
 PAGE = "docs/performance.md"
-AREAS = (*handoff.AREAS, *engine.AREAS[:1], *fleet.AREAS, *engine.AREAS[1:], *gpu.AREAS)
+AREAS = (
+    *handoff.AREAS,
+    *engine.AREAS[:1],
+    *others.AREAS,
+    *fleet.AREAS,
+    *engine.AREAS[1:],
+    *gpu.AREAS,
+)
 
 
 def main(root: Path) -> int:

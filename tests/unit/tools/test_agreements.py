@@ -1,0 +1,72 @@
+"""Comparisons with other programs: what counts as agreement, and that all are asked the same."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.tokenizer import Tokenizer
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def agreement(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load("loadtest_agreement", monkeypatch)
+
+
+def test_medians_are_as_far_apart_as_the_largest_is_above_the_smallest(agreement: Any) -> None:
+    runs = {"baton": [1.0, 9.0, 2.0], "aiperf": [2.2, 2.2, 1.0], "guidellm": [2.1, 2.1, 2.1]}
+    found = agreement.compared({who: [{"x": x} for x in xs] for who, xs in runs.items()})
+    assert found == {"x": {"baton": 2.0, "aiperf": 2.2, "guidellm": 2.1, "apart": 0.1}}
+
+
+def test_all_reports_are_read_into_the_same_numbers(agreement: Any, tmp_path: Path) -> None:
+    """Seconds of ours, and of guidellm's E2E, are milliseconds of the comparison."""
+    times = {"mean": 0.5, "p50": 0.4}
+    ours = {"latencies": {f"{name}_s": times for name in ("ttft", "tpot", "e2e")}}
+    rates = {"requests_per_s": 4.0, "output_tokens_per_s": 128.0, "num_ok": 32}
+    (tmp_path / "result.json").write_text(json.dumps({"summary": ours | rates}))
+    by_baton = agreement.baton_numbers(tmp_path)
+
+    latencies = ("time_to_first_token", "inter_token_latency", "request_latency")
+    aiperf: dict[str, Any] = {name: {"avg": 500.0, "p50": 400.0} for name in latencies}
+    counts = {"request_throughput": 4.0, "output_token_throughput": 128.0, "request_count": 32}
+    document = aiperf | {name: {"avg": value} for name, value in counts.items()}
+    (tmp_path / "profile_export_aiperf.json").write_text(json.dumps(document))
+    assert agreement.aiperf_numbers(tmp_path) == by_baton
+
+    metrics: dict[str, Any] = {
+        "time_to_first_token_ms": {"mean": 500.0, "median": 400.0},
+        "inter_token_latency_ms": {"mean": 500.0, "median": 400.0},
+        "request_latency": {"mean": 0.5, "median": 0.4, "count": 32},
+        "requests_per_second": {"mean": 4.0},
+        "output_tokens_per_second": {"mean": 128.0},
+    }
+    benchmark = {"metrics": {name: {"successful": value} for name, value in metrics.items()}}
+    (tmp_path / "result.json").write_text(json.dumps({"benchmarks": [benchmark]}))
+    assert agreement.guidellm_numbers(tmp_path) == by_baton
+
+
+def test_a_text_has_as_many_tokens_as_words_and_each_token_has_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fleet = load("loadtest_fleet", monkeypatch)
+    words = fleet.write_model(tmp_path / "model")
+    tokenizer = Tokenizer(tmp_path / "model")
+    [text] = fleet.fresh_texts(words, 1, 200)
+    token_ids = tokenizer.encode(text)
+    assert len(token_ids) == 200
+    assert len(tokenizer.encode(f"[3fa1c29b] {text}")) == 201  # as the load test marks a prompt
+    assert tokenizer.decode(token_ids) == text
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert all(tokenizer.decode([one]) for one in range(config["vocab_size"]))
