@@ -10,7 +10,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test fuzz property-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt proto train-demo-model clean
+.PHONY: help setup lock demo test test-clients test-all fuzz property-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -37,6 +37,12 @@ demo: setup ## fetch a small model; start router, prefill and decode node; talk 
 test: setup ## run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --ignore tests/integration
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration
+
+# Each client in an environment of its own below .venv-clients: gigabytes, the first time.
+test-clients: setup ## run each client of docs/clients.md against a split system with a real model
+	$(BIN)/python -m pytest -rA tests/clients/run_all.py
+
+test-all: test test-clients ## run all tests, and the clients
 
 # Each of the two draws examples of its own: without CI, Hypothesis is random.
 property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, in two processes (takes long)
@@ -68,8 +74,14 @@ chaos: setup ## kill, stop and restart real processes under load; JSON in benchm
 resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON in benchmarks/results (some 7 minutes)
 	$(BIN)/python benchmarks/resilience.py
 
-kernels: setup ## compile the Triton kernels for sm_80 and sm_90, no GPU needed; JSON in benchmarks/results
+kernels: setup .venv-triton/.ready ## compile the Triton kernels for sm_80 and sm_90 with both releases, no GPU needed; JSON in benchmarks/results
 	$(BIN)/python tools/compile_kernels.py
+	PYTHONPATH=.venv-triton $(BIN)/python tools/compile_kernels.py
+
+# The oldest Triton that Baton is for (torch 2.11 brings it), with a NumPy that its interpreter can do with.
+.venv-triton/.ready: Makefile
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv-triton 'triton==3.6.*' 'numpy<2.4'
+	@touch $@
 
 lm-eval: setup ## score a real model with lm-eval, through Baton and through transformers; JSON in benchmarks/results
 	$(BIN)/python benchmarks/lm_eval_agreement.py --save
@@ -119,4 +131,4 @@ train-demo-model: setup ## train examples/demo_model anew (about an hour on two 
 		--reserve-seconds 60 --compile
 
 clean: ## remove environments and caches
-	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .venv-triton .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -51,14 +51,12 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._templates = {n: environment.from_string(s) for n, s in self.sources.items()}
-            asked = jinja2.meta.find_undeclared_variables(
-                environment.parse(self.sources[self._name(with_tools=True)])
-            )
-        except jinja2.TemplateError as error:
+            asked = _undeclared(environment, self.sources[self._name(with_tools=True)])
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ModelLoadError(
                 f"tokenizer: the chat template in {origin} is broken: {error}"
             ) from error
-        self.variables = frozenset(asked)
+        self.variables = asked
         self.takes_tools = "tools" in asked
 
     def source(self, *, with_tools: bool) -> str:
@@ -192,6 +190,19 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
+def _undeclared(environment: jinja2.Environment, source: str) -> frozenset[str]:
+    """What `jinja2.meta.find_undeclared_variables` says, without computing anything."""
+    finder = jinja2.meta.TrackingCodeGenerator(environment)
+    finder.optimizer = None
+    finder.visit(environment.parse(source))
+    return frozenset(finder.undeclared_identifiers)
+
+
+@jinja2.pass_context  # which there is none of while a template is compiled
+def _as_it_is(context: jinja2.runtime.Context, value: object) -> object:
+    return value
+
+
 def _environment() -> jinja2.Environment:
     """What Hugging Face templates are written for."""
 
@@ -214,7 +225,13 @@ def _environment() -> jinja2.Environment:
         )
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+        # Nothing is computed while a template is compiled, which is where nothing bounds it:
+        # `{{ "a" * 10**10 }}` took as much memory.
+        optimized=False,
+        finalize=_as_it_is,
     )
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

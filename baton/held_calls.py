@@ -1,4 +1,4 @@
-"""What one caller's calls may hold of a gRPC server before and beside requests.
+"""What one caller's calls may hold of a server before and beside requests.
 
     a call whose message has not come      its place, and what has come of up to 8 MiB
     a health watch, a reflection stream    its place, for as long as it likes
@@ -76,16 +76,22 @@ class HeldCalls:
             DeadlineExceededError: it did not come in time.
             OverloadedError: too many of the caller's calls have none.
         """
+        async with self.turn(caller):
+            try:
+                async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+                    return await anext(messages)
+            except TimeoutError:
+                what = f"the call's message did not come within {MESSAGE_TIMEOUT_S:g} s"
+                raise DeadlineExceededError(what) from None
+            except StopAsyncIteration:
+                raise InvalidRequestError("request", "no message came") from None
+
+    @contextlib.asynccontextmanager
+    async def turn(self, caller: str) -> AsyncIterator[None]:
+        """Wait until it is a caller's turn to send something long."""
         with self._coming.hold(caller) as holder:
             async with holder.turns:
-                try:
-                    async with asyncio.timeout(MESSAGE_TIMEOUT_S):
-                        return await anext(messages)
-                except TimeoutError:
-                    what = f"the call's message did not come within {MESSAGE_TIMEOUT_S:g} s"
-                    raise DeadlineExceededError(what) from None
-                except StopAsyncIteration:
-                    raise InvalidRequestError("request", "no message came") from None
+                yield
 
     def hold_stream(
         self, caller: str, *, has_messages: bool

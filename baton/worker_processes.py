@@ -52,6 +52,15 @@ class _Worker:
     number: int
     link: socket.socket
 
+    def has_ended(self) -> bool:
+        """Whether it ended while it had nothing to do: out of memory, the kernel ends it first."""
+        try:
+            return not self.link.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
     async def ask(self, work: bytes) -> tuple[bytes, bool]:
         """The answer to a piece of work, empty if the worker ended over it; and if it has ended."""
         loop = asyncio.get_running_loop()
@@ -136,6 +145,8 @@ class WorkerProcesses:
         """
         self.start()
         worker = await self._take(caller)
+        if worker.has_ended():  # which is not to be blamed on this work
+            worker = self._replace(worker)
         template = self._template
         answer, has_ended = b"", True
         try:

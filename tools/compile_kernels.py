@@ -5,7 +5,9 @@
 
 Cases are the ``AOT_CASES`` of the modules of `baton_kernels.triton`. Types are Triton's, ``i32:16``
 means divisible by 16; pointers are, as torch allocates them. Numbers of registers and spilled bytes
-are those of the ptxas inside Triton's wheel.
+are those of the ptxas inside Triton's wheel. Releases differ: what is written is kept for each, and
+each is compared with its own. Another one than the installed is used from a folder of its own, with
+``PYTHONPATH=FOLDER`` (`make kernels`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -35,8 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "kernels_aot.json"
 PACKAGE = "baton_kernels.triton"
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90}
-NUM_PROCESSES = 2
-# Another release of Triton allocates registers a little differently.
+# A patch release may allocate registers a little differently.
 REGISTERS_SLACK = 8
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -50,7 +51,7 @@ def main() -> int:
     """Compile all cases; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with what is written")
-    parser.add_argument("--only", default="", help="cases whose name has this in it; not written")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--record", type=Path, default=RECORD, help="the file to compare with")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -59,13 +60,12 @@ def main() -> int:
     found = compile_all(arguments.only)
     Console(width=110).print(table_of(found))
     if arguments.check:
-        recorded = json.loads(arguments.record.read_text(encoding="utf-8"))["kernels"]
+        recorded = read_releases(arguments.record).get(release(), {}).get("kernels", {})
         findings = list(differences(found, recorded, complete=not arguments.only))
         for finding in findings:
             print(finding)
         return 1 if findings else 0
-    if not arguments.only:
-        write(found)
+    write(found, complete=not arguments.only)
     return 0
 
 
@@ -80,9 +80,10 @@ def compile_all(only: str) -> Found:
         if capability >= case.min_capability
     ]
     found: Found = {}
+    num_processes = len(os.sched_getaffinity(0))
     with (
         tempfile.TemporaryDirectory() as cache,
-        ProcessPoolExecutor(NUM_PROCESSES, initializer=_set_up, initargs=(cache,)) as processes,
+        ProcessPoolExecutor(num_processes, initializer=_set_up, initargs=(cache,)) as processes,
     ):
         for (_, name, architecture), figures in zip(
             jobs, processes.map(_compile, *zip(*jobs, strict=True)), strict=True
@@ -155,7 +156,10 @@ def differences(
     for name, architecture, figures in _rows(found):
         known = recorded.get(name, {}).get(architecture)
         if known is None:
-            yield f"{name} on {architecture}: is not in {RECORD.name}; run tools/compile_kernels.py"
+            yield (
+                f"{name} on {architecture}: is not in {RECORD.name} for Triton {release()}; "
+                "run tools/compile_kernels.py"
+            )
             continue
         for figure, slack in (
             ("spill_bytes", 0),
@@ -186,13 +190,30 @@ def _rows(found: Found) -> Iterator[tuple[str, str, Figures]]:
             yield name, architecture, figures
 
 
-def write(found: Found) -> None:
-    """Keep what was found, with the release it holds for."""
+def release() -> str:
+    """Of Triton, as records are kept: ``3.6``."""
     import triton
 
-    document = {"triton": triton.__version__, "kernels": dict(sorted(found.items()))}
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def read_releases(record: Path) -> dict[str, Any]:
+    """What is written, by release."""
+    releases: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))["releases"]
+    return releases
+
+
+def write(found: Found, complete: bool) -> None:
+    """Keep what was found for this release, beside what is known of others and of other cases."""
+    import triton
+
+    releases = read_releases(RECORD)
+    known = {} if complete else releases.get(release(), {}).get("kernels", {})
+    kernels = dict(sorted((known | found).items()))
+    releases[release()] = {"triton": triton.__version__, "kernels": kernels}
+    document = {"releases": dict(sorted(releases.items()))}
     RECORD.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    print(f"written to {RECORD.relative_to(ROOT)}")
+    print(f"written to {RECORD.relative_to(ROOT)} for Triton {release()}")
 
 
 if __name__ == "__main__":

@@ -88,12 +88,14 @@ def forced_call(request: ChatRequest) -> StructuredOutput | None:
             raise InvalidRequestError("tool_choice", f"{shown!r} is not one of the tools")
     if not tools:
         raise InvalidRequestError("tool_choice", "is 'required', but there are no tools")
-    schemas = [_call_schema(tool) for tool in tools]
+    schemas = [_call_schema(tool, index) for index, tool in enumerate(tools)]
     return StructuredOutput(json_schema=schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
+def _call_schema(tool: Tool, index: int) -> dict[str, Any]:
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    # An id makes them a document of their own: their references begin at it, not at the call.
+    parameters = {**parameters, "$id": f"urn:baton:tool:{index}"}
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, "arguments": parameters},

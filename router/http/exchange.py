@@ -16,6 +16,7 @@ from aiohttp import hdrs, web
 
 from baton.access_log import AccessEntry
 from baton.errors import BatonError, InvalidRequestError
+from baton.held_calls import HeldCalls
 from baton.identity import Principal
 from baton.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
@@ -46,6 +47,8 @@ T = TypeVar("T", bound=Body)
 
 ENTRY = web.RequestKey("entry", AccessEntry)
 PRINCIPAL = web.RequestKey("principal", Principal)
+BODIES = web.AppKey("bodies", HeldCalls)
+SHORT_BODY_BYTES = 2**16  # which every connection may have
 SESSION_ID_HEADER = "X-Session-Id"
 # A body has so long, and so much longer as it comes at the slowest rate.
 BODY_TIMEOUT_S = 10.0
@@ -296,7 +299,7 @@ async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -
         raise ApiError(
             415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {content_type.strip()}"
         )
-    raw = await _read_in_time(request)
+    raw = await _read_in_turn(request)
     body, ignored = decode(raw, kind, strict=options.strict_fields)
     note_ignored(request, ignored)
     if body.model not in (None, options.model_name):
@@ -311,6 +314,15 @@ def check_stream(body: SamplingRequest) -> None:
         raise InvalidRequestError("stream_options", "is for stream: true only")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequestError("prompt_logprobs", "is not for stream: true; logprobs are")
+
+
+async def _read_in_turn(request: web.Request) -> bytes:
+    """The body; of long ones few of one caller come at once. Raises ApiError; see `HeldCalls`."""
+    if 0 < (request.content_length or 0) <= SHORT_BODY_BYTES:
+        return await _read_in_time(request)
+    caller = request[PRINCIPAL].name or request.remote or ""
+    async with request.app[BODIES].turn(caller):
+        return await _read_in_time(request)
 
 
 async def _read_in_time(request: web.Request) -> bytes:

@@ -106,7 +106,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         background: True: the answer is fetched later, which nobody could.
         store: False is what is done.
         user: and those after it: taken from clients that send them, without an effect.
-        top_k: and those after it: Baton's and vLLM's, as in chat completions.
+        top_k: and those after it: as in chat completions.
     """
 
     model: str
@@ -133,7 +133,16 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
     session_id: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -143,8 +152,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 _STORED = ("previous_response_id", "conversation", "prompt")
 _SAME = (
-    "temperature", "top_p", "stream", "top_k", "seed", "session_id", "priority", "cache_salt",
-    "structured_outputs", "chat_template_kwargs",
+    "temperature", "top_p", "stream", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+    "session_id", "priority", "cache_salt", "structured_outputs", "chat_template_kwargs",
 )  # fmt: skip
 
 

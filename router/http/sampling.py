@@ -70,7 +70,9 @@ def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
         if outer != "structured_output":
             raise
         kind = "json" if kind == "json_schema" else kind
-        if request.response_format is not None:
+        if getattr(request, "tool_choice", None) not in (None, "none", "auto"):
+            field = "tools"
+        elif request.response_format is not None:
             field = "response_format.json_schema.schema"
         elif request.structured_outputs is not None:
             field = "structured_outputs" + (f".{kind}" if kind else "")
@@ -90,6 +92,8 @@ def _only_one(
         **_of_guided(request),
         "tool_choice": structured_output,
     }
+    if structured_output is not None:
+        wanted["response_format"] = None  # of the text, which an output that is a call has not
     given = {name: value for name, value in wanted.items() if value is not None}
     if len(given) > 1:
         raise InvalidRequestError(list(given)[1], f"cannot be together with {next(iter(given))}")

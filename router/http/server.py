@@ -23,12 +23,13 @@ from baton.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.connections import Listener
 from baton.credentials import TRACEPARENT, http_credentials
 from baton.errors import HTTP_STATUS_OF, ConfigError, InvalidRequestError, OverloadedError
+from baton.held_calls import HeldCalls
 from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.version import __version__
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import REQUEST_ID, ApiError, error_middleware, error_response
-from router.http.exchange import ENTRY, PRINCIPAL, unknown_model
+from router.http.exchange import BODIES, ENTRY, PRINCIPAL, unknown_model
 from router.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
 from router.http.message_api import count_tokens, messages
 from router.http.message_errors import REQUEST_ID_HEADER as MESSAGES_REQUEST_ID_HEADER
@@ -125,6 +126,7 @@ class HttpServer:
                 self._authenticate,
             ],
         )
+        app[BODIES] = HeldCalls()
         app.on_response_prepare.append(self._add_headers)
         # Every path with the role that it wants; what is not here is there for nobody.
         routes: list[tuple[str, str, Handler, Roles | None]] = [

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, version
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,9 +24,37 @@ if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def reason_against_interpreter(triton_version: str) -> str | None:
+    """Why the interpreter of a release fails with the NumPy that is here; None: it does not.
+
+    Triton 3.6 takes an array of one element for a number, which NumPy 2.4 does not any more.
+    """
+    if tuple(map(int, triton_version.split(".")[:2])) >= (3, 7):
+        return None
+    try:
+        with warnings.catch_warnings():  # older ones announce it
+            warnings.simplefilter("ignore")
+            int(np.zeros(1))
+    except TypeError:
+        return f"the interpreter of Triton {triton_version} needs numpy<2.4, got {np.__version__}"
+    return None
+
+
+def _installed_triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "3.7"
+
+
+_CLASH = reason_against_interpreter(_installed_triton()) if DEVICE.type == "cpu" else None
+
+
 @pytest.fixture(autouse=True)
 def interpreter() -> None:
-    """Skip what would need a GPU after all."""
+    """Skip what would need a GPU after all, or another interpreter."""
+    if _CLASH is not None:
+        pytest.skip(_CLASH)
     if _IMPORTED_TOO_EARLY:
         pytest.skip("triton was imported before tests/kernels could ask for its interpreter")
 

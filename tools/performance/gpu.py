@@ -165,18 +165,29 @@ SUITE = Source(
 )
 
 
+def _by_release(document: Json, architecture: str, figure: str) -> dict[str, dict[str, float]]:
+    """Release of Triton -> kernel -> figure; older GPUs have no float8 and fewer kernels."""
+    return {
+        release: {
+            name: number(of, architecture, figure)
+            for name, of in found["kernels"].items()
+            if architecture in of
+        }
+        for release, found in at(document, "releases").items()
+    }
+
+
 def _spills(architecture: str, *, has_target: bool) -> Row:
     def measure(document: Json) -> Found:
-        found = {
-            name: number(of, architecture, "spill_bytes")
-            for name, of in at(document, "kernels").items()
-            if architecture in of  # older GPUs have no float8
-        }
-        spilling = [name for name, spilled in found.items() if spilled]
-        text = f"{len(spilling)} of {len(found)}"
-        if spilling:
-            text += ": " + ", ".join(f"{name} ({found[name]:.0f} bytes)" for name in spilling)
-        return Found(text, not spilling if has_target else None)
+        texts, any_spills = [], False
+        for release, found in _by_release(document, architecture, "spill_bytes").items():
+            spilling = [name for name, spilled in found.items() if spilled]
+            any_spills = any_spills or bool(spilling)
+            text = f"Triton {release}: {len(spilling)} of {len(found)}"
+            if spilling:
+                text += ": " + ", ".join(f"{name} ({found[name]:.0f} bytes)" for name in spilling)
+            texts.append(text)
+        return Found("; ".join(texts), not any_spills if has_target else None)
 
     return Row(
         what=f"kernel variants for {architecture} that spill registers",
@@ -188,16 +199,14 @@ def _spills(architecture: str, *, has_target: bool) -> Row:
 
 def _registers(architecture: str) -> Row:
     def measure(document: Json) -> Found:
-        found = {
-            name: number(of, architecture, "registers")
-            for name, of in at(document, "kernels").items()
-            if architecture in of  # older GPUs have no float8
-        }
         texts = []
-        for kind in ("decode_attention", "varlen_attention", "sampling"):
-            of_kind = [count for name, count in found.items() if name.startswith(kind)]
-            texts.append(f"{kind} {min(of_kind):.0f} to {max(of_kind):.0f}")
-        return Found(", ".join(texts))
+        for release, found in _by_release(document, architecture, "registers").items():
+            ranges = []
+            for kind in ("decode_attention", "varlen_attention", "sampling"):
+                of_kind = [count for name, count in found.items() if name.startswith(kind)]
+                ranges.append(f"{kind} {min(of_kind):.0f} to {max(of_kind):.0f}")
+            texts.append(f"Triton {release}: " + ", ".join(ranges))
+        return Found("; ".join(texts))
 
     return Row(what=f"registers per thread, {architecture}", measure=measure)
 

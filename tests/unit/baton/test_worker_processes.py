@@ -176,6 +176,22 @@ def test_a_worker_that_has_grown_makes_room_for_a_new_one() -> None:
     run(test)
 
 
+def test_workers_that_ended_while_idle_are_blamed_on_nobody() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        await workers.run(b"'x'")
+        (template,) = templates()
+        idle = template.children()
+        assert len(idle) == 3
+        for worker in idle:
+            worker.kill()
+        while any(worker.status() != psutil.STATUS_ZOMBIE for worker in idle):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for _ in idle:
+            assert await workers.run(b"'y'") == b"y"
+
+    run(test)
+
+
 def test_a_template_that_ended_is_started_again() -> None:
     async def test(workers: WorkerProcesses) -> None:
         await workers.run(b"1")

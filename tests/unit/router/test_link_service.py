@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -27,7 +28,12 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc, types_pb2
 from router.link_service import NodeLinkService
 from router.node import LegDelta
-from router.node_claims import MAX_TEXT_CHARS, Vocabulary, event_problem
+from router.node_claims import (
+    MAX_TEXT_CHARS,
+    Vocabulary,
+    event_problem,
+    registration_problem,
+)
 from router.node_pool import NodePool
 from tests.fakes.http_scene import until
 from tests.fakes.nodes import make_pool, make_registration
@@ -316,3 +322,11 @@ async def test_a_registration_of_many_parts_is_refused_unread() -> None:
             await link.read()
     await server.stop(0)
     assert caught.value.details() == "registration: has more than 1024 parts"
+
+
+def test_what_a_node_has_its_peers_told_is_bounded() -> None:
+    """A megabyte of it went to every node of the other role."""
+    registration = make_registration("d", NodeRole.DECODE)
+    for num_bytes, problem in ((2**17, ""), (2**17 + 1, "peer_info: must have at most 131072 b")):
+        told = dataclasses.replace(registration, peer_info=bytes(num_bytes))
+        assert registration_problem(told)[:37] == problem

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+import tracemalloc
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequestError
+from baton.errors import InvalidRequestError, ModelLoadError
 from baton.tokenizer import Tokenizer
 from router.texts import MAX_MESSAGES, MAX_TOOLS, SHORT_TEXT_CHARS, ChatPrompt, Texts
 
@@ -57,6 +58,32 @@ def test_a_conversation_is_rendered_as_the_template_says(texts: Texts) -> None:
     messages = [{"role": "user", "content": "größe 👩‍🚀\x07"}, {"role": "assistant", "content": ""}]
     found = asyncio.run(texts.encode_chat(ChatPrompt(messages), max_model_len=1000))
     assert found == TOKENIZER.encode_chat(messages)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        '{{ "a" * 10**8 }}',
+        '{{ "a"|center(10**8) }}',
+        '{% if "a" * 10**8 == "b" %}{% endif %}',
+        '{% set a = "a" * 10**8 ~ "b" %}',
+        '{% for a in ["a" * 10**8] %}{{ "%100000000d" % 1 }}{% endfor %}',
+    ],
+)
+def test_nothing_of_a_template_is_computed_while_it_is_read(tmp_path: Path, template: str) -> None:
+    """It was, without a limit, where it is compiled: in the router and in each client."""
+    tracemalloc.start()
+    try:
+        with_template(tmp_path, template)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5e7
+
+
+def test_a_template_that_is_too_deep_is_refused_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="is broken: maximum recursion depth exceeded"):
+        with_template(tmp_path, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}")
 
 
 def test_a_text_that_cannot_fit_is_refused_by_its_length(texts: Texts) -> None:

@@ -200,6 +200,28 @@ async def test_of_a_content_type_only_its_beginning_is_read(
 
 
 @on_http()
+async def test_few_long_bodies_of_one_caller_come_at_once(scene: HttpScene) -> None:
+    """Five hundred connections could have four gigabytes of half-sent bodies."""
+    body = json.dumps({"model": "demo", "prompt": "x", "stop": ["s" * 1001]}).encode()
+    long = body + b" " * 2**16
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("baton.held_calls.MAX_COMING", 2)
+        patch.setattr(exchange, "BODY_TIMEOUT_S", 0.8)
+        slow = [await connect(scene, request("/v1/completions", long)[:-1]) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        reader, writer = await connect(scene, request("/v1/completions", long))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await reader.readuntil(b"\r\n\r\n")
+        assert (await status_of(scene, request("/v1/completions", body)))[0] == 400  # a short one
+        for slow_reader, slow_writer in slow:
+            assert b" 408 " in await slow_reader.readuntil(b"\r\n\r\n")
+            slow_writer.close()
+        assert b" 400 " in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
+@on_http()
 async def test_an_unknown_path_or_method_is_answered_before_its_body(scene: HttpScene) -> None:
     for method, path, expected in (
         ("POST", "/nowhere", 404),

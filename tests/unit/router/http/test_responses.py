@@ -104,6 +104,19 @@ def test_fields_arrive_under_the_names_of_chats() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_k", 5), ("min_p", 0.1), ("repetition_penalty", 1.1), ("presence_penalty", 0.2),
+        ("frequency_penalty", 0.3), ("logit_bias", {7: 1.5}), ("seed", 3), ("stop", ["x"]),
+        ("stop_token_ids", [4]), ("ignore_eos", True), ("min_tokens", 2), ("session_id", "s"),
+        ("priority", 1), ("cache_salt", "c"), ("chat_template_kwargs", {"a": 1}),
+    ],
+)  # fmt: skip
+def test_what_chats_are_sampled_with_responses_are_too(name: str, value: object) -> None:
+    assert getattr(chat_request(given(**{name: value})), name) == value
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"previous_response_id": "r"}, "previous_response_id: is not supported, as nothing is"),

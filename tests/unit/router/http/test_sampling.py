@@ -66,6 +66,15 @@ def test_structured_output_is_asked_for_in_two_ways(
     assert params(**fields).structured_output == expected
 
 
+def test_a_forced_call_has_no_text_that_response_format_could_hold() -> None:
+    call = StructuredOutput(json_schema={"type": "object"})
+    both = request(response_format={"type": "json_object"})
+    assert sampling_params(both, max_tokens=5, structured_output=call).structured_output == call
+    wrong = request(structured_outputs={"regex": "a"})
+    with pytest.raises(InvalidRequestError, match="tool_choice: cannot be together with"):
+        sampling_params(wrong, max_tokens=5, structured_output=call)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

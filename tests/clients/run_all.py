@@ -1,0 +1,85 @@
+"""Every client of the table, in its own environment, against a split system with a real model.
+
+`make test-clients` runs this; pytest does not find it by itself, as it fetches a model and
+gigabytes of packages. `-k litellm` runs one of them.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from baton.gguf.folder import folder_of_gguf
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from examples.demo import NAME, PACKAGE, SHA256, fetch_model
+from tests.clients.environments import installed_version, interpreter
+from tests.clients.table import CLIENTS, Client
+from tests.fakes.waiting import wait_until
+from tests.integration.conftest import READY_TIMEOUT_S, free_address
+
+pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+_OUTCOME = re.compile(r'^baton_router_requests_total\{outcome="(\w+)"\} (\S+)', re.MULTILINE)
+_OPEN = re.compile(r"^baton_router_requests_open (\S+)", re.MULTILINE)
+# Outcomes that no client may bring about.
+WRONG = {"internal", "unknown", "unavailable", "data_loss"}
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[LocalDeployment]:
+    """A router, a prefill node and a decode node; every prompt is handed over."""
+    model = fetch_model(Console(), PACKAGE, SHA256)
+    assert model is not None, f"{PACKAGE} cannot be had"
+    config = LocalDeploymentConfig(
+        model=model,
+        listen=free_address(),
+        http_listen=free_address(),
+        router_args=["--no-local-prefill", "--served-model-name", NAME],
+        node_args=["--kv-cache-memory", "512M", "--long-prefill-token-threshold", "256"],
+        decode_args=["--local-prefill-threshold", "0"],
+    )
+    with LocalDeployment(config) as running:
+        running.wait_ready(READY_TIMEOUT_S)
+        yield running
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.package)
+def test_client(system: LocalDeployment, client: Client) -> None:
+    python = interpreter(client.package)
+    version = installed_version(python, client.package)
+    before = requests_by_outcome(system)
+    done = subprocess.run(
+        [
+            str(python), str(client.script), "--model", NAME,
+            "--http", system.config.http_listen, "--grpc", system.config.listen,
+            "--tokenizer", str(folder_of_gguf(Path(system.config.model))),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=client.timeout_s,
+        check=False,
+    )  # fmt: skip
+    print(f"\n{client.package} {version}\n{done.stdout}")
+    assert done.returncode == 0
+    wait_until(lambda: float(_OPEN.findall(metrics(system))[0]) == 0, "that no request is open")
+    now = requests_by_outcome(system)
+    new = {outcome: now[outcome] - before.get(outcome, 0) for outcome in now}
+    assert new.get("stop", 0) + new.get("length", 0) > 0
+    assert not [outcome for outcome in WRONG if new.get(outcome)]
+
+
+def metrics(system: LocalDeployment) -> str:
+    url = f"http://{system.config.http_listen}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read(), "utf-8")
+
+
+def requests_by_outcome(system: LocalDeployment) -> dict[str, float]:
+    return {outcome: float(count) for outcome, count in _OUTCOME.findall(metrics(system))}

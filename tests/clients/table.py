@@ -1,0 +1,55 @@
+"""The clients that Baton is tried with: each has a row here and in the docs, and a script."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.clients.environments import REQUIREMENTS
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One client.
+
+    Attributes:
+        package: what pip calls it, which also names its files.
+        timeout_s: of its script.
+    """
+
+    package: str
+    timeout_s: float = 300.0
+
+    @property
+    def script(self) -> Path:
+        """What it is tried with."""
+        return SCRIPTS / f"try_{self.package.replace('-', '_')}.py"
+
+    @property
+    def requirements(self) -> Path:
+        """What its environment is made of."""
+        return REQUIREMENTS / f"{self.package}.txt"
+
+    @property
+    def lowest_version(self) -> str:
+        """The oldest release that its requirements allow: the one that it was tried with."""
+        bound = rf"^{re.escape(self.package)}(?:\[[\w,-]+\])?>=([\d.]+)$"
+        found = re.search(bound, self.requirements.read_text(encoding="utf-8"), re.MULTILINE)
+        assert found, f"{self.requirements.name}: no line {self.package}>=VERSION"
+        return found[1]
+
+
+CLIENTS = (
+    Client("openai"),
+    Client("litellm"),
+    Client("langchain-openai"),
+    Client("instructor"),
+    Client("openai-agents"),
+    Client("pydantic-ai-slim"),
+    Client("guidellm", timeout_s=600.0),
+    Client("aiperf", timeout_s=600.0),
+    Client("grpc-requests"),
+)
