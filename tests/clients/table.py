@@ -51,5 +51,6 @@ CLIENTS = (
     Client("pydantic-ai-slim"),
     Client("guidellm", timeout_s=600.0),
     Client("aiperf", timeout_s=600.0),
+    Client("lm-eval", timeout_s=600.0),
     Client("grpc-requests"),
 )
