@@ -161,7 +161,7 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("kv_cache_bytes", 1, "kv_cache_bytes: 1 holds 0 blocks"),
         ("device", "toaster", "device: 'toaster' is not a device"),
         ("attention_backend", "magic", "magic"),
-        ("max_num_batched_tokens", 63, "max_num_batched_tokens: must be at least"),
+        ("max_num_batched_tokens", -1, "max_num_batched_tokens: must be 0 or more, got -1"),
     ],
 )
 def test_an_option_that_does_not_fit_is_refused_by_its_name(
