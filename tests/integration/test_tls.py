@@ -215,7 +215,7 @@ def test_each_refusal_is_one_line_in_the_terminal(system: System, tmp_path: Path
         assert baton("generate", "x", *router, *arguments, code=1) == f"{line}\n"
     said = baton("admin", "nodes", *router, "--tls-ca", ca, code=1)
     assert said == (
-        f"error: router: {system.config.listen} cannot be reached (it wants a client certificate "
+        f"error: --router: {system.config.listen} cannot be reached (it wants a client certificate "
         "(--tls-cert, --tls-key))\n"
     )
 
