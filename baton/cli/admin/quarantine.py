@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,9 +22,6 @@ from baton.cli.admin.output import (
     print_json,
 )
 from baton.cli.tls_options import RouterAccess
-
-if TYPE_CHECKING:
-    pass
 
 FingerprintArgument = Annotated[
     str, typer.Argument(help="Of `baton admin quarantine`, or how it begins; all: of all.")

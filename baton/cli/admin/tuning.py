@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -26,9 +26,6 @@ from baton.cli.admin.output import (
 )
 from baton.cli.command_line import CommandLine
 from baton.cli.tls_options import RouterAccess
-
-if TYPE_CHECKING:
-    pass
 
 ROUTER = "router"
 
