@@ -18,6 +18,7 @@ from baton.call_gate import CallGate
 from baton.drain import Drain
 from baton.errors import ConfigError, NodeUnavailableError
 from baton.link import (
+    BEAT_INTERVAL_S,
     AbortAll,
     CancelCommand,
     DrainCommand,
@@ -26,6 +27,7 @@ from baton.link import (
     PeerUpdate,
     PrefillCommand,
     RequestDelta,
+    RouterBeat,
     RouterCommand,
     ServingState,
     split_request_id,
@@ -81,6 +83,13 @@ class Router:
     def node(self) -> Node:
         [node] = [node for node in self.pool.nodes if node.name == "p0"]
         return node
+
+    async def beat(self) -> None:
+        """Say now and then that it lives: links to a router that is silent break."""
+        while True:
+            await asyncio.sleep(BEAT_INTERVAL_S)
+            for node in self.pool.nodes:
+                node.send(RouterBeat())
 
     def place(self, request_id: str, epoch: int) -> Inbox:
         """Send a request to the node; what it says of it comes into the inbox."""
@@ -142,9 +151,12 @@ class Scene:
 async def served(*routers: Router) -> AsyncIterator[None]:
     for router in routers:
         await router.server.start()
+    beats = [asyncio.create_task(router.beat()) for router in routers]
     try:
         yield
     finally:
+        for beat in beats:
+            beat.cancel()
         for router in routers:
             await router.server.stop(None)
 
