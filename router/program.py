@@ -36,26 +36,26 @@ from baton.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
-from router.admin.service import AdminService
-from router.admission import Admission
-from router.admission_options import AdmissionOptions
-from router.cache_salts import make_salts
-from router.capacity import Capacity
+from router.api.admin.service import AdminService
+from router.api.grpc.inference_service import InferenceService
+from router.api.grpc.journal import Journal, JournalOptions
+from router.api.grpc.link_service import NodeLinkService
+from router.calls.dispatcher import Dispatcher
+from router.calls.retry_budget import RetryOptions
 from router.connection_budget import ConnectionBudget, ConnectionOptions, share_descriptors
-from router.dispatcher import Dispatcher
-from router.intake import Intake
-from router.journal import Journal, JournalOptions
-from router.link_service import NodeLinkService
+from router.fleet.node_pool import NodePool
+from router.gate.admission import Admission
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
+from router.gate.overload import Level, Overload
+from router.gate.resources import watch_resources
+from router.intake.cache_salts import make_salts
+from router.intake.intake import Intake
+from router.intake.metrics import RouterMetrics
+from router.intake.text_options import TextOptions
 from router.listeners import check_exposure, requires_client_certs
-from router.metrics import RouterMetrics
-from router.node_pool import NodePool
-from router.overload import Level, Overload
 from router.policies import POLICIES
-from router.resources import watch_resources
-from router.retry_budget import RetryOptions
-from router.service import InferenceService
 from router.stopping import LAST_WORDS_S, HttpApi, stop_router
-from router.text_options import TextOptions
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ async def _serving_http(
         yield None
         return
     # Imported here: who serves no HTTP does not wait for it.
-    from router.http.server import HttpServer
+    from router.api.http_server import HttpServer
 
     tls = None
     if files is not None:

@@ -1,7 +1,7 @@
 """RoutingPolicy: where a request goes. One file per policy, one registry line.
 
-What policies see is here and in `router/fleet.py`; what they read of a node is live and theirs to
-read only.
+What policies see is here and in `router/fleet/fleet.py`; what they read of a node is live and
+theirs to read only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from baton.link import NodeBeat
 
 if TYPE_CHECKING:  # a fleet is made of the views below
-    from router.fleet import Fleet
+    from router.fleet.fleet import Fleet
 
 
 def _nothing_cached() -> Mapping[str, int]:
@@ -62,7 +62,7 @@ class Rate(Protocol):
 
 
 class Averages(Protocol):
-    """Of all requests of a router lately; see `router.node_load.SharedRates`."""
+    """Of all requests of a router lately; see `router.fleet.load.node_load.SharedRates`."""
 
     @property
     def output_tokens(self) -> float: ...

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.policies.base import Candidate, NodeView, Placement, RouteQuery
 from router.policies.cost_terms import (
     LINK_LATENCY_S,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.policies.base import Candidate, NodeView, RouteQuery
 
 # From the last byte sent until it is used: a message.
@@ -19,7 +19,7 @@ LAST_CHUNK_TOKENS = 2048
 NUM_LAYER_GROUPS = 4
 # A second of slower decoding, spread over many tokens, is felt less than one before the first.
 DECODE_WEIGHT = 0.5
-# As `router.node_load.REQUEST_UNITS`: what a request adds to a step besides its context.
+# As `router.fleet.load.node_load.REQUEST_UNITS`: what a request adds to a step besides its context.
 REQUEST_UNITS = 500
 # A prompt delays all that come before its node is idle again. Until it is computed, these are
 # as many as it finds before it, on average (Little's law, arrivals by chance): q; in all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.policies.base import NodeView, Placement, RouteQuery
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.policies.base import NodeView, Placement, RouteQuery
 from router.policies.least_tokens import load_with
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.policies.base import NodeView, Placement, RouteQuery
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.policies.base import NodeView, Placement, RouteQuery
 from router.policies.least_tokens import LeastTokens
 

@@ -20,8 +20,8 @@ from baton.link import DrainCommand, NodeBeat, NodeRole, ServingState
 from baton.outputs import FinishReason
 from baton.rpc import RpcServer, open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, node_pb2
-from router.admin.service import AdminService
-from router.intake import Intake
+from router.api.admin.service import AdminService
+from router.intake.intake import Intake
 from router.policies.cost import Cost
 from tests.fakes.nodes import make_registration, token_1
 from tests.fakes.router_scene import Scene, asynchronous

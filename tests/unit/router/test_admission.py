@@ -11,10 +11,10 @@ import pytest
 
 from baton.errors import ConfigError, DeadlineExceededError, OverloadedError
 from baton.identity import ANYBODY, Limits, Principal
-from router.admission import Admission
-from router.admission_options import AdmissionOptions
-from router.capacity import Capacity
-from router.ticket import Ticket
+from router.gate.admission import Admission
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
+from router.gate.ticket import Ticket
 from tests.fakes.fleets import FleetBook
 from tests.fakes.nodes import DECODE_RECEIPT
 from tests.fakes.router_scene import asynchronous

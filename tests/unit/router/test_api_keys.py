@@ -23,10 +23,10 @@ from baton.link import DecodeCommand
 from baton.rpc import bearer, open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.admission import Admission
-from router.admission_options import AdmissionOptions
-from router.capacity import Capacity
-from router.rate_limits import TOKENS
+from router.gate.admission import Admission
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
+from router.gate.rate_limits import TOKENS
 from tests.fakes.grpc_scene import expected, params, served
 from tests.fakes.router_scene import asynchronous
 

@@ -9,8 +9,8 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.identity import ANYBODY, Principal
-from router.cache_salts import CacheSalts, read_secret
-from router.intake import GenerationRequest, Intake
+from router.intake.cache_salts import CacheSalts, read_secret
+from router.intake.intake import GenerationRequest, Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import PARAMS, RecordingDispatcher, asynchronous

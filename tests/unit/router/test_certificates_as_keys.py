@@ -17,9 +17,9 @@ from baton.link import NodeRole
 from baton.rpc import RpcServer, bearer, open_channel
 from baton.tls import ServerContext, TlsFiles, TlsOptions, read_tls
 from baton.v1 import admin_pb2, admin_pb2_grpc, node_pb2, node_pb2_grpc
-from router.admin.service import AdminService
-from router.intake import Intake
-from router.link_service import NodeLinkService
+from router.api.admin.service import AdminService
+from router.api.grpc.link_service import NodeLinkService
+from router.intake.intake import Intake
 from tests.fakes.certificates import Authority
 from tests.fakes.http_scene import HttpScene, on_http
 from tests.fakes.nodes import make_registration

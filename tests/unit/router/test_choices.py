@@ -14,12 +14,12 @@ from baton.identity import Principal
 from baton.outputs import FinishReason, TextDelta, join_deltas
 from baton.prompt import choice_seed
 from baton.sampling_params import MAX_SEED, SamplingParams
-from router.call import Call
-from router.choices import accept_choices, check_num_outputs, merge_streams
-from router.dispatcher import Dispatcher
-from router.intake import GenerationRequest, Intake, Prompt
+from router.calls.call import Call
+from router.calls.dispatcher import Dispatcher
+from router.fleet.prefix.prompt_hashes import HashKind
+from router.intake.choices import accept_choices, check_num_outputs, merge_streams
+from router.intake.intake import GenerationRequest, Intake, Prompt
 from router.policies.least_tokens import LeastTokens
-from router.prompt_hashes import HashKind
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import asynchronous
 

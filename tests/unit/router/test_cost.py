@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.link import NodeBeat
-from router.decisions import DecisionLog
-from router.node_load import NodeLoad
+from router.calls.decisions import DecisionLog
+from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Candidate, RouteQuery
 from router.policies.cost import Cost
 from tests.fakes.fleets import FleetBook, names

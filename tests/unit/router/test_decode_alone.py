@@ -8,7 +8,7 @@ from baton.errors import NodeUnavailableError
 from baton.link import CancelCommand, DecodeCommand, PrefillCommand
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
-from router.retry_budget import RetryOptions
+from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import failure, token
 from tests.fakes.router_scene import Scene, asynchronous
 

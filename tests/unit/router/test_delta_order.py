@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.link import NodeRole, RequestDelta
 from baton.outputs import RequestOutput
-from router.delta_order import MAX_EARLY, DeltaOrder
-from router.node import LegDelta
+from router.calls.delta_order import MAX_EARLY, DeltaOrder
+from router.fleet.node import LegDelta
 
 
 def tokens(first: int, number: int = 1) -> LegDelta:

@@ -20,7 +20,7 @@ from baton.errors import (
 from baton.link import CancelCommand, DecodeCommand, PrefillCommand
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
-from router.call import CallOutput
+from router.calls.call import CallOutput
 from tests.fakes.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,

@@ -6,7 +6,7 @@ import asyncio
 
 from baton.grammar_trials import GrammarTrials
 from baton.structured_output import StructuredOutput
-from router.grammar_checks import GrammarChecks
+from router.intake.grammar_checks import GrammarChecks
 from tests.fakes.http_scene import TOKENIZER
 from tests.fakes.router_scene import asynchronous
 

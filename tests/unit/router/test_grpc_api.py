@@ -24,10 +24,10 @@ from baton.errors import (
 from baton.link import CancelCommand, PrefillCommand
 from baton.rpc import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from router.admission import Admission
-from router.admission_options import AdmissionOptions
-from router.capacity import Capacity
-from router.journal import JournalOptions
+from router.api.grpc.journal import JournalOptions
+from router.gate.admission import Admission
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
 from tests.fakes.grpc_scene import TOKENIZER, breakable, expected, params, served
 from tests.fakes.router_scene import asynchronous
 

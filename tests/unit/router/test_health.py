@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from baton.link import NodeRole
-from router.health import (
+from router.calls.retry_budget import RetryOptions
+from router.fleet.health import (
     FAILURES,
     FIRST_PAUSE_S,
     LEAST_WEIGHT,
@@ -17,7 +18,6 @@ from router.health import (
     NodeHealth,
     spared,
 )
-from router.retry_budget import RetryOptions
 from tests.fakes.nodes import HandNode, failure, join_pair, make_pool, make_registration
 from tests.fakes.router_scene import Scene, asynchronous
 from tests.fakes.virtual_clock import VirtualClock

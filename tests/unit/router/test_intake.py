@@ -12,8 +12,8 @@ from baton.identity import ANYBODY, Limits, Principal
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
-from router.dispatcher import Dispatcher
-from router.intake import GenerationRequest, Intake
+from router.calls.dispatcher import Dispatcher
+from router.intake.intake import GenerationRequest, Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import asynchronous

@@ -14,12 +14,13 @@ from baton import wire
 from baton.link import NodeRole, PeerUpdate
 from baton.rpc import RpcServer, open_channel
 from baton.v1 import node_pb2, node_pb2_grpc
-from router import join_gate, link_service
-from router.join_gate import JOIN_BURST, JOINS_PER_S, JoinGate
-from router.link_service import NodeLinkService
-from router.lost_nodes import MAX_SHOWN
-from router.node import Node
-from router.node_pool import NodePool
+from router.api.grpc import link_service
+from router.api.grpc.link_service import NodeLinkService
+from router.fleet import join_gate
+from router.fleet.join_gate import JOIN_BURST, JOINS_PER_S, JoinGate
+from router.fleet.lost_nodes import MAX_SHOWN
+from router.fleet.node import Node
+from router.fleet.node_pool import NodePool
 from tests.fakes.nodes import HandNode, join_pair, make_pool, make_registration
 from tests.fakes.router_scene import asynchronous
 from tests.fakes.virtual_clock import VirtualClock

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import OverloadedError
 from baton.outputs import FinishReason, TextDelta
-from router.journal import MAX_READERS, Journal, JournalOptions
+from router.api.grpc.journal import MAX_READERS, Journal, JournalOptions
 from tests.fakes.router_scene import asynchronous
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.line_fit import LineFit
+from router.fleet.load.line_fit import LineFit
 
 GUESS = ((0.0, 0.01), (1000.0, 0.11))
 

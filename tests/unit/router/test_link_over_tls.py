@@ -17,8 +17,8 @@ from baton.model_folder import config_digest
 from baton.rpc import RpcServer
 from baton.tls import TlsFiles, TlsOptions
 from baton.v1 import node_pb2, node_pb2_grpc
-from router.link_service import NodeLinkService
-from router.node_pool import NodePool
+from router.api.grpc.link_service import NodeLinkService
+from router.fleet.node_pool import NodePool
 from sim_node.cluster import SimCluster
 from tests.fakes.certificates import Authority
 

@@ -26,15 +26,15 @@ from baton.outputs import RequestOutput, TokenLogprobs
 from baton.rpc import RpcServer, open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc, types_pb2
-from router.link_service import NodeLinkService
-from router.node import LegDelta
-from router.node_claims import (
+from router.api.grpc.link_service import NodeLinkService
+from router.fleet.node import LegDelta
+from router.fleet.node_claims import (
     MAX_TEXT_CHARS,
     Vocabulary,
     event_problem,
     registration_problem,
 )
-from router.node_pool import NodePool
+from router.fleet.node_pool import NodePool
 from tests.fakes.http_scene import until
 from tests.fakes.nodes import make_pool, make_registration
 from tests.fakes.router_scene import asynchronous
@@ -167,7 +167,7 @@ def test_logprobs_of_a_long_prompt_are_read_in_a_thread_and_before_what_comes_be
         threads.append(threading.current_thread())
         return event_problem(*arguments)
 
-    monkeypatch.setattr("router.long_messages.event_problem", noting)
+    monkeypatch.setattr("router.api.grpc.long_messages.event_problem", noting)
 
     @asynchronous
     async def run() -> None:

@@ -12,12 +12,12 @@ from baton.connection_limits import ConnectionCounts
 from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError, OverloadedError
 from baton.link import NodeRole
 from baton.outputs import FinishReason, Receipt, TextDelta
-from router.admission import Admission
-from router.admission_options import AdmissionOptions
-from router.capacity import Capacity
-from router.metrics import RouterMetrics
-from router.overload import Overload
-from router.suspects import Suspects
+from router.calls.suspects import Suspects
+from router.gate.admission import Admission
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
+from router.gate.overload import Overload
+from router.intake.metrics import RouterMetrics
 from tests.fakes.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,

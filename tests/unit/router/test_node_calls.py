@@ -33,9 +33,9 @@ from baton.outputs import RequestOutput
 from baton.router_links import RouterLinks
 from baton.rpc import RpcServer
 from baton.v1 import admin_pb2, node_pb2, node_pb2_grpc
-from router.admin.node_calls import NodeCalls
-from router.link_service import NodeLinkService
-from router.node import Node
+from router.api.admin.node_calls import NodeCalls
+from router.api.grpc.link_service import NodeLinkService
+from router.fleet.node import Node
 from tests.fakes.http_scene import until
 from tests.fakes.nodes import make_pool, make_registration
 from tests.fakes.router_scene import asynchronous

@@ -17,9 +17,9 @@ from baton.link import (
     SendKVSnapshot,
 )
 from baton.outputs import FinishReason
-from router.node import STALLED_FACTOR, STALLED_S, LegDelta, Node
-from router.node_pool import NodePool
-from router.pairing import incompatibility
+from router.fleet.node import STALLED_FACTOR, STALLED_S, LegDelta, Node
+from router.fleet.node_pool import NodePool
+from router.fleet.pairing import incompatibility
 from tests.fakes.nodes import (
     HandNode,
     failure,

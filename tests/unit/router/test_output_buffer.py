@@ -10,9 +10,9 @@ import msgspec
 from baton.link import NodeRole
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
 from baton.sampling_params import SamplingParams
-from router.node import LegDelta
-from router.output_buffer import OutputBuffer
-from router.wake_ups import WakeUps
+from router.calls.output_buffer import OutputBuffer
+from router.calls.wake_ups import WakeUps
+from router.fleet.node import LegDelta
 from tests.fakes.nodes import DECODE_RECEIPT, failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 

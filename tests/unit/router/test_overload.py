@@ -21,9 +21,9 @@ from baton.errors import OverloadedError
 from baton.outputs import FinishReason
 from baton.rpc import RpcServer
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.metrics import RouterMetrics
-from router.overload import HOLD_S, Level, LoopLag, Overload
-from router.resources import memory_limit_bytes, num_descriptors, resident_bytes
+from router.gate.overload import HOLD_S, Level, LoopLag, Overload
+from router.gate.resources import memory_limit_bytes, num_descriptors, resident_bytes
+from router.intake.metrics import RouterMetrics
 from tests.fakes.grpc_scene import GrpcScene, params
 from tests.fakes.http_scene import HttpScene, on_http, until
 from tests.fakes.raw_http2 import RawHttp2, call_frames, frame
@@ -144,8 +144,8 @@ def test_descriptors_and_memory_are_those_of_this_process() -> None:
 
 _FEW_DESCRIPTORS = """
 import asyncio, resource, socket
-from router.overload import Level, Overload
-from router.resources import watch_resources
+from router.gate.overload import Level, Overload
+from router.gate.resources import watch_resources
 
 async def main():
     levels = []

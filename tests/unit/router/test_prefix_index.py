@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from baton.link import KVCacheEvents
-from router.prefix_index import MAX_KINDS, PrefixIndex
-from router.prompt_hashes import HashKind, PromptHashes
+from router.fleet.prefix.prefix_index import MAX_KINDS, PrefixIndex
+from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 from tests.fakes.virtual_clock import VirtualClock
 
 KIND = HashKind(4, "xxh3_128")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from router.promises import Promises
+from router.fleet.load.promises import Promises
 
 STEP_S = 0.1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, extra_keys_of, shorten
-from router.prompt_hashes import HashKind, PromptHashes
+from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 
 TOKENS = list(range(100, 130))
 

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import OverloadedError
 from baton.identity import ANYBODY, Limits, Principal
-from router.rate_limits import REQUESTS, TOKENS, RateLimits
+from router.gate.rate_limits import REQUESTS, TOKENS, RateLimits
 from tests.fakes.virtual_clock import VirtualClock
 
 

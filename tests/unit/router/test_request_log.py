@@ -9,10 +9,10 @@ import pytest
 from baton.errors import BatonError, RequestCancelledError
 from baton.link import CancelCommand, DecodeCommand
 from baton.outputs import FinishReason
-from router.call import Call
-from router.request_log import RequestLog
-from router.request_stats import Percentiles, window_stats
-from router.retry_budget import RetryOptions
+from router.api.admin.request_stats import Percentiles, window_stats
+from router.calls.call import Call
+from router.calls.request_log import RequestLog
+from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import failure, token, token_1
 from tests.fakes.router_scene import PARAMS, Scene, asynchronous
 

@@ -18,7 +18,7 @@ from baton.errors import (
 from baton.link import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
-from router.retry_budget import RetryBudget, RetryOptions
+from router.calls.retry_budget import RetryBudget, RetryOptions
 from tests.fakes.nodes import HandNode, failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 

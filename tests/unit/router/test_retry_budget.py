@@ -10,8 +10,8 @@ import pytest
 
 from baton.errors import NodeUnavailableError, RequestCancelledError
 from baton.link import NodeBeat
-from router.node import SILENT_BEATS
-from router.retry_budget import RetryBudget
+from router.calls.retry_budget import RetryBudget
+from router.fleet.node import SILENT_BEATS
 from tests.fakes.nodes import HandNode, failure
 from tests.fakes.router_scene import Scene, asynchronous
 from tests.unit.router.test_retries import OPTIONS, last, scene_of, until_attempt

@@ -21,11 +21,11 @@ from baton.link import (
     ServingState,
 )
 from baton.model_identity import IDENTITY_KEYS, SIMULATED
-from router.admin.views import describe_node
-from router.metrics import RouterMetrics
-from router.node_pool import NodePool
-from router.retry_budget import RetryOptions
-from router.served_identity import SETTLE_S
+from router.api.admin.views import describe_node
+from router.calls.retry_budget import RetryOptions
+from router.fleet.node_pool import NodePool
+from router.fleet.served_identity import SETTLE_S
+from router.intake.metrics import RouterMetrics
 from tests.fakes.nodes import MODEL, HandNode, failure, make_registration, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 from tests.fakes.virtual_clock import VirtualClock

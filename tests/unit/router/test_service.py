@@ -21,10 +21,10 @@ from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, types_pb2
-from router.dispatcher import Dispatcher
-from router.intake import Intake
+from router.api.grpc.inference_service import InferenceService
+from router.calls.dispatcher import Dispatcher
+from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
-from router.service import InferenceService
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 
 TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")

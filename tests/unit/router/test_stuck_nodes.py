@@ -7,7 +7,7 @@ import pytest
 from baton.errors import NodeUnavailableError
 from baton.link import DecodeCommand, NodeBeat
 from baton.sampling_params import SamplingParams
-from router.retry_budget import RetryOptions
+from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 

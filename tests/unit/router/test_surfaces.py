@@ -34,11 +34,11 @@ from baton.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
-from router.admin.service import AdminService
-from router.http.server import NOT_SERVED
-from router.intake import Intake
-from router.link_service import NodeLinkService
-from router.service import InferenceService
+from router.api.admin.service import AdminService
+from router.api.grpc.inference_service import InferenceService
+from router.api.grpc.link_service import NodeLinkService
+from router.api.http_server import NOT_SERVED
+from router.intake.intake import Intake
 from tests.fakes.http_scene import HttpScene, on_http
 from tests.fakes.nodes import make_registration
 from tests.fakes.router_scene import Scene, asynchronous

@@ -14,11 +14,11 @@ from baton.errors import NotFoundError, PoisonRequestError
 from baton.link import DecodeCommand, NodeRole, PrefillCommand
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
-from router.dispatcher import Dispatcher
-from router.lost_nodes import LostNodes
+from router.calls.dispatcher import Dispatcher
+from router.calls.retry_budget import RetryOptions
+from router.calls.suspects import MAX_HISTORIES, MAX_QUARANTINED, Suspects
+from router.fleet.lost_nodes import LostNodes
 from router.policies.least_tokens import LeastTokens
-from router.retry_budget import RetryOptions
-from router.suspects import MAX_HISTORIES, MAX_QUARANTINED, Suspects
 from tests.fakes.nodes import HandNode, join_pair, make_pool, token
 from tests.fakes.router_scene import Scene, asynchronous
 from tests.fakes.virtual_clock import VirtualClock

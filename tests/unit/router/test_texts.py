@@ -14,7 +14,7 @@ import pytest
 
 from baton.errors import InvalidRequestError, ModelLoadError
 from baton.tokenizer import Tokenizer
-from router.texts import MAX_MESSAGES, MAX_TOOLS, SHORT_TEXT_CHARS, ChatPrompt, Texts
+from router.intake.texts import MAX_MESSAGES, MAX_TOOLS, SHORT_TEXT_CHARS, ChatPrompt, Texts
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 TOKENIZER = Tokenizer(DEMO)

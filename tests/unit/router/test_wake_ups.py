@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.wake_ups import BUSY_SHARE, LONGEST_REST_S, WakeUps
+from router.calls.wake_ups import BUSY_SHARE, LONGEST_REST_S, WakeUps
 from tests.fakes.router_scene import asynchronous
 
 

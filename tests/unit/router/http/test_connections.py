@@ -13,7 +13,7 @@ import pytest
 from baton.connection_limits import ConnectionLimits
 from baton.connections import Listener
 from baton.outputs import FinishReason
-from router.http import exchange
+from router.api.http import exchange
 from tests.fakes.http_scene import HttpScene, on_http, until
 from tests.fakes.router_scene import asynchronous
 

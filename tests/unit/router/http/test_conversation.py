@@ -12,8 +12,8 @@ from llguidance import LLMatcher
 
 from baton.grammars import load_grammar_tokenizer, make_grammar
 from baton.tokenizer import Tokenizer
-from router.http.conversation import forced_call
-from router.http.schema import ChatRequest
+from router.api.http.conversation import forced_call
+from router.api.http.schema import ChatRequest
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo_model"
 TOKENIZER = Tokenizer(DEMO)

@@ -11,10 +11,10 @@ import pytest
 from baton.errors import OverloadedError
 from baton.link import PrefillCommand, RequestDelta
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
-from router import long_answers
-from router.http import completions, exchange
-from router.http.logprobs import TokenTexts
-from router.intake import Intake
+from router.api.http import completions, exchange
+from router.api.http.logprobs import TokenTexts
+from router.intake import long_answers
+from router.intake.intake import Intake
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 

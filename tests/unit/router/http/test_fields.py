@@ -13,11 +13,11 @@ from baton.identity import Limits, Principal
 from baton.link import PrefillCommand, RequestDelta
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
 from baton.structured_output import StructuredOutput
-from router.cache_salts import CacheSalts
-from router.http import exchange
-from router.http.conversation import chat_prompt, takes_effort
-from router.http.ignored_fields import IGNORED_FIELDS_HEADER
-from router.http.schema import ChatRequest, Message
+from router.api.http import exchange
+from router.api.http.conversation import chat_prompt, takes_effort
+from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER
+from router.api.http.schema import ChatRequest, Message
+from router.intake.cache_salts import CacheSalts
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.outputs import TokenLogprobs
 from baton.tokenizer import Tokenizer
-from router.http.logprobs import TextOffsets, TokenTexts
+from router.api.http.logprobs import TextOffsets, TokenTexts
 
 TOKENIZER = Tokenizer(Path(__file__).parents[4] / "examples" / "demo_model")
 TEXTS = TokenTexts(TOKENIZER)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.outputs import FinishReason
-from router.parsers.choice import OutputParsers
+from router.intake.parsers.choice import OutputParsers
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 
 CHAT = "/v1/chat/completions"

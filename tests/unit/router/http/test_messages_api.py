@@ -15,12 +15,12 @@ from baton.api_keys import entry_text
 from baton.errors import OverloadedError
 from baton.link import CancelCommand
 from baton.outputs import FinishReason, Receipt, TextDelta
-from router.http.conversation import chat_prompt
-from router.http.ignored_fields import IGNORED_FIELDS_HEADER
-from router.http.message_api import MessageEvents
-from router.http.message_request import CountTokensRequest, MessagesRequest, chat_request
-from router.http.responses import MessageDelta
-from router.parsers.choice import OutputParsers
+from router.api.anthropic_messages.api import MessageEvents
+from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest, chat_request
+from router.api.http.conversation import chat_prompt
+from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER
+from router.api.http.responses import MessageDelta
+from router.intake.parsers.choice import OutputParsers
 from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http, until
 
 PATH = "/v1/messages"

@@ -9,8 +9,8 @@ import pytest
 from baton.link import PrefillCommand
 from baton.outputs import FinishReason
 from baton.version import __version__
-from router import intake, texts
-from router.http.server import NOT_SERVED
+from router.api.http_server import NOT_SERVED
+from router.intake import intake, texts
 from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http
 
 MESSAGES = [{"role": "user", "content": "x"}]

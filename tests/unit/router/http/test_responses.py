@@ -12,12 +12,12 @@ import pytest
 from baton.errors import InvalidRequestError
 from baton.link import CancelCommand
 from baton.outputs import FinishReason
-from router.http.conversation import chat_prompt
-from router.http.event_exchange import as_fields
-from router.http.ignored_fields import IGNORED_FIELDS_HEADER
-from router.http.response_output import Event, Items
-from router.http.response_request import FIELD_NAMES, ResponsesRequest, chat_request
-from router.http.responses import FunctionDelta, MessageDelta, ToolCallDelta
+from router.api.http.conversation import chat_prompt
+from router.api.http.event_exchange import as_fields
+from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER
+from router.api.http.responses import FunctionDelta, MessageDelta, ToolCallDelta
+from router.api.openai_responses.output import Event, Items
+from router.api.openai_responses.request import FIELD_NAMES, ResponsesRequest, chat_request
 from tests.fakes.http_scene import HttpScene, on_http, until
 
 PATH = "/v1/responses"

@@ -10,8 +10,8 @@ import pytest
 from baton.errors import InvalidRequestError
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
-from router.http.sampling import sampling_params
-from router.http.schema import SamplingRequest
+from router.api.http.sampling import sampling_params
+from router.api.http.schema import SamplingRequest
 
 SCHEMA = {"type": "object"}
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequestError
-from router.http.decoding import decode
-from router.http.schema import REFUSED, ChatRequest, CompletionRequest, NamedToolChoice
+from router.api.http.decoding import decode
+from router.api.http.schema import REFUSED, ChatRequest, CompletionRequest, NamedToolChoice
 
 
 def body_of(**fields: Any) -> bytes:

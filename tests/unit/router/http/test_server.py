@@ -17,15 +17,15 @@ from aiohttp.test_utils import make_mocked_request
 from baton.errors import ConfigError, OverloadedError
 from baton.link import CancelCommand, PrefillCommand
 from baton.outputs import FinishReason
-from router import long_answers
-from router.admission import Admission
-from router.admission_options import AdmissionOptions
-from router.capacity import Capacity
-from router.http import exchange
-from router.http.errors import error_response
-from router.http.server import HttpServer
-from router.intake import Intake
-from router.metrics import RouterMetrics
+from router.api.http import exchange
+from router.api.http.errors import error_response
+from router.api.http_server import HttpServer
+from router.gate.admission import Admission
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
+from router.intake import long_answers
+from router.intake.intake import Intake
+from router.intake.metrics import RouterMetrics
 from tests.fakes.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
 from tests.fakes.nodes import make_pool
 

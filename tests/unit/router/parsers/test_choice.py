@@ -10,11 +10,11 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.tokenizer import Tokenizer
-from router.parsers.base import ParserContext
-from router.parsers.choice import OutputParsers
-from router.parsers.hermes import Hermes
-from router.parsers.plain import OneCall, PlainText
-from router.parsers.think import ThinkFirst
+from router.intake.parsers.base import ParserContext
+from router.intake.parsers.choice import OutputParsers
+from router.intake.parsers.hermes import Hermes
+from router.intake.parsers.plain import OneCall, PlainText
+from router.intake.parsers.think import ThinkFirst
 
 ROOT = Path(__file__).parents[4]
 TEMPLATES = ROOT / "tests" / "fakes" / "chat_templates"

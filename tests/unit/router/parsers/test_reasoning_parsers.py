@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.parsers.base import ParserContext, Reasoning
-from router.parsers.think import Think, ThinkFirst
+from router.intake.parsers.base import ParserContext, Reasoning
+from router.intake.parsers.think import Think, ThinkFirst
 from tests.fakes.parsed_outputs import Found, make_parser, parse
 
 CASES: list[tuple[str, str, str, Found]] = [

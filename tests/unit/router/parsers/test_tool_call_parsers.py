@@ -8,9 +8,9 @@ import time
 import pytest
 
 from baton.errors import ConfigError
-from router.parsers import TOOL_CALL_PARSERS
-from router.parsers.base import CallArguments, CallBegins, Reasoning
-from router.parsers.plain import OneCall, PlainText
+from router.intake.parsers import TOOL_CALL_PARSERS
+from router.intake.parsers.base import CallArguments, CallBegins, Reasoning
+from router.intake.parsers.plain import OneCall, PlainText
 from tests.fakes.parsed_outputs import Found, make_parser, parse, put_together
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"x": "a < b"}}\n</tool_call>'
