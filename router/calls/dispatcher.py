@@ -28,7 +28,6 @@ from router.fleet.node_pool import NodePool
 from router.gate.admission import Admission
 from router.gate.capacity import Capacity
 from router.gate.ticket import Ticket
-from router.intake.usage import num_tokens_used
 from router.policies.base import RoutingPolicy
 
 logger = logging.getLogger(__name__)
@@ -175,3 +174,21 @@ class Dispatcher:
         for opened in list(self._open.values()):
             opened.end(self._stopped)
         self.pool.note_eligibility_change()  # they may wait for nodes
+
+
+def num_tokens_used(receipt: Receipt, num_uncached_tokens: int) -> int:
+    """Prompt tokens that were computed for a request and output tokens that it has.
+
+    Args:
+        receipt: what the request has cost up to now.
+        num_uncached_tokens: what counts of the prompt as long as no node says what it computed.
+    """
+    prefill, decode = receipt.prefill, receipt.decode
+    if not receipt.num_attempts:
+        return 0
+    num_computed = num_uncached_tokens
+    if prefill is not None or decode is not None:
+        num_computed = prefill.num_computed_tokens if prefill is not None else 0
+        num_computed += decode.num_prompt_tokens_computed if decode is not None else 0
+    # What was computed again after a failure is not the client's.
+    return min(num_computed, receipt.num_prompt_tokens) + receipt.num_output_tokens

@@ -247,7 +247,8 @@ class OpenCall:
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
         num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
         num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
-        room = dispatcher.pool.max_len_at(placement) - num_tokens
+        nodes = filter(None, (placement.prefill, placement.decode))
+        room = dispatcher.pool.max_len_at(nodes) - num_tokens
         ends_with_next = min(num_left, room) <= 1
         self._num_attempts += 1
         if not self._output_token_ids:

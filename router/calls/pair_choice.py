@@ -6,8 +6,9 @@ from collections.abc import Set
 
 from baton.link import NodeRole
 from router.fleet.fleet import Fleet, Pair
+from router.fleet.load.node_load import NodeLoad
 from router.fleet.node import LegDelta
-from router.policies.base import NodeView, Placement
+from router.policies.base import Placement
 
 
 class PairChoice:
@@ -59,5 +60,5 @@ class PairChoice:
         pair = (prefill, placement.decode.engine_id)
         return pair in self._failed_pairs or not self._failed_nodes.isdisjoint(pair)
 
-    def _is_unhurt(self, node: NodeView) -> bool:
+    def _is_unhurt(self, node: NodeLoad) -> bool:
         return node.engine_id not in self._failed_nodes

@@ -9,7 +9,8 @@ from router.calls.attempt import Attempt
 from router.calls.call import Call
 from router.calls.suspects import WINDOW_S, Suspects, Trial
 from router.fleet.fleet import Fleet
-from router.policies.base import NodeView, Placement
+from router.fleet.load.node_load import NodeLoad
+from router.policies.base import Placement
 
 # A request that had so many tokens on a node does not end nodes by being begun.
 PROVEN_TOKENS = 8
@@ -123,7 +124,7 @@ class Suspicion:
             self._trial = None
 
     def _alone_in(self, fleet: Fleet) -> Fleet:
-        def is_free(node: NodeView) -> bool:
+        def is_free(node: NodeLoad) -> bool:
             return not self._suspects.has_trial(node.engine_id)
 
         return fleet.only(is_free, is_free)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-from router.policies.base import NodeView
+from router.fleet.load.node_load import NodeLoad
 
 Pair = tuple[str, str]  # engine ids of prefill and decode node; "": the decode node alone
 _NONE: Set[Pair] = frozenset()
@@ -34,11 +34,11 @@ class Fleet:
 
     def __init__(
         self,
-        prefills: Iterable[NodeView],
-        decodes: Iterable[NodeView],
+        prefills: Iterable[NodeLoad],
+        decodes: Iterable[NodeLoad],
         reach: Mapping[str, Mapping[str, float]],
         *,
-        self_prefilling: Iterable[NodeView] = (),
+        self_prefilling: Iterable[NodeLoad] = (),
         ruled_out: Set[Pair] = _NONE,
     ) -> None:
         self._reach = reach
@@ -46,7 +46,7 @@ class Fleet:
         by_name = sorted(decodes, key=_name)
         ids = {decode.engine_id for decode in by_name}
         usable = {prefill: self._usable(prefill.engine_id) for prefill in prefills}
-        self.prefills: Sequence[NodeView] = sorted(
+        self.prefills: Sequence[NodeLoad] = sorted(
             (prefill for prefill, reached in usable.items() if not reached.isdisjoint(ids)),
             key=_name,
         )
@@ -55,10 +55,10 @@ class Fleet:
             if not unreached:  # nearly always after the first
                 break
             unreached -= reached
-        self.decodes: Sequence[NodeView] = [d for d in by_name if d.engine_id not in unreached]
+        self.decodes: Sequence[NodeLoad] = [d for d in by_name if d.engine_id not in unreached]
         self._decode_ids = ids - unreached
-        self._reached: dict[str, Sequence[NodeView]] = {}
-        self.self_prefilling: Sequence[NodeView] = sorted(
+        self._reached: dict[str, Sequence[NodeLoad]] = {}
+        self.self_prefilling: Sequence[NodeLoad] = sorted(
             (d for d in self_prefilling if ("", d.engine_id) not in ruled_out), key=_name
         )
 
@@ -66,16 +66,16 @@ class Fleet:
         """Whether there is any place."""
         return bool(self.prefills or self.self_prefilling)
 
-    def reaches(self, prefill: NodeView, decode: NodeView) -> bool:
+    def reaches(self, prefill: NodeLoad, decode: NodeLoad) -> bool:
         """Whether the two may work together; both must be of this fleet."""
         pair = (prefill.engine_id, decode.engine_id)
         return pair[1] in self._reach[pair[0]] and pair not in self._ruled_out
 
-    def bandwidth(self, prefill: NodeView, decode: NodeView) -> float:
+    def bandwidth(self, prefill: NodeLoad, decode: NodeLoad) -> float:
         """Bytes per second from one to the other, as measured; 0: unknown."""
         return self._reach[prefill.engine_id].get(decode.engine_id, 0.0)
 
-    def reached_by(self, prefill: NodeView) -> Sequence[NodeView]:
+    def reached_by(self, prefill: NodeLoad) -> Sequence[NodeLoad]:
         """Decode nodes that one of ``prefills`` may work with, by name; never none."""
         reached = self._reached.get(prefill.engine_id)
         if reached is None:
@@ -88,8 +88,8 @@ class Fleet:
 
     def only(
         self,
-        prefill: Callable[[NodeView], bool] | None = None,
-        decode: Callable[[NodeView], bool] | None = None,
+        prefill: Callable[[NodeLoad], bool] | None = None,
+        decode: Callable[[NodeLoad], bool] | None = None,
         ruled_out: Set[Pair] = _NONE,
     ) -> Fleet:
         """What is left with such nodes only, and without these pairs."""
@@ -112,10 +112,10 @@ class Fleet:
         if num_tokens <= self._least_room and at_end <= self._least_length:
             return self
 
-        def has_room(node: NodeView) -> bool:
+        def has_room(node: NodeLoad) -> bool:
             return _room(node) >= num_tokens
 
-        def is_long_enough(node: NodeView) -> bool:
+        def is_long_enough(node: NodeLoad) -> bool:
             return has_room(node) and node.max_model_len >= at_end
 
         return self.only(is_long_enough, is_long_enough) or self.only(has_room, has_room)
@@ -175,9 +175,9 @@ class Fleet:
         return reach - ruled_out if ruled_out else reach
 
 
-def _name(node: NodeView) -> str:
+def _name(node: NodeLoad) -> str:
     return node.node_name
 
 
-def _room(node: NodeView) -> int:
+def _room(node: NodeLoad) -> int:
     return min(node.num_blocks * node.block_size, node.max_model_len)

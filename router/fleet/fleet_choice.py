@@ -1,4 +1,8 @@
-"""Which of the nodes that may get requests do: all but those that are spared. Knows no request."""
+"""Which of the nodes that may get requests do: all but those that are spared. Knows no request.
+
+Never spares more than half of the nodes of a role: when most seem ill, it is not the nodes, and
+somebody has to do the work.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Iterable, Sequence, Set
 
 from baton.link import NodeRole
 from router.fleet.fleet import Fleet
-from router.fleet.health import spared
+from router.fleet.health import HealthState
 from router.fleet.load.node_load import NodeLoad
 from router.fleet.node import Node
 from router.fleet.pairing import Reach
@@ -36,6 +40,13 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
 
     # (Those that are left may not reach each other.)
     return make(unwanted) or make(set())
+
+
+def spared(nodes: Sequence[Node]) -> Sequence[Node]:
+    """Which nodes of one role get nothing now: those that failed before those that are new."""
+    unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
+    unwanted.sort(key=lambda node: (node.health.state is not HealthState.SPARED, node.name))
+    return unwanted[: len(nodes) // 2]
 
 
 def _loads_of(nodes: Sequence[Node], without: Set[str]) -> list[NodeLoad]:

@@ -1,21 +1,19 @@
-"""Health: which nodes are spared for a while, and how much one that is new may get.
+"""NodeHealth: whether a node is spared for a while, and how much one that is new may get.
 
     SERVING -- failures, or no progress --> SPARED -- after a pause that doubles --> CANARY
        ^                                                                               |
        `-- more and more for 10 s -- WARMING <-- it answered ------ one request at a time
 
-A node that joins others at work begins as a canary, too. Says who should not get requests; the pool
-asks. Never spares more than half of the nodes of a role: when most seem ill, it is not the nodes,
-and somebody has to do the work.
+A node that joins others at work begins as a canary, too. Says whether this one should get requests;
+which of all of them do is chosen in `fleet_choice.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
-from typing import Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -130,24 +128,3 @@ class NodeHealth:
     def _set(self, state: HealthState, for_s: float) -> None:
         self.state, self._until = state, self._clock() + for_s
         self._on_change()
-
-
-class HasHealth(Protocol):
-    """What is needed here of the pool's nodes."""
-
-    health: NodeHealth
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_open(self) -> int: ...
-
-
-AnyNode = TypeVar("AnyNode", bound=HasHealth)
-
-
-def spared(nodes: Sequence[AnyNode]) -> Sequence[AnyNode]:
-    """Which nodes of one role get nothing now: those that failed before those that are new."""
-    unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
-    unwanted.sort(key=lambda node: (node.health.state is not HealthState.SPARED, node.name))
-    return unwanted[: len(nodes) // 2]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -92,7 +91,8 @@ class Node:
         send: puts a command on the node's link.
         hang_up: ends the link; a node that still lives dials again.
         reports: what the node said about peers, by engine id.
-        load: what policies see; written here and in the pool only.
+        load: what policies see; written here and in the pool only. There since it joined, as are
+            ``health`` and ``clock``.
         health: whether it should get requests.
         legs: by epoch.
         clock: seconds that never go back.
@@ -109,11 +109,11 @@ class Node:
     legs: dict[int, _Leg] = field(default_factory=dict)
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
-    clock: Callable[[], float] = time.monotonic
     is_stuck: bool = False
     replies: AdminReplies = field(default_factory=AdminReplies)
     address: str = ""
     num_bytes: int = field(init=False)
+    clock: Callable[[], float] = field(init=False)
     load: NodeLoad = field(init=False)
     health: NodeHealth = field(init=False)
     identity: Identity = field(init=False)
@@ -121,11 +121,11 @@ class Node:
     def __post_init__(self) -> None:
         self.identity = identity_of(self.registration.compatibility)
         self.num_bytes = num_bytes_of(self.registration)
-        self.meet(SharedRates(), NodeHealth(self.name))
 
-    def meet(self, shared: SharedRates, health: NodeHealth) -> None:
-        """Start counting anew, on the grounds of what other nodes measured."""
-        self.load = NodeLoad(self.registration, shared, self.clock)
+    def begin(self, shared: SharedRates, health: NodeHealth, clock: Callable[[], float]) -> None:
+        """Start to count, as the pool takes the node in, from what other nodes measured."""
+        self.clock = clock
+        self.load = NodeLoad(self.registration, shared, clock)
         self.health = health
 
     @property

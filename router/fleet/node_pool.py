@@ -10,7 +10,7 @@ import logging
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton.block_hash import HASH_ALGORITHMS
 from baton.errors import NotFoundError
@@ -34,7 +34,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet
 from router.fleet.health import NodeHealth
 from router.fleet.join_gate import JoinGate
-from router.fleet.load.node_load import SharedRates
+from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
 from router.fleet.node_claims import Vocabulary, event_problem, registration_problem
@@ -42,7 +42,6 @@ from router.fleet.pairing import Reach, are_peers, introduce, why_no_pair
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind
 from router.fleet.served_identity import ServedIdentity
-from router.policies.base import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +117,8 @@ class NodePool:
             self._max_model_len = min(self.fleet.max_model_len, self.vocabulary.max_model_len)
         return self._max_model_len
 
-    def max_len_at(self, placement: Placement) -> int:
-        """Most tokens of a request that is placed there."""
-        nodes = filter(None, (placement.prefill, placement.decode))
+    def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
+        """Most tokens of a request that is placed on these nodes."""
         return min(self.vocabulary.max_model_len, *(node.max_model_len for node in nodes))
 
     @property
@@ -174,8 +172,7 @@ class NodePool:
             for other in self._nodes.values()
         )
         health = NodeHealth(node.name, self._note_change, is_canary=is_canary, clock=self.clock)
-        node.clock = self.clock
-        node.meet(self._rates, health)
+        node.begin(self._rates, health, self.clock)
         self._nodes[node.engine_id] = node
         self.lost_nodes.forget(node.name)
         self._roles_seen.add(node.registration.role)

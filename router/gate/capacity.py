@@ -1,6 +1,6 @@
 """Capacity: what all nodes together can take now, and how long until they can take more.
 
-Built on what nodes are known to have before them and how fast they were (`NodeView`). Knows
+Built on what nodes are known to have before them and how fast they were (`NodeLoad`). Knows
 requests only as numbers of tokens, and not which node will get one.
 """
 
@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad
 from router.gate.admission_options import PREFILL_WINDOW_S, SHARED_PREFILL_WINDOW_S
-from router.policies.base import NodeView
 
 # Kept free in each decode node, for the answers that grow there; and as much for other tenants.
 _KV_HEADROOM = 0.05
@@ -128,28 +128,28 @@ class Capacity:
         self.bias += (_BIAS_UP if error > 0 else _BIAS_DOWN) * error
 
 
-def _mean_line(prefills: Sequence[NodeView]) -> tuple[float, float]:
+def _mean_line(prefills: Sequence[NodeLoad]) -> tuple[float, float]:
     """Seconds per prompt and per token of one node."""
     base = sum(node.prefill.base for node in prefills) / len(prefills)
     return base, sum(node.prefill.per_unit for node in prefills) / len(prefills)
 
 
-def _receivers(fleet: Fleet) -> Sequence[NodeView]:
+def _receivers(fleet: Fleet) -> Sequence[NodeLoad]:
     """Decode nodes of the fleet; those that no prefill node reaches, where there is no pair."""
     return fleet.decodes or fleet.self_prefilling
 
 
-def _room(node: NodeView) -> int:
+def _room(node: NodeLoad) -> int:
     return node.num_blocks * node.block_size
 
 
-def _left_s(node: NodeView, now: float) -> float:
+def _left_s(node: NodeLoad, now: float) -> float:
     """Until a prefill node has nothing more to do, when the prompt in front goes on as expected."""
     begun_s = max(now - node.prefill_progress_at, 0.0)
     return node.prefill_queue_s - min(begun_s, node.prefill_front_s)
 
 
-def _has_kv_room(node: NodeView, num_tokens: int, headroom: float) -> bool:
+def _has_kv_room(node: NodeLoad, num_tokens: int, headroom: float) -> bool:
     if not node.num_batch:  # nothing there that could ever make room
         return True
     return node.num_free_tokens - headroom * _room(node) >= num_tokens

@@ -1,4 +1,4 @@
-"""Usage: what a request cost, as its tenant is charged, and as its client is told.
+"""Usage: what a request cost, as its client is told.
 
 Who shares a cache with other tenants is told of prompt tokens that were cached only as far as it
 sent them itself: the rest counts as computed. Numbers that would say the same in other words
@@ -18,24 +18,6 @@ from router.intake.cache_salts import CacheSalts
 MAX_BLOCKS = 2**18
 LIFETIME_S = 3600.0
 _KIND = HashKind(16, "blake2b")
-
-
-def num_tokens_used(receipt: Receipt, num_uncached_tokens: int) -> int:
-    """Prompt tokens that were computed for a request and output tokens that it has.
-
-    Args:
-        receipt: what the request has cost up to now.
-        num_uncached_tokens: what counts of the prompt as long as no node says what it computed.
-    """
-    prefill, decode = receipt.prefill, receipt.decode
-    if not receipt.num_attempts:
-        return 0
-    num_computed = num_uncached_tokens
-    if prefill is not None or decode is not None:
-        num_computed = prefill.num_computed_tokens if prefill is not None else 0
-        num_computed += decode.num_prompt_tokens_computed if decode is not None else 0
-    # What was computed again after a failure is not the client's.
-    return min(num_computed, receipt.num_prompt_tokens) + receipt.num_output_tokens
 
 
 class OwnPrompts:

@@ -201,7 +201,7 @@ class NodeProcess:
         self._num_missed_beats = 0
         self._router_id = self._pool.router_id
         self._router_knows = False
-        link.joined = Node(self.registration, link.send, hang_up=link.hang_up, clock=self._clock)
+        link.joined = Node(self.registration, link.send, hang_up=link.hang_up)
         self._pool.add(link.joined)
         self._links = [*(old for old in self._links if old.joined is not None), link]
 

@@ -49,11 +49,37 @@ class SharedRates:
 
 
 class NodeLoad:
-    """See `router.policies.base.NodeView` for what is to be read.
+    """One node's ledger. Policies and the gate read it as it is now, and change nothing.
 
     Args:
         shared: of this router.
         clock: seconds that never go back.
+
+    Attributes:
+        weight: share of its due that it is to get, above 0 to 1: less while it warms up.
+        num_blocks: of its KV cache.
+        max_model_len: most tokens of a request there.
+        beat: how busy the node said it is, all routers' requests together.
+        num_open_requests: placed there by this router and not finished there.
+        num_open_tokens: prompt tokens not computed yet (prefill), or prompt tokens and those that
+            may follow (decode), of these requests.
+        num_uncomputed_requests: of these, whose prompt is to be computed there.
+        num_placed_tokens: the same of all requests ever placed there.
+        prefill: seconds per prompt, by its tokens that are computed.
+        prefill_queue_s: that its open prompts take.
+        prefill_base_s, prefill_s_per_token: that one more prompt takes until it is computed, of
+            so many tokens; for a weight below 1 as if all took longer.
+        prefill_front_s: of that, for the prompt in front; it may be computed in part.
+        prefill_progress_at: when the last one was done, by the clock; of a node that was idle,
+            when it got one.
+        step: seconds per decode step, by `step_units`.
+        step_units: context in tokens, and some more for each request.
+        step_base_s, step_s_per_unit: of a step with one more request of so many units, and what
+            all others lose by each step that is longer.
+        num_batch: requests there, or on their way there.
+        num_free_tokens: of KV, when all that is on its way has arrived; may be below 0.
+        num_room_tokens: of the longest prompt that need not wait for room.
+        shared: what all nodes of the router measured together.
     """
 
     def __init__(
@@ -249,7 +275,10 @@ class NodeLoad:
     # ------------------------------------------------------------------ derived
 
     def spare_s(self, now: float) -> float:
-        """How long steps may pause for one prompt more before a deadline here is missed."""
+        """How long steps may pause for one prompt more before a deadline here is missed.
+
+        Besides for the prompts that are before it. O(requests here).
+        """
         return self.promises.spare_s(now, self.step_base_s) - self.prefill_queue_s
 
     def _derive(self) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.fleet.fleet import Fleet
-from router.policies.base import NodeView
+from router.fleet.load.node_load import NodeLoad
 from tests.fakes.fleets import FleetBook
 
 
-def names_of(nodes: Sequence[NodeView]) -> list[str]:
+def names_of(nodes: Sequence[NodeLoad]) -> list[str]:
     return [node.node_name for node in nodes]
 
 

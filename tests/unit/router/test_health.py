@@ -8,6 +8,7 @@ import pytest
 
 from baton.link import NodeRole
 from router.calls.retry_budget import RetryOptions
+from router.fleet.fleet_choice import spared
 from router.fleet.health import (
     FAILURES,
     FIRST_PAUSE_S,
@@ -16,7 +17,6 @@ from router.fleet.health import (
     WARMING_S,
     HealthState,
     NodeHealth,
-    spared,
 )
 from tests.fakes.nodes import HandNode, failure, join_pair, make_pool, make_registration
 from tests.fakes.router_scene import Scene, asynchronous

@@ -9,9 +9,10 @@ import pytest
 from baton.identity import ANYBODY, Principal
 from baton.outputs import PrefillReceipt, Receipt
 from router.calls.call import Call
+from router.calls.dispatcher import num_tokens_used
 from router.fleet.prefix.placement_memory import PlacementMemory
 from router.intake.cache_salts import CacheSalts
-from router.intake.usage import OwnPrompts, num_tokens_used, told
+from router.intake.usage import OwnPrompts, told
 from tests.fakes.nodes import DECODE_RECEIPT
 from tests.fakes.router_scene import Scene
 from tests.fakes.virtual_clock import VirtualClock
