@@ -283,8 +283,9 @@ def router(
 
     def run() -> Coroutine[None, None, None]:
         # Imported here: who asks for help does not wait for it.
+        from router.config import RouterConfig
         from router.intake.text_options import TextOptions
-        from router.program import RouterConfig, serve
+        from router.program import serve
 
         return serve(
             RouterConfig(

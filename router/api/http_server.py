@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,18 +30,22 @@ from baton.version import __version__
 from router.api.anthropic_messages.api import count_tokens, messages
 from router.api.http.chat import chat_completions
 from router.api.http.completions import completions
-from router.api.http.errors import REQUEST_ID, ApiError, error_middleware, error_response
-from router.api.http.exchange import BODIES, ENTRY, PRINCIPAL, unknown_model
+from router.api.http.errors import (
+    MESSAGES_REQUEST_ID_HEADER,
+    REQUEST_ID,
+    ApiError,
+    error_middleware,
+    error_response,
+    is_of_messages,
+)
+from router.api.http.exchange import BODIES, ENTRY, PRINCIPAL, HttpOptions, unknown_model
 from router.api.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
-from router.api.http.message_errors import REQUEST_ID_HEADER as MESSAGES_REQUEST_ID_HEADER
-from router.api.http.message_errors import is_of_messages
-from router.api.http.options import HttpOptions
-from router.api.http.rate_headers import rate_headers
 from router.api.http.responses import LoadObject, ModelList, ModelObject, VersionObject
 from router.api.http.tokenization import detokenize, tokenize
 from router.api.openai_responses.api import responses
 from router.fleet.node_pool import NodePool
 from router.gate.overload import Overload
+from router.gate.rate_limits import REQUESTS, TOKENS, Rate
 from router.intake.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
 from router.intake.metrics import RouterMetrics
 
@@ -69,6 +74,7 @@ NOT_SERVED = (
 _LINGERING_S = 2.0
 # What a client's request is refused as, if nobody knows who it is, before the path is looked at.
 _UNKNOWN_PATH = ANY
+_RATE_WORDS = {REQUESTS: "requests", TOKENS: "tokens"}
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -283,7 +289,7 @@ class HttpServer:
             response.headers[IGNORED_FIELDS_HEADER] = ", ".join(ignored)
             self._ignored_fields.note(ignored, request_id or "")
         if principal := request.get(PRINCIPAL):
-            response.headers.update(rate_headers(self._intake.rates_of(principal)))
+            response.headers.update(_rate_headers(self._intake.rates_of(principal)))
         if self._cors_origin:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = self._cors_origin
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = "GET, POST"
@@ -366,6 +372,17 @@ def _logger_of_protocol() -> logging.Logger:
 def _is_no_wrong_request(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
+
+
+def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
+    """Of each limit of a key what it is, what is left, and when all of it is there again."""
+    headers = {}
+    for kind, rate in rates.items():
+        word = _RATE_WORDS[kind]
+        headers[f"X-RateLimit-Limit-{word.title()}"] = f"{rate.limit:.0f}"
+        headers[f"X-RateLimit-Remaining-{word.title()}"] = f"{math.floor(rate.remaining)}"
+        headers[f"X-RateLimit-Reset-{word.title()}"] = f"{math.ceil(1000 * rate.reset_s)}ms"
+    return headers
 
 
 def _json(value: msgspec.Struct) -> web.Response:

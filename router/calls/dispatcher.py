@@ -9,10 +9,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
-from baton.errors import (
-    BatonError,
-    RequestCancelledError,
-)
+from baton.errors import BatonError, InvalidRequestError, RequestCancelledError
 from baton.link import RequestError
 from baton.outputs import FinishReason, Receipt
 from router.calls.call import Call, CallOutput
@@ -20,7 +17,6 @@ from router.calls.decisions import DecisionLog
 from router.calls.open_call import OpenCall
 from router.calls.request_log import Following, RequestLog
 from router.calls.retry_budget import RetryBudget, RetryOptions
-from router.calls.running_calls import RunningCalls
 from router.calls.suspects import Suspects
 from router.calls.wake_ups import WakeUps
 from router.fleet.call_errors import error_of
@@ -31,6 +27,50 @@ from router.gate.ticket import Ticket
 from router.policies.base import RoutingPolicy
 
 logger = logging.getLogger(__name__)
+
+
+class RunningCalls:
+    """The calls that wait or are in progress, by tenant and request id.
+
+    Each tenant's request ids are its own: those of others neither block nor find anything.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}  # by `Call.scoped_id`
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: Call) -> None:
+        """Raises InvalidRequestError while its tenant has a request of that id."""
+        if call.scoped_id in self._calls:
+            raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
+        self._calls[call.scoped_id] = call
+
+    def remove(self, call: Call) -> None:
+        """It has ended."""
+        del self._calls[call.scoped_id]
+
+    def ids(self) -> list[str]:
+        """Of all, scoped."""
+        return list(self._calls)
+
+    def find(self, request_id: str, tenant: str | None = None) -> Call | None:
+        """A tenant's call of that id; with None the only one that any tenant has.
+
+        Raises InvalidRequestError when several have one.
+        """
+        found = [
+            call
+            for call in self._calls.values()
+            if call.request_id == request_id and tenant in (None, call.principal.tenant)
+        ]
+        if len(found) > 1:
+            names = ", ".join(sorted(call.principal.tenant for call in found))
+            raise InvalidRequestError(
+                "tenant", f"must be said: {names} have a request {request_id!r} open"
+            )
+        return found[0] if found else None
 
 
 class Dispatcher:

@@ -20,12 +20,10 @@ from router.api.anthropic_messages.request import (
 )
 from router.api.http.chat import note_effort
 from router.api.http.conversation import chat_prompt
-from router.api.http.errors import ApiError, status_of
+from router.api.http.errors import ApiError, MessageError, message_error, status_of
 from router.api.http.event_exchange import AnswerEvent, answer_in_events, as_fields
-from router.api.http.exchange import PRINCIPAL, read_body
+from router.api.http.exchange import PRINCIPAL, HttpOptions, read_body
 from router.api.http.ignored_fields import note_ignored
-from router.api.http.message_errors import MessageError, message_error
-from router.api.http.options import HttpOptions
 from router.api.http.responses import MessageDelta, ToolCallDelta
 from router.api.http.schema import ChatRequest
 from router.calls.call import Call

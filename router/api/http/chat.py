@@ -16,13 +16,13 @@ from router.api.http.conversation import chat_prompt, forced_call, parser_contex
 from router.api.http.exchange import (
     PRINCIPAL,
     Exchange,
+    HttpOptions,
     check_stream,
     generation_request,
     read_body,
 )
 from router.api.http.ignored_fields import note_ignored
 from router.api.http.logprobs import TokenTexts
-from router.api.http.options import HttpOptions
 from router.api.http.responses import (
     AssistantMessage,
     ChatChoice,

@@ -13,13 +13,13 @@ from baton.outputs import TextDelta
 from router.api.http.exchange import (
     PRINCIPAL,
     Exchange,
+    HttpOptions,
     check_num_returned,
     check_stream,
     generation_request,
     read_body,
 )
 from router.api.http.logprobs import TextOffsets, TokenTexts, as_many, joined, with_top
-from router.api.http.options import HttpOptions
 from router.api.http.responses import CompletionChoice, CompletionLogprobs
 from router.api.http.sampling import as_client_wrote, sampling_params
 from router.api.http.schema import CompletionRequest

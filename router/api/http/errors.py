@@ -1,9 +1,11 @@
-"""Errors as OpenAI's API words them: a status, and a body that its clients understand.
+"""Errors as the API of their path words them: a status, and a body that its clients understand.
 
-(On the paths of Anthropic's API: as that words them, `router/api/http/message_errors.py`.)
-
+OpenAI's:
     {"error": {"message": "max_tokens: must be 1 or more, got 0", "type": "invalid_request_error",
                "param": "max_tokens", "code": null}}
+Anthropic's, on the paths of its messages:
+    {"type": "error", "error": {"type": "invalid_request_error", "message": "max_tokens: ..."},
+     "request_id": "..."}
 
 Status codes of our own errors are in the one table of `baton/errors.py`.
 """
@@ -25,7 +27,6 @@ from baton.errors import (
     UnauthenticatedError,
     status_name,
 )
-from router.api.http.message_errors import MessageErrorBody, is_of_messages, message_error
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
@@ -47,6 +48,19 @@ _TYPES = {
     499: "cancelled_error",
     501: "not_implemented_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+MESSAGES_PATH = "/v1/messages"
+MESSAGES_REQUEST_ID_HEADER = "request-id"  # where its clients look for it
+_MESSAGE_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
     504: "timeout_error",
 }
 
@@ -77,6 +91,28 @@ class _Error(msgspec.Struct):
 
 class _ErrorBody(msgspec.Struct):
     error: _Error
+
+
+class MessageError(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessageErrorBody(msgspec.Struct):
+    error: MessageError
+    request_id: str | None
+    type: str = "error"
+
+
+def is_of_messages(request: web.BaseRequest) -> bool:
+    """Whether a client of this API waits for the answer, or the error."""
+    return request.path == MESSAGES_PATH or request.path.startswith(f"{MESSAGES_PATH}/")
+
+
+def message_error(status: int, message: str) -> MessageError:
+    """An error with an HTTP status, in this API's words."""
+    otherwise = "invalid_request_error" if status < 500 else "api_error"
+    return MessageError(_MESSAGE_TYPES.get(status, otherwise), message)
 
 
 def status_of(error: BatonError | ApiError) -> int:

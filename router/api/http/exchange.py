@@ -26,7 +26,6 @@ from router.api.http.decoding import decode
 from router.api.http.errors import REQUEST_ID, ApiError, known_error, status_of
 from router.api.http.ignored_fields import note_ignored
 from router.api.http.logprobs import TokenTexts, as_many
-from router.api.http.options import HttpOptions
 from router.api.http.responses import Choice, Receipts, Response, usage_of, usage_up_to
 from router.api.http.sampling import as_client_wrote
 from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, SamplingRequest
@@ -34,6 +33,19 @@ from router.api.http.sse import EventStream
 from router.calls.call import Call
 from router.intake.choices import merge_streams
 from router.intake.intake import GenerationRequest, Intake, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """Options of the HTTP API; see `baton router --help`.
+
+    Attributes:
+        model_name: what clients call the model.
+        strict_fields: a field that has no effect is an error.
+    """
+
+    model_name: str
+    strict_fields: bool = False
 
 
 class Body(Protocol):

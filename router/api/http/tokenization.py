@@ -9,9 +9,8 @@ from aiohttp import web
 
 from baton.errors import InvalidRequestError
 from router.api.http.conversation import chat_prompt
-from router.api.http.exchange import PRINCIPAL, read_body
+from router.api.http.exchange import PRINCIPAL, HttpOptions, read_body
 from router.api.http.logprobs import TokenTexts
-from router.api.http.options import HttpOptions
 from router.api.http.schema import ChatRequest, Message, Tool
 from router.intake.intake import Intake, Prompt
 

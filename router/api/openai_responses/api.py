@@ -13,9 +13,8 @@ from baton.outputs import TextDelta
 from router.api.http.chat import note_effort
 from router.api.http.errors import REQUEST_ID, ApiError, error_code
 from router.api.http.event_exchange import answer_in_events
-from router.api.http.exchange import read_body
+from router.api.http.exchange import HttpOptions, read_body
 from router.api.http.ignored_fields import note_ignored
-from router.api.http.options import HttpOptions
 from router.api.http.responses import MessageDelta, usage_of
 from router.api.openai_responses.output import Event, Items, ResponseHead, response_usage
 from router.api.openai_responses.request import FIELD_NAMES, ResponsesRequest, chat_request

@@ -12,8 +12,8 @@ from baton.access import Access
 from baton.errors import ConfigError
 from baton.node_program import run_node_program
 from baton.tls import TlsOptions
-from router.listeners import check_exposure, requires_client_certs
-from router.program import RouterConfig, serve
+from router.config import RouterConfig, check_exposure, requires_client_certs
+from router.program import serve
 from tests.fakes.certificates import Authority
 
 TLS = TlsOptions(cert="c", key="k")
