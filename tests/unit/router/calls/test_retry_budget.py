@@ -14,7 +14,7 @@ from router.calls.retry_budget import RetryBudget
 from router.fleet.node import SILENT_BEATS
 from tests.fakes.nodes import HandNode, failure
 from tests.fakes.router_scene import Scene, asynchronous
-from tests.unit.router.test_retries import OPTIONS, last, scene_of, until_attempt
+from tests.unit.router.calls.test_retries import OPTIONS, last, scene_of, until_attempt
 
 
 def make_silent(hand: HandNode) -> None:

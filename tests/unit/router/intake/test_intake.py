@@ -18,7 +18,7 @@ from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import asynchronous
 
-TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(Path(__file__).parents[4] / "examples" / "demo_model")
 REQUEST = GenerationRequest(
     prompt=[1, 2, 3],
     sampling_params=SamplingParams(max_tokens=1),

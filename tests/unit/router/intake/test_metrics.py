@@ -27,7 +27,7 @@ from tests.fakes.nodes import (
     make_registration,
 )
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "openai_api.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "openai_api.md"
 RECEIPT = Receipt(
     num_prompt_tokens=10,
     num_output_tokens=5,

@@ -16,7 +16,7 @@ from baton.errors import InvalidRequestError, ModelLoadError
 from baton.tokenizer import Tokenizer
 from router.intake.texts import MAX_MESSAGES, MAX_TOOLS, SHORT_TEXT_CHARS, ChatPrompt, Texts
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+DEMO = Path(__file__).parents[4] / "examples" / "demo_model"
 TOKENIZER = Tokenizer(DEMO)
 LONGEST = TOKENIZER.longest_token_chars
 # What held the interpreter did so for many seconds.

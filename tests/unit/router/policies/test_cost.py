@@ -16,7 +16,7 @@ from router.policies.base import Candidate, RouteQuery
 from router.policies.cost import Cost
 from tests.fakes.fleets import FleetBook, names
 
-DOCS = Path(__file__).parents[3] / "docs" / "routing.md"
+DOCS = Path(__file__).parents[4] / "docs" / "routing.md"
 
 
 def query_of(

@@ -65,7 +65,7 @@ async def test_tokens_texts_and_models() -> None:
 
 @asynchronous
 async def test_the_page_that_describes_it_tells_the_truth() -> None:
-    page = Path(__file__).parents[3] / "docs" / "grpc_api.md"
+    page = Path(__file__).parents[5] / "docs" / "grpc_api.md"
     source = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     printed = io.StringIO()
     async with served() as (_, client):

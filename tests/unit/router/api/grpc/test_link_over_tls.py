@@ -22,7 +22,7 @@ from router.fleet.node_pool import NodePool
 from sim_node.cluster import SimCluster
 from tests.fakes.certificates import Authority
 
-MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
+MODEL = Path(__file__).parents[5] / "examples" / "demo_model"
 
 
 @contextlib.asynccontextmanager

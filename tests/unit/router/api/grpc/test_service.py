@@ -27,7 +27,7 @@ from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 
-TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(Path(__file__).parents[5] / "examples" / "demo_model")
 TEXT = "print(x)\nEND of it, and so on and on, on and on, until somebody says stop"
 TOKEN_IDS = TOKENIZER.encode(TEXT)
 
@@ -42,7 +42,7 @@ class _NoDeadline:
         return None
 
     def set_trailing_metadata(self, trailers: object) -> None:
-        pass  # tests/unit/router/test_grpc_api.py reads them
+        pass  # tests/unit/router/api/grpc/test_grpc_api.py reads them
 
 
 class Scene:

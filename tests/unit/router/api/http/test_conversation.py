@@ -15,7 +15,7 @@ from baton.tokenizer import Tokenizer
 from router.api.http.conversation import forced_call
 from router.api.http.schema import ChatRequest
 
-DEMO = Path(__file__).parents[4] / "examples" / "demo_model"
+DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
 TOKENIZER = Tokenizer(DEMO)
 GRAMMAR_TOKENIZER = load_grammar_tokenizer(DEMO / "tokenizer.json", [4095])
 

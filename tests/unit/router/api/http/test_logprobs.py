@@ -13,7 +13,7 @@ from baton.outputs import TokenLogprobs
 from baton.tokenizer import Tokenizer
 from router.api.http.logprobs import TextOffsets, TokenTexts
 
-TOKENIZER = Tokenizer(Path(__file__).parents[4] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(Path(__file__).parents[5] / "examples" / "demo_model")
 TEXTS = TokenTexts(TOKENIZER)
 DEF, EURO = TOKENIZER.encode("def")[0], TOKENIZER.encode("€")
 

@@ -16,7 +16,7 @@ from router.intake.parsers.hermes import Hermes
 from router.intake.parsers.plain import OneCall, PlainText
 from router.intake.parsers.think import ThinkFirst
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 TEMPLATES = ROOT / "tests" / "fakes" / "chat_templates"
 DEMO = ROOT / "examples" / "demo_model"
 WITH_TOOLS = ParserContext({"f": {}})
