@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from baton.errors import BatonError, OverloadedError
 from baton.identity import ANYBODY, Principal
 from baton.sampling_params import SamplingParams
-from router.admission import Admission
-from router.admission_options import AdmissionOptions
-from router.call import Call
-from router.capacity import Capacity
-from router.dispatcher import Dispatcher
-from router.node_pool import NodePool
+from router.calls.call import Call
+from router.calls.dispatcher import Dispatcher
+from router.calls.wake_ups import WakeUps
+from router.fleet.node_pool import NodePool
+from router.gate.admission import Admission
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
 from router.policies import POLICIES
-from router.wake_ups import WakeUps
 from sim_node.options import SimOptions
 from sim_node.virtual_time import VirtualTimeLoop
 from virtual_fleet import MODEL, joined_fleet

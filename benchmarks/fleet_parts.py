@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.link import NodeRegistration, NodeRole
-from router.fleet import Fleet
-from router.node_load import NodeLoad, SharedRates
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.policies.base import Placement, RouteQuery
 
 KV_BYTES_PER_TOKEN = 131_072

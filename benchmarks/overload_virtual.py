@@ -26,14 +26,14 @@ from baton.errors import BatonError, OverloadedError
 from environment import record_environment, write_results
 from resilience import NORMAL, OVERLOAD, WINDOW_S, normal_again_s
 from resilience_load import draw_case
-from router.admission import Admission
-from router.call import Call
-from router.capacity import Capacity
-from router.dispatcher import Dispatcher
-from router.node_pool import NodePool
+from router.calls.call import Call
+from router.calls.dispatcher import Dispatcher
+from router.calls.wake_ups import WakeUps
+from router.fleet.node_pool import NodePool
+from router.gate.admission import Admission
+from router.gate.capacity import Capacity
+from router.gate.ticket import Ticket
 from router.policies import POLICIES
-from router.ticket import Ticket
-from router.wake_ups import WakeUps
 from sim_node.options import SimOptions
 from sim_node.timing import preset
 from sim_node.virtual_time import VirtualTimeLoop

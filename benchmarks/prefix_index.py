@@ -24,8 +24,8 @@ from baton.link import KVCacheEvents
 from engine.block_pool import BlockPool
 from engine.kv_event_feed import KVEventFeed
 from environment import record_environment, summary, write_results
-from router.prefix_index import PrefixIndex
-from router.prompt_hashes import HashKind, PromptHashes
+from router.fleet.prefix.prefix_index import PrefixIndex
+from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 
 Hashes = tuple[int, ...]
 KIND = HashKind(16, "xxh3_128")

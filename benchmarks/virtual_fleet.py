@@ -22,12 +22,12 @@ from baton.model_identity import folder_identity
 from baton.outputs import Receipt
 from baton.sampling_params import SamplingParams
 from loadtest.traces import BLOCK_TOKENS, TraceRequest
-from router.call import Call
-from router.dispatcher import Dispatcher
-from router.node import Node
-from router.node_pool import NodePool
+from router.calls.call import Call
+from router.calls.dispatcher import Dispatcher
+from router.calls.wake_ups import WakeUps
+from router.fleet.node import Node
+from router.fleet.node_pool import NodePool
 from router.policies import POLICIES
-from router.wake_ups import WakeUps
 from sim_node.cluster import SimCluster
 from sim_node.options import SimOptions
 from sim_node.virtual_time import VirtualTimeLoop

@@ -26,9 +26,9 @@ from baton.cli.tls_options import (
 )
 from baton.process import run_program
 from baton.tls_options import TlsOptions
-from router.admission_options import AdmissionOptions
 from router.connection_budget import ConnectionOptions
-from router.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
+from router.gate.admission_options import AdmissionOptions
+from router.intake.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.policies import POLICIES
 
 ADMISSION = AdmissionOptions()
@@ -283,8 +283,9 @@ def router(
 
     def run() -> Coroutine[None, None, None]:
         # Imported here: who asks for help does not wait for it.
-        from router.program import RouterConfig, serve
-        from router.text_options import TextOptions
+        from router.config import RouterConfig
+        from router.intake.text_options import TextOptions
+        from router.program import serve
 
         return serve(
             RouterConfig(

@@ -9,17 +9,14 @@ import logging
 import math
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from baton.access import Access
 from baton.access_log import AccessLog
-from baton.addresses import DEFAULT_ADDRESS
 from baton.audit_log import AuditLog
 from baton.call_gate import CallGate
 from baton.connection_limits import ConnectionLimits, RpcLimits
-from baton.errors import ConfigError
 from baton.exposure import is_public
 from baton.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.link import BEAT_INTERVAL_S
@@ -27,7 +24,7 @@ from baton.model_folder import ModelLimits, find_model_folder, read_limits
 from baton.model_identity import folder_identity
 from baton.process import num_descriptors_allowed, stop_event
 from baton.rpc import RpcServer
-from baton.tls import NO_TLS, ServerContext, TlsFiles, TlsOptions, describe
+from baton.tls import ServerContext, TlsFiles, describe
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -36,107 +33,29 @@ from baton.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
-from router.admin.service import AdminService
-from router.admission import Admission
-from router.admission_options import AdmissionOptions
-from router.cache_salts import make_salts
-from router.capacity import Capacity
-from router.connection_budget import ConnectionBudget, ConnectionOptions, share_descriptors
-from router.dispatcher import Dispatcher
-from router.intake import Intake
-from router.journal import Journal, JournalOptions
-from router.link_service import NodeLinkService
-from router.listeners import check_exposure, requires_client_certs
-from router.metrics import RouterMetrics
-from router.node_pool import NodePool
-from router.overload import Level, Overload
+from router.api.admin.service import AdminService
+from router.api.grpc.inference_service import InferenceService
+from router.api.grpc.journal import Journal, JournalOptions
+from router.api.grpc.link_service import NodeLinkService
+from router.calls.dispatcher import Dispatcher
+from router.calls.retry_budget import RetryOptions
+from router.config import RouterConfig, check_exposure, drain_delay_s, requires_client_certs
+from router.connection_budget import ConnectionBudget, share_descriptors
+from router.fleet.node_pool import NodePool
+from router.gate.admission import Admission
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
+from router.gate.overload import Level, Overload
+from router.gate.resources import watch_resources
+from router.intake.cache_salts import make_salts
+from router.intake.intake import Intake
+from router.intake.metrics import RouterMetrics
 from router.policies import POLICIES
-from router.resources import watch_resources
-from router.retry_budget import RetryOptions
-from router.service import InferenceService
 from router.stopping import LAST_WORDS_S, HttpApi, stop_router
-from router.text_options import TextOptions
 
 logger = logging.getLogger(__name__)
 
-DRAIN_DELAY_S = 5.0  # until load balancers know that a router is not ready; none on one machine
 _LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}  # taken
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
-    """Options of the router; see `baton router --help`.
-
-    Attributes:
-        http_listen: empty for no HTTP.
-        served_model_name: what clients call the model; empty: as ``model``.
-        strict_fields: fields of HTTP requests that have no effect are errors.
-        texts: how conversations become prompts, and outputs messages.
-        api_keys_file: who may call; without it, tokens and CAs: anybody.
-        audit_log: "-": standard output; empty: none.
-        access_log: whether the log has a line for each request.
-        connections: what clients' connections may cost.
-        max_request_timeout_s: a deadline that a client sets itself is at most this far away.
-        drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
-            others than this machine can call, else 0.
-        memory_limit_mib: near it requests are refused; 0: of the control group or the machine.
-        cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
-            start.
-        tls: of all that the router listens on.
-        insecure: listen beyond loopback also where TLS or authentication is missing.
-    """
-
-    model: str
-    listen: str = DEFAULT_ADDRESS
-    policy: str = "cost"
-    local_prefill: bool = True
-    request_timeout_s: float = 600.0
-    max_attempts: int = 3
-    pair_timeout_s: float = 5.0
-    node_timeout_s: float = 1.0
-    engine_timeout_s: float = 10.0
-    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
-    node_token: str = field(default="", repr=False)
-    admin_token: str = field(default="", repr=False)
-    node_listen: str = ""
-    reuse_port: bool = False
-    resume_grace_s: float = 10.0
-    http_listen: str = ""
-    http_cors_origin: str = ""
-    served_model_name: str = ""
-    strict_fields: bool = False
-    texts: TextOptions = field(default_factory=TextOptions)
-    api_keys_file: str = ""
-    audit_log: str = ""
-    access_log: bool = True
-    connections: ConnectionOptions = field(default_factory=ConnectionOptions)
-    max_request_timeout_s: float = 3600.0
-    drain_delay_s: float | None = None
-    drain_timeout_s: float = 20.0
-    memory_limit_mib: int = 0
-    cache_salt_secret_file: str = ""
-    tls: TlsOptions = NO_TLS
-    insecure: bool = False
-
-    def __post_init__(self) -> None:
-        self.tls.check_server()
-        if not self.max_request_timeout_s >= self.request_timeout_s:
-            raise ConfigError(
-                f"max_request_timeout_s: must be request_timeout_s ({self.request_timeout_s:g}) "
-                f"or more, got {self.max_request_timeout_s:g}"
-            )
-        for name in ("drain_delay_s", "drain_timeout_s"):
-            if not (getattr(self, name) or 0) >= 0:
-                raise ConfigError(f"{name}: must be 0 or more, got {getattr(self, name):g}")
-        if self.reuse_port and not self.node_listen:
-            raise ConfigError(
-                "reuse_port: needs node_listen, or nodes would join any one of the processes"
-            )
-        if not self.node_timeout_s >= 2 * BEAT_INTERVAL_S:
-            raise ConfigError(
-                f"node_timeout_s: must be {2 * BEAT_INTERVAL_S:g} or more (two beats), "
-                f"got {self.node_timeout_s:g}"
-            )
 
 
 def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodePool:
@@ -144,7 +63,7 @@ def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodeP
         own_identity=folder_identity(folder),
         max_model_len=limits.max_position_embeddings,
         max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
-        may_self_prefill=_may_self_prefill(config, config.policy),
+        may_self_prefill=config.may_self_prefill(config.policy),
         engine_timeout_s=config.engine_timeout_s,
         vocab_size=limits.vocab_size,
     )
@@ -205,7 +124,7 @@ async def serve(config: RouterConfig) -> None:
                 dispatcher,
                 servers.values(),
                 http,
-                delay_s=_drain_delay_s(config),
+                delay_s=drain_delay_s(config),
                 timeout_s=config.drain_timeout_s,
             )
     finally:
@@ -230,13 +149,6 @@ def _make_access(config: RouterConfig) -> Access:
 
 def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
     return lambda: 0.0 if http is None else http.share_at_work
-
-
-def _drain_delay_s(config: RouterConfig) -> float:
-    if config.drain_delay_s is not None:
-        return config.drain_delay_s
-    listens = filter(None, (config.listen, config.http_listen))
-    return DRAIN_DELAY_S * any(is_public("listen", listen) for listen in listens)
 
 
 def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
@@ -264,7 +176,7 @@ async def _serving_http(
         yield None
         return
     # Imported here: who serves no HTTP does not wait for it.
-    from router.http.server import HttpServer
+    from router.api.http_server import HttpServer
 
     tls = None
     if files is not None:
@@ -390,9 +302,5 @@ def _make_admin(
         model=config.model,
         policy=config.policy,
         overload=overload,
-        on_policy=lambda name: dispatcher.pool.allow_self_prefill(_may_self_prefill(config, name)),
+        on_policy=lambda name: dispatcher.pool.allow_self_prefill(config.may_self_prefill(name)),
     )
-
-
-def _may_self_prefill(config: RouterConfig, policy: str) -> bool:
-    return config.local_prefill and policy == "cost"  # other policies know pairs only

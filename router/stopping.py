@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from baton.rpc import RpcServer
-from router.dispatcher import Dispatcher
+from router.calls.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)
 

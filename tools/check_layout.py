@@ -1,5 +1,6 @@
 """The layout's rules that no linter knows; `make check` runs this. One line per finding.
 
+How long a file is, its reader judges; how many lie beside each other, and how deep, is checked.
 Line limits count code: a function's signature and docstring do not count (the options of a command
 are a table), nor do the functions inside it, which are counted by themselves.
 """
@@ -31,7 +32,9 @@ GENERATED = "baton/v1"
 # As packages these would shadow others of that name (Hugging Face `kernels`, `proto-plus`).
 NO_PACKAGE = ("kernels", "proto", "tests", "benchmarks", "deploy", "docs", "examples")
 MAP = "docs/architecture.md"
-MAX_FILE_LINES = 400
+MAX_FILES = 14  # in a package, beside its sub-packages and its __init__.py
+MAX_DEPTH = 2  # of a package below its room
+CROWDED = {"baton", "baton/cli", "engine", "kvconnector", "loadtest", "sim_node"}  # not divided yet
 MAX_TEST_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
@@ -49,6 +52,7 @@ def main(root: Path) -> int:
     """Print every finding; returns the exit code."""
     findings = [
         *folders_that_are_packages(root),
+        *package_findings(root),
         *source_findings(root),
         *names_owned_by_others(),
         *broken_links(root),
@@ -68,8 +72,24 @@ def folders_that_are_packages(root: Path) -> Iterator[str]:
             yield f"{path.relative_to(root)}: {name}/ must not be a package"
 
 
+def package_findings(root: Path) -> Iterator[str]:
+    """Files per package, and how deep packages lie; generated stubs are left out."""
+    for room in PACKAGES.values():
+        for init in sorted((root / room).rglob("__init__.py")):
+            package = init.parent
+            name = package.relative_to(root).as_posix()
+            if name == GENERATED:
+                continue
+            num_files = sum(path.name != init.name for path in package.glob("*.py"))
+            if num_files > MAX_FILES and name not in CROWDED:
+                yield f"{name}: {num_files} files beside each other, at most {MAX_FILES}; divide it"
+            depth = len(package.relative_to(root / room).parts)
+            if depth > MAX_DEPTH:
+                yield f"{name}: {depth} packages below {room}, at most {MAX_DEPTH}"
+
+
 def source_findings(root: Path) -> Iterator[str]:
-    """Length of files and functions, and module docstrings; generated stubs are left out."""
+    """Length of functions and of test files, and module docstrings; without generated stubs."""
     for folder in (*PACKAGES.values(), "tests"):
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
@@ -79,9 +99,8 @@ def source_findings(root: Path) -> Iterator[str]:
 
 def _file_findings(name: str, source: str) -> Iterator[str]:
     num_lines = len(source.splitlines())
-    limit = MAX_TEST_FILE_LINES if name.startswith("tests/") else MAX_FILE_LINES
-    if num_lines > limit:
-        yield f"{name}: {num_lines} lines, at most {limit}"
+    if name.startswith("tests/") and num_lines > MAX_TEST_FILE_LINES:
+        yield f"{name}: {num_lines} lines, at most {MAX_TEST_FILE_LINES}"
     tree = ast.parse(source, filename=name)
     if ast.get_docstring(tree) is None:
         yield f"{name}: no module docstring; say the file's one job"

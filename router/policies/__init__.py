@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from baton.registry import Registry
-from router.policies.base import RoutingPolicy
+
+if TYPE_CHECKING:  # who asks for help waits for no policy
+    from router.policies.base import RoutingPolicy
 
 POLICIES: Registry[Callable[[], RoutingPolicy]] = Registry(
     "routing policy",

@@ -15,8 +15,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from router.fleet import Fleet
-from router.policies.base import Candidate, NodeView, Placement, RouteQuery
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad
+from router.policies.base import Candidate, Placement, RouteQuery
 from router.policies.cost_terms import (
     LINK_LATENCY_S,
     CostTerms,
@@ -194,7 +195,7 @@ class _Search:
 
 
 def _shortlist(
-    costs_s: Sequence[float], nodes: Sequence[NodeView], near_s: float
+    costs_s: Sequence[float], nodes: Sequence[NodeLoad], near_s: float
 ) -> list[tuple[float, int, int]]:
     """(cost, tokens placed there, place in the list) of the best nodes, best first.
 

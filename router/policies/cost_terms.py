@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.fleet import Fleet
-from router.policies.base import Candidate, NodeView, RouteQuery
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
+from router.policies.base import Candidate, RouteQuery
 
 # From the last byte sent until it is used: a message.
 LINK_LATENCY_S = 0.001
@@ -19,8 +20,6 @@ LAST_CHUNK_TOKENS = 2048
 NUM_LAYER_GROUPS = 4
 # A second of slower decoding, spread over many tokens, is felt less than one before the first.
 DECODE_WEIGHT = 0.5
-# As `router.node_load.REQUEST_UNITS`: what a request adds to a step besides its context.
-REQUEST_UNITS = 500
 # A prompt delays all that come before its node is idle again. Until it is computed, these are
 # as many as it finds before it, on average (Little's law, arrivals by chance): q; in all
 # q / (1 - utilization), taken as if nodes were busy half of the time.
@@ -75,7 +74,7 @@ class CostTerms:
             / max(len(fleet.prefills), 1),
         )
 
-    def num_missing(self, node: NodeView) -> int:
+    def num_missing(self, node: NodeLoad) -> int:
         """Tokens that a node has to compute: the last one at least, for what comes next."""
         if not self.cached:
             return self.num_tokens
@@ -96,7 +95,7 @@ class PrefillTerms:
         total_s: until it is computed; more than wait and computing where the node's weight is low.
     """
 
-    node: NodeView
+    node: NodeLoad
     num_missing: int
     wait_s: float
     compute_s: float
@@ -116,7 +115,7 @@ class DecodeTerms:
         damage_s: to all others together, weighted.
     """
 
-    node: NodeView
+    node: NodeLoad
     num_missing: int
     room_s: float
     stall_s: float
@@ -177,7 +176,7 @@ def prefill_costs(terms: CostTerms) -> list[float]:
 
 
 def decode_costs(
-    terms: CostTerms, nodes: Sequence[NodeView], places: Mapping[str, int], slowest_s: float
+    terms: CostTerms, nodes: Sequence[NodeLoad], places: Mapping[str, int], slowest_s: float
 ) -> list[float]:
     """The least that each decode node adds to a pair.
 
@@ -212,7 +211,7 @@ def decode_costs(
 # ---------------------------------------------------------------- one node, one place
 
 
-def prefill_terms(terms: CostTerms, node: NodeView) -> PrefillTerms:
+def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
     """What a request costs on one prefill node."""
     num_missing = terms.num_missing(node)
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
@@ -225,7 +224,7 @@ def prefill_terms(terms: CostTerms, node: NodeView) -> PrefillTerms:
     return PrefillTerms(node, num_missing, wait_s, compute_s, damage_s, total_s, is_measured)
 
 
-def decode_terms(terms: CostTerms, node: NodeView) -> DecodeTerms:
+def decode_terms(terms: CostTerms, node: NodeLoad) -> DecodeTerms:
     """What a request costs on one decode node."""
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
     more_s = node.step.per_unit * units
@@ -289,7 +288,7 @@ def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
     return needed_s <= terms.timeout_s and compute_s <= node.spare_s(terms.now)
 
 
-def room_wait_s(node: NodeView, num_tokens: int) -> float:
+def room_wait_s(node: NodeLoad, num_tokens: int) -> float:
     """How long until a decode node has room for so many tokens, and a place in its batch.
 
     By Little's law: what is there goes within the time that a request stays.

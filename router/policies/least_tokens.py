@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from router.fleet import Fleet
-from router.policies.base import NodeView, Placement, RouteQuery
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad
+from router.policies.base import Placement, RouteQuery
 
 
 class LeastTokens:
@@ -22,6 +23,6 @@ class LeastTokens:
         return Placement(prefill, min(decodes, key=lambda node: load_with(node, num_tokens)))
 
 
-def load_with(node: NodeView, num_tokens: int) -> tuple[float, int]:
+def load_with(node: NodeLoad, num_tokens: int) -> tuple[float, int]:
     """Tokens before a node if it got so many more, and its requests; for comparison."""
     return (node.num_open_tokens + num_tokens) / node.weight, node.num_open_requests

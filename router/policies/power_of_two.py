@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from router.fleet import Fleet
-from router.policies.base import NodeView, Placement, RouteQuery
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad
+from router.policies.base import Placement, RouteQuery
 from router.policies.least_tokens import load_with
 
 
@@ -29,6 +30,6 @@ class PowerOfTwo:
         num_tokens = query.num_prompt_tokens + query.max_tokens
         return Placement(prefill, self._lighter(fleet.reached_by(prefill), num_tokens))
 
-    def _lighter(self, nodes: Sequence[NodeView], num_tokens: int) -> NodeView:
+    def _lighter(self, nodes: Sequence[NodeLoad], num_tokens: int) -> NodeLoad:
         drawn = self._chance.sample(nodes, min(2, len(nodes)))
         return min(drawn, key=lambda node: load_with(node, num_tokens))

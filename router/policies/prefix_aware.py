@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.fleet import Fleet
-from router.policies.base import NodeView, Placement, RouteQuery
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad
+from router.policies.base import Placement, RouteQuery
 from router.policies.least_tokens import load_with
 
 # A node is too busy when it is this much, and these tokens, above the mean.
@@ -31,8 +32,8 @@ class PrefixAware:
 
     @staticmethod
     def _best(
-        query: RouteQuery, nodes: Sequence[NodeView], num_tokens: int
-    ) -> tuple[NodeView, int]:
+        query: RouteQuery, nodes: Sequence[NodeLoad], num_tokens: int
+    ) -> tuple[NodeLoad, int]:
         cached = query.find_cached_tokens()
         if cached:
             mean = sum(node.num_open_tokens for node in nodes) / len(nodes)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.fleet import Fleet
-from router.policies.base import NodeView, Placement, RouteQuery
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad
+from router.policies.base import Placement, RouteQuery
 
 
 class RoundRobin:
@@ -28,7 +29,7 @@ class _Turns:
         self._turns: dict[str, float] = {}  # by engine id
         self._now = 0.0
 
-    def take(self, nodes: Sequence[NodeView]) -> NodeView:
+    def take(self, nodes: Sequence[NodeLoad]) -> NodeLoad:
         """Who comes next. A node of half the weight uses up two turns at once."""
         turns = self._turns
         if len(turns) > 2 * len(nodes) + 16:  # most of them left

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import xxhash
 
-from router.fleet import Fleet
-from router.policies.base import NodeView, Placement, RouteQuery
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad
+from router.policies.base import Placement, RouteQuery
 from router.policies.least_tokens import LeastTokens
 
 # Times the mean load, above which a node is passed over.
@@ -32,7 +33,7 @@ class SessionAffinity:
         return Placement(prefill, _home(query.session_id, fleet.reached_by(prefill), num_tokens))
 
 
-def _home(session_id: str, nodes: Sequence[NodeView], num_tokens: int) -> NodeView:
+def _home(session_id: str, nodes: Sequence[NodeLoad], num_tokens: int) -> NodeLoad:
     """The first node in the session's order that is not loaded too much."""
     total = sum(node.num_open_tokens for node in nodes) + num_tokens
     total_weight = sum(node.weight for node in nodes)
@@ -41,7 +42,7 @@ def _home(session_id: str, nodes: Sequence[NodeView], num_tokens: int) -> NodeVi
     free = [n for n in nodes if n.num_open_tokens == 0 or n.num_open_tokens < limit * n.weight]
     seed = xxhash.xxh3_64_intdigest(session_id.encode())
 
-    def rank(node: NodeView) -> tuple[int, str]:  # by name: it is the same after a restart
+    def rank(node: NodeLoad) -> tuple[int, str]:  # by name: it is the same after a restart
         return xxhash.xxh3_64_intdigest(node.node_name.encode(), seed), node.node_name
 
     return max(free or nodes, key=rank)

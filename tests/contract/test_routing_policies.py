@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.policies import POLICIES
 from router.policies.base import Placement, RouteQuery
 from tests.fakes.fleets import FleetBook, names

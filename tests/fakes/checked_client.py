@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from baton.outputs import FinishReason
-from router.call import Call
-from router.dispatcher import Dispatcher
+from router.calls.call import Call
+from router.calls.dispatcher import Dispatcher
 
 
 @dataclass(slots=True)

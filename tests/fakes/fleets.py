@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from baton.link import NodeRole
-from router.fleet import Fleet
-from router.node_load import NodeLoad, SharedRates
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from tests.fakes.nodes import make_registration
 

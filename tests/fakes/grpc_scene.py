@@ -19,11 +19,11 @@ from baton.rpc import RpcServer
 from baton.sampling_params import SamplingParams
 from baton.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.intake import Intake
-from router.journal import Journal, JournalOptions
+from router.api.grpc.inference_service import InferenceService
+from router.api.grpc.journal import Journal, JournalOptions
+from router.calls.retry_budget import RetryOptions
+from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
-from router.retry_budget import RetryOptions
-from router.service import InferenceService
 from tests.fakes.nodes import HandNode, make_pool, make_registration, token, token_1
 from tests.fakes.router_scene import RecordingDispatcher
 

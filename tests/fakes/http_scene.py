@@ -16,10 +16,10 @@ import aiohttp
 from baton.link import PrefillCommand, RequestDelta, RequestError
 from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
 from baton.tokenizer import Tokenizer
-from router.http.server import HttpServer
-from router.intake import Intake
-from router.metrics import RouterMetrics
-from router.parsers.choice import OutputParsers
+from router.api.http_server import HttpServer
+from router.intake.intake import Intake
+from router.intake.metrics import RouterMetrics
+from router.intake.parsers.choice import OutputParsers
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 from tests.fakes.router_scene import NO_RETRIES, RecordingDispatcher

@@ -2,9 +2,9 @@
 
     engine thread: `step`    KV I/O thread: `round`    asyncio: `talk`
 
-The link does what `baton/router_link.py` and `router/link_service.py` do over a stream: it keeps
-the order, it may break or swallow everything, and either end may notice first. What goes over it
-is encoded as on the wire, so that nothing is shared.
+The link does what `baton/router_link.py` and `router/api/grpc/link_service.py` do over a stream: it
+keeps the order, it may break or swallow everything, and either end may notice first. What goes over
+it is encoded as on the wire, so that nothing is shared.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from baton.v1 import node_pb2
 from decode_node.node import DecodeNode
 from engine.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
-from router.node import Node
-from router.node_pool import NodePool
+from router.fleet.node import Node
+from router.fleet.node_pool import NodePool
 from tests.fakes.handoff_cluster import endpoint_of
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.virtual_loop import VirtualLoop
@@ -201,7 +201,7 @@ class NodeProcess:
         self._num_missed_beats = 0
         self._router_id = self._pool.router_id
         self._router_knows = False
-        link.joined = Node(self.registration, link.send, hang_up=link.hang_up, clock=self._clock)
+        link.joined = Node(self.registration, link.send, hang_up=link.hang_up)
         self._pool.add(link.joined)
         self._links = [*(old for old in self._links if old.joined is not None), link]
 

@@ -24,8 +24,8 @@ from baton.outputs import (
     PushReceipt,
     RequestOutput,
 )
-from router.node import Node
-from router.node_pool import NodePool
+from router.fleet.node import Node
+from router.fleet.node_pool import NodePool
 
 MODEL = "digest"
 Command = TypeVar("Command")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from router.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
-from router.parsers.base import (
+from router.intake.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
+from router.intake.parsers.base import (
     CallArguments,
     CallBegins,
     OutputParser,
@@ -14,8 +14,8 @@ from router.parsers.base import (
     Part,
     Reasoning,
 )
-from router.parsers.plain import PlainText
-from router.parsers.think import ThinkFirst
+from router.intake.parsers.plain import PlainText
+from router.intake.parsers.think import ThinkFirst
 
 Found = list[str | Reasoning | tuple[str, str]]
 """Texts, reasoning, and calls with their arguments, in their order."""

@@ -12,11 +12,11 @@ from typing import Any
 from baton.identity import Principal
 from baton.link import NodeRole, PrefillCommand
 from baton.sampling_params import SamplingParams
-from router.call import Call, CallOutput
-from router.dispatcher import Dispatcher
+from router.calls.call import Call, CallOutput
+from router.calls.dispatcher import Dispatcher
+from router.calls.retry_budget import RetryBudget, RetryOptions
 from router.policies.cost import Cost
 from router.policies.least_tokens import LeastTokens
-from router.retry_budget import RetryBudget, RetryOptions
 from tests.fakes.nodes import HandNode, make_pool, make_registration
 
 PARAMS = SamplingParams(max_tokens=3, seed=1)

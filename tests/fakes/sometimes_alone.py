@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 
 EVERY = 3  # request goes to a decode node alone

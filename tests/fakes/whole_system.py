@@ -33,13 +33,13 @@ from kvconnector.messages import Message
 from kvconnector.receiver import Receiver
 from kvconnector.seals import peek
 from prefill_node.node import PrefillNode
-from router.call import Call
-from router.dispatcher import Dispatcher
-from router.node_pool import NodePool
+from router.calls.call import Call
+from router.calls.dispatcher import Dispatcher
+from router.calls.retry_budget import RetryBudget, RetryOptions
+from router.calls.wake_ups import WakeUps
+from router.fleet.node_pool import NodePool
+from router.fleet.prefix.prefix_index import PrefixIndex
 from router.policies import POLICIES
-from router.prefix_index import PrefixIndex
-from router.retry_budget import RetryBudget, RetryOptions
-from router.wake_ups import WakeUps
 from tests.fakes.cache_contents import check_cache
 from tests.fakes.checked_client import Client
 from tests.fakes.dead_engines import let_die

@@ -18,12 +18,12 @@ from baton.v1 import inference_pb2, node_pb2
 from baton.wire_types import sampling_params_from_proto
 from kvconnector import messages
 from kvconnector.peer_info import PeerInfo
-from router.http.completions import _check_unsupported, _prompts
-from router.http.conversation import chat_prompt, forced_call, parser_context
-from router.http.decoding import decode
-from router.http.errors import ApiError
-from router.http.sampling import sampling_params
-from router.http.schema import ChatRequest, CompletionRequest
+from router.api.http.completions import _check_unsupported, _prompts
+from router.api.http.conversation import chat_prompt, forced_call, parser_context
+from router.api.http.decoding import decode
+from router.api.http.errors import ApiError
+from router.api.http.sampling import sampling_params
+from router.api.http.schema import ChatRequest, CompletionRequest
 
 CORPUS = Path(__file__).parent / "corpus"
 REFUSALS = (BatonError, ApiError)

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from baton import Client, SamplingParams
-from router.http.message_request import CountTokensRequest, MessagesRequest
-from router.http.response_request import ResponsesRequest
-from router.http.schema import ChatRequest, CompletionRequest
-from router.http.tokenization import DetokenizeRequest, TokenizeRequest
+from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest
+from router.api.http.schema import ChatRequest, CompletionRequest
+from router.api.http.tokenization import DetokenizeRequest, TokenizeRequest
+from router.api.openai_responses.request import ResponsesRequest
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 from tests.property.num_examples import num_examples
 

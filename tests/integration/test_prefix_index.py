@@ -30,10 +30,10 @@ from baton.model_identity import folder_identity
 from baton.rpc import RpcServer
 from baton.sampling_params import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
-from router.link_service import NodeLinkService
-from router.node import LegDelta, Node
-from router.node_pool import NodePool
-from router.prompt_hashes import PromptHashes
+from router.api.grpc.link_service import NodeLinkService
+from router.fleet.node import LegDelta, Node
+from router.fleet.node_pool import NodePool
+from router.fleet.prefix.prompt_hashes import PromptHashes
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]

@@ -15,7 +15,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from router.program import RouterConfig
+from router.config import RouterConfig
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 MODELS = (str(MODEL), str(MODEL.parent / "." / "demo_model") + "/")  # one model under two names

@@ -16,7 +16,7 @@ from baton.errors import BatonError, DeadlineExceededError
 from baton.link import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
-from router.retry_budget import RetryOptions
+from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, HandNode, failure, token
 from tests.fakes.router_scene import Scene, assert_idle
 from tests.property.num_examples import num_examples

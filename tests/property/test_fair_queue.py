@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.fair_queue import FairQueue
-from router.ticket import Ticket, charge_of
+from router.gate.fair_queue import FairQueue
+from router.gate.ticket import Ticket, charge_of
 from tests.property.num_examples import num_examples
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 1.0}

@@ -19,7 +19,7 @@ from baton.link import NodeBeat, NodeRole, PeerReport
 from baton.outputs import FinishReason
 from baton.sampling_params import SamplingParams
 from baton.v1 import node_pb2, types_pb2
-from router.node import Node
+from router.fleet.node import Node
 from tests.fakes.nodes import HandNode, make_registration, token, token_1
 from tests.fakes.router_scene import Scene, assert_idle
 from tests.property.num_examples import num_examples

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from router.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
-from router.parsers.base import Reasoning
+from router.intake.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
+from router.intake.parsers.base import Reasoning
 from tests.fakes.parsed_outputs import make_parser, parse
 from tests.property.num_examples import num_examples
 

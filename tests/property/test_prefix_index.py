@@ -13,8 +13,8 @@ from baton.block_hash import BlockHash, BlockHasher
 from baton.link import KVCacheEvents
 from engine.block_pool import BlockPool
 from engine.kv_event_feed import KVEventFeed
-from router.prefix_index import PrefixIndex
-from router.prompt_hashes import HashKind, PromptHashes
+from router.fleet.prefix.prefix_index import PrefixIndex
+from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 
 KIND = HashKind(1, "xxh3_128")
 NAMES = ("a", "b", "c")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, extra_keys_of, shorten
 from baton.identity import Principal
 from engine.request import Request
-from router.cache_salts import CacheSalts
-from router.prefix_index import PrefixIndex
-from router.prompt_hashes import HashKind, PromptHashes
+from router.fleet.prefix.prefix_index import PrefixIndex
+from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
+from router.intake.cache_salts import CacheSalts
 from tests.fakes.checked_client import num_equal
 from tests.fakes.engine_parts import make_request
 from tests.unit.engine.test_prefix_cache import compute, make_manager

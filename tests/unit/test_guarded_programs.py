@@ -31,7 +31,8 @@ from baton.round_watch import Rounds
 from baton.rpc import bearer, open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from router.program import RouterConfig, serve
+from router.config import RouterConfig
+from router.program import serve
 from sim_node.cluster import SimCluster
 from tests.fakes.nodes import make_registration
 

@@ -47,10 +47,10 @@ def fail() -> None:
 
 def test_a_line_has_date_level_and_logger(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("info")
-    logging.getLogger("router.node_pool").warning("d0 cannot reach %s", EVIL)
+    logging.getLogger("router.fleet.node_pool").warning("d0 cannot reach %s", EVIL)
     [line] = lines(capsys)
     assert re.fullmatch(
-        f"{TIME} WARNING router.node_pool: d0 cannot reach {re.escape(SHOWN)}", line
+        f"{TIME} WARNING router.fleet.node_pool: d0 cannot reach {re.escape(SHOWN)}", line
     )
 
 

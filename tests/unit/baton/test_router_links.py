@@ -36,9 +36,9 @@ from baton.outputs import RequestOutput
 from baton.router_links import RouterLinks
 from baton.sampling_params import SamplingParams
 from baton.v1 import node_pb2_grpc
-from router.link_service import NodeLinkService
-from router.node import LegDelta, Node
-from router.node_pool import NodePool
+from router.api.grpc.link_service import NodeLinkService
+from router.fleet.node import LegDelta, Node
+from router.fleet.node_pool import NodePool
 from tests.fakes.nodes import HandNode, make_pool, make_registration
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from baton.errors import ConfigError, ModelLoadError
 from baton.sampling_defaults import read_sampling_defaults
-from router.http.sampling import sampling_params
-from router.http.schema import ChatRequest
-from router.text_options import TextOptions
+from router.api.http.sampling import sampling_params
+from router.api.http.schema import ChatRequest
+from router.intake.text_options import TextOptions
 
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1}
 

@@ -236,7 +236,7 @@ def test_a_worker_needs_neither_torch_nor_grpc() -> None:
     async def test(workers: WorkerProcesses) -> None:
         loaded = await workers.run(
             b"__import__('baton.grammar_trials', fromlist='x')"
-            b" and __import__('router.texts', fromlist='x')"
+            b" and __import__('router.intake.texts', fromlist='x')"
             b" and [n for n in ('torch', 'grpc', 'aiohttp') if n in __import__('sys').modules]"
         )
         assert loaded == b"[]"

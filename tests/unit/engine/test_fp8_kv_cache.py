@@ -16,7 +16,7 @@ from baton_kernels import FP8
 from engine import LLM
 from engine.node_engine import load_engine
 from kvconnector.layout import KVLayout
-from router.pairing import incompatibility
+from router.fleet.pairing import incompatibility
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 ARCHITECTURE = "Qwen3ForCausalLM"

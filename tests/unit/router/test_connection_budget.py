@@ -9,7 +9,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.process import num_descriptors_allowed, raise_descriptor_limit
 from router.connection_budget import ConnectionOptions, share_descriptors
-from router.overload import THRESHOLDS
+from router.gate.overload import THRESHOLDS
 
 
 @pytest.mark.parametrize("num_descriptors", [256, 1024, 20_000, 2**20])

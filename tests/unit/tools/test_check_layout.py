@@ -39,7 +39,8 @@ def test_nothing_to_find(root: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("path", "text", "words"),
     [
         ("kernels/__init__.py", "", "kernels/ must not be a package"),
-        ("baton/__init__.py", '"""Long."""\n' + "x = 1\n" * 400, "401 lines"),
+        ("tests/test_long.py", '"""Long."""\n' + "x = 1\n" * 500, "501 lines"),
+        ("models/a/b/c/__init__.py", '"""Deep."""', "models/a/b/c: 3 packages below models"),
         ("tests/test_silent.py", "x = 1\n", "no module docstring"),
         (
             "baton/__init__.py",
@@ -61,6 +62,23 @@ def test_each_finding_is_one_line(
     file.write_text(text)
     (line,) = findings(root, capsys)
     assert words in line
+
+
+def test_how_many_files_lie_beside_each_other(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check_layout, "MAP", "none.md")
+    package = root / "models"
+    (package / "layers").mkdir(parents=True)
+    for path in (package / "__init__.py", package / "layers" / "__init__.py"):
+        path.write_text('"""A package."""')
+    for number in range(check_layout.MAX_FILES):
+        (package / f"m{number}.py").write_text('"""One."""')
+        (package / "layers" / f"l{number}.py").write_text('"""One."""')
+    assert findings(root, capsys) == []
+    (package / "more.py").write_text('"""One more."""')
+    (line,) = findings(root, capsys)
+    assert line == "models: 15 files beside each other, at most 14; divide it"
 
 
 def test_files_on_the_map_may_be_below_their_heading_or_beside_the_one_before(

@@ -1,0 +1,1 @@
+"""What others call the router by: gRPC, HTTP and operators' calls. Decides nothing."""

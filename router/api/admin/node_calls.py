@@ -1,0 +1,79 @@
+"""NodeCalls: what the router asks nodes for operators, over the links that the nodes opened.
+
+The router dials no node: an address is what a node says of itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError
+from baton.link import AdminCall
+from baton.stack_sampler import MAX_SECONDS
+from baton.v1 import admin_pb2
+from router.fleet.node import Node
+
+TIMEOUT_S = 10.0  # a node answers between two steps
+
+
+class NodeCalls:
+    """Calls of one operator.
+
+    Args:
+        operator: who asks, as nodes' audit logs name them.
+        timeout_s: for an answer; a profile has its own time on top.
+    """
+
+    def __init__(self, operator: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        self._operator = operator
+        self._timeout_s = timeout_s
+
+    async def list_requests(self, node: Node) -> admin_pb2.ListRequestsResponse:
+        request = admin_pb2.NodeAdminRequest(list_requests=admin_pb2.ListRequestsRequest())
+        return (await self._ask(node, request)).list_requests
+
+    async def list_blocks(self, node: Node) -> admin_pb2.ListBlocksResponse:
+        request = admin_pb2.NodeAdminRequest(list_blocks=admin_pb2.ListBlocksRequest())
+        return (await self._ask(node, request)).list_blocks
+
+    async def flush_cache(self, node: Node) -> admin_pb2.FlushCacheResponse:
+        request = admin_pb2.NodeAdminRequest(flush_cache=admin_pb2.FlushCacheRequest())
+        return (await self._ask(node, request)).flush_cache
+
+    async def set_log_level(self, node: Node, level: str) -> admin_pb2.SetLogLevelResponse:
+        change = admin_pb2.SetLogLevelRequest(level=level)
+        request = admin_pb2.NodeAdminRequest(set_log_level=change)
+        return (await self._ask(node, request)).set_log_level
+
+    async def profile(self, node: Node, seconds: float) -> admin_pb2.ProfileResponse:
+        request = admin_pb2.NodeAdminRequest(profile=admin_pb2.ProfileRequest(seconds=seconds))
+        return (await self._ask(node, request, more_s=seconds)).profile
+
+    async def _ask(
+        self, node: Node, request: admin_pb2.NodeAdminRequest, *, more_s: float = 0.0
+    ) -> admin_pb2.NodeAdminResponse:
+        """One call.
+
+        Raises:
+            NodeUnavailableError: the node does not answer, or not what was asked.
+            InvalidRequestError: the node refuses a value.
+        """
+        timeout_s = self._timeout_s + min(max(more_s, 0.0), MAX_SECONDS)
+        call_id, answer = node.replies.begin()
+        try:
+            node.send(AdminCall(call_id, request.SerializeToString(), timeout_s, self._operator))
+            async with asyncio.timeout(timeout_s):
+                response = await answer
+        except TimeoutError:
+            raise NodeUnavailableError(
+                f"{node.name}: did not answer within {timeout_s:g} s"
+            ) from None
+        except InvalidRequestError:
+            raise
+        except BatonError as error:
+            raise NodeUnavailableError(f"{node.name}: {error}") from None
+        finally:
+            node.replies.end(call_id)
+        if response.WhichOneof("response") != request.WhichOneof("request"):
+            raise NodeUnavailableError(f"{node.name}: answered something else")
+        return response

@@ -1,0 +1,204 @@
+"""What operators see of nodes and requests: the router's objects as protobuf. Changes nothing."""
+
+from __future__ import annotations
+
+from baton import wire, wire_types
+from baton.link import NodeRegistration
+from baton.v1 import admin_pb2
+from router.api.admin.request_stats import NodeFigures, Percentiles, WindowStats
+from router.calls.decisions import Decision
+from router.calls.request_log import RequestLog, RequestRecord
+from router.calls.suspects import Suspects
+from router.fleet.node import Node
+from router.fleet.node_pool import NodePool
+from router.gate.admission import AdmissionState
+from router.gate.overload import OverloadState
+
+
+def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
+    """A joined node, how busy it is, and whom it reaches."""
+    description = _describe(node.registration)
+    load = node.load
+    if load.has_beat:  # else it has said nothing of itself yet
+        description.beat.CopyFrom(wire.beat_to_proto(node.beat))
+    description.num_requests = len(node.legs)
+    description.weight = load.weight
+    if load.prefill.num_measured and load.prefill.per_unit > 0:
+        description.prefill_tokens_per_s = 1 / load.prefill.per_unit
+    if load.step.num_measured:
+        description.step_s = load.step_base_s
+    description.health, description.health_why = node.health.state.value, node.health.why
+    if node.is_stuck:
+        description.health = "stuck"
+        description.health_why = f"its {node.beat.stalled_thread} thread stands still"
+    if problem := pool.identity.problem(node):
+        description.health, description.health_why = "not serving", problem
+    for peer in pool.nodes:
+        report = node.reports.get(peer.engine_id)
+        if report is not None:
+            description.peers.add(
+                node_name=peer.name,
+                connected=report.connected,
+                transport=report.transport,
+                problem=report.problem,
+                bandwidth_bytes_per_s=report.bandwidth_bytes_per_s,
+            )
+    return description
+
+
+def describe_lost(registration: NodeRegistration) -> admin_pb2.NodeDescription:
+    """A node that fell silent and did not come back."""
+    description = _describe(registration)
+    description.lost = True
+    return description
+
+
+def _describe(registration: NodeRegistration) -> admin_pb2.NodeDescription:
+    return admin_pb2.NodeDescription(
+        node_name=registration.node_name,
+        engine_id=registration.engine_id,
+        role=wire.role_to_proto(registration.role),
+        address=registration.address,
+        version=registration.version,
+        num_blocks=registration.num_blocks,
+        block_size=registration.block_size,
+        max_model_len=registration.max_model_len,
+    )
+
+
+def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
+    """A request's life, as far as it went."""
+    trace = admin_pb2.RequestTrace(
+        request_id=record.request_id,
+        tenant=record.tenant,
+        received_at=record.received_at,
+        state=record.state,
+        num_prompt_tokens=record.num_prompt_tokens,
+        max_tokens=record.max_tokens,
+        num_output_tokens=record.num_output_tokens,
+        accepted_s=record.accepted_s,
+        first_token_s=record.first_token_s,
+        ended_s=record.ended_s,
+        finish_reason=record.finish_reason.value if record.finish_reason else "",
+        error_code=record.error_code,
+        error=record.error,
+        attempts=[
+            admin_pb2.AttemptTrace(
+                began_s=attempt.began_s,
+                prefill_node=attempt.prefill_node,
+                decode_node=attempt.decode_node,
+                failed_s=attempt.failed_s,
+                error_code=attempt.error_code,
+                error=attempt.error,
+            )
+            for attempt in record.attempts
+        ],
+    )
+    if record.receipt is not None:
+        trace.receipt.CopyFrom(wire_types.receipt_to_proto(record.receipt))
+    return trace
+
+
+def describe_quarantine(suspects: Suspects) -> admin_pb2.ListQuarantineResponse:
+    """What is refused because nodes died of one like it."""
+    now = suspects.clock()
+    return admin_pb2.ListQuarantineResponse(
+        requests=[
+            admin_pb2.QuarantinedRequest(
+                fingerprint=one.fingerprint,
+                request_id=one.request_id,
+                principal=one.principal,
+                num_prompt_tokens=one.num_prompt_tokens,
+                engine_ids=one.engine_ids,
+                left_s=one.expires_at - now,
+                num_refused=one.num_refused,
+            )
+            for one in suspects.quarantined
+        ],
+        num_ended=suspects.num_ended_total,
+        num_refused=suspects.num_refused_total,
+    )
+
+
+def describe_stats(
+    log: RequestLog, window: WindowStats, admission: AdmissionState
+) -> admin_pb2.GetStatsResponse:
+    """Since the router's start, and of the requests that finished lately."""
+    records = log.open
+    num_queued = sum(record.state == "queued" for record in records)
+    response = admin_pb2.GetStatsResponse(
+        uptime_s=log.clock() - log.began_at,
+        num_open=len(records),
+        num_queued=num_queued,
+        num_finished=log.num_finished,
+        num_retried=log.num_retried,
+        num_failed=log.num_failed,
+        num_prompt_tokens=log.num_prompt_tokens,
+        num_output_tokens=log.num_output_tokens,
+        window_s=window.window_s,
+        num_finished_in_window=window.num_finished,
+        ttft_s=_percentiles(window.ttft_s),
+        time_per_token_s=_percentiles(window.time_per_token_s),
+        total_s=_percentiles(window.total_s),
+        nodes=[_describe_figures(name, window.nodes[name]) for name in sorted(window.nodes)],
+    )
+    response.admission.CopyFrom(
+        admin_pb2.AdmissionDescription(
+            num_queued=admission.num_queued,
+            num_queued_tokens=admission.num_queued_tokens,
+            num_begun=admission.num_begun,
+            expected_wait_s=admission.expected_wait_s,
+            num_refused=admission.num_refused,
+        )
+    )
+    return response
+
+
+def describe_overload(state: OverloadState) -> admin_pb2.OverloadDescription:
+    """How near the router is to its own limits."""
+    return admin_pb2.OverloadDescription(
+        level=state.level.name.lower(),
+        reason=state.reason,
+        signals=state.signals,
+        num_refused=state.num_refused,
+    )
+
+
+def _describe_figures(name: str, figures: NodeFigures) -> admin_pb2.NodeStats:
+    return admin_pb2.NodeStats(
+        node_name=name,
+        num_requests=figures.num_requests,
+        num_prompt_tokens=figures.num_prompt_tokens,
+        num_output_tokens=figures.num_output_tokens,
+        ttft_s=_percentiles(Percentiles.of(figures.ttfts_s)),
+        time_per_token_s=_percentiles(Percentiles.of(figures.times_per_token_s)),
+        num_failed_attempts=figures.num_failed_attempts,
+    )
+
+
+def describe_decision(decision: Decision) -> admin_pb2.DecisionDescription:
+    """Where an attempt went, and what else there was."""
+    return admin_pb2.DecisionDescription(
+        placed_at=decision.placed_at,
+        num_prompt_tokens=decision.num_prompt_tokens,
+        max_tokens=decision.max_tokens,
+        num_cached_tokens=decision.num_cached_tokens,
+        prefill_node=decision.prefill_node,
+        decode_node=decision.decode_node,
+        candidates=[
+            admin_pb2.CandidateDescription(
+                prefill_node=candidate.prefill,
+                decode_node=candidate.decode,
+                cost=candidate.cost,
+                terms=[
+                    admin_pb2.CostTerm(name=name, value=value)
+                    for name, value in candidate.terms.items()
+                ],
+            )
+            for candidate in decision.candidates
+        ],
+    )
+
+
+def _percentiles(values: Percentiles) -> admin_pb2.Percentiles:
+    return admin_pb2.Percentiles(p50=values.p50, p90=values.p90, p99=values.p99, max=values.max)

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API over HTTP: a chat in other words."""

@@ -1,0 +1,305 @@
+"""Requests of Anthropic's Messages API: what clients may send, and the chat request that it means.
+
+The messages of a chat have one role and one text each; here a user's message also has the results
+of calls, and an assistant's what it thought, said and called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from baton.errors import InvalidRequestError
+from router.api.http.schema import (
+    MAX_SHOWN_CHARS,
+    ChatRequest,
+    ContentPart,
+    Function,
+    FunctionCall,
+    JsonSchema,
+    Message,
+    NamedFunction,
+    NamedToolChoice,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+)
+from router.intake.texts import check_num_messages
+
+# What errors about the chat request call a field, and what the client did.
+FIELD_NAMES = {
+    "prompt": "messages",
+    "chat": "messages",
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
+_Role = Literal["user", "assistant", "system"]
+_BLOCKS = {
+    "user": "text or tool_result",
+    "assistant": "text, thinking or tool_use",
+    "system": "text",
+}
+# What else a block has, such as cache_control, signature and is_error, is passed over.
+
+
+class Block(msgspec.Struct):
+    """One block of a message; which fields it has depends on its type.
+
+    Attributes:
+        content: of the result of a call.
+    """
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentPart] | None = None
+
+
+class Turn(msgspec.Struct):
+    """One message."""
+
+    role: _Role
+    content: str | list[Block]
+
+
+class MessagesTool(msgspec.Struct):
+    """A function that the model may call; tools of other types run at Anthropic's."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model is to think first; where nothing is said, the template's default."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+
+
+class OutputFormat(msgspec.Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    """How the answer is to be: how much is thought, and what it must fit."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/messages/count_tokens``: what decides the prompt.
+
+    Attributes:
+        chat_template_kwargs: vLLM's, as in chat completions.
+    """
+
+    model: str
+    messages: list[Turn]
+    system: str | list[ContentPart] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """Body of ``POST /v1/messages``. ``None`` is as if the field was not there.
+
+    Attributes:
+        metadata: and the one after it: taken from clients that send them, without an effect.
+        seed: and those after it: Baton's and vLLM's, as in chat completions.
+    """
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    seed: int | None = None
+    session_id: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+_SAME = (
+    "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "session_id", "priority",
+    "cache_salt", "structured_outputs",
+)  # fmt: skip
+
+
+def chat_request(request: CountTokensRequest) -> ChatRequest:
+    """The chat request that has the same prompt, and the same answer; raises InvalidRequestError.
+
+    An assistant's message at the end is the beginning of the answer.
+    """
+    if not request.messages:
+        raise InvalidRequestError("messages", "must have at least 1 message, got 0")
+    check_num_messages(len(request.messages))
+    fields: dict[str, Any] = {}
+    if isinstance(request, MessagesRequest):
+        fields = {name: getattr(request, name) for name in _SAME}
+        fields["stop"] = request.stop_sequences
+    messages = _messages(request)
+    begins_answer = messages[-1].role == "assistant" and not messages[-1].tool_calls
+    return ChatRequest(
+        model=request.model,
+        messages=messages,
+        tools=_tools(request.tools) if request.tools is not None else None,
+        tool_choice=_tool_choice(request.tool_choice),
+        continue_final_message=True if begins_answer else None,
+        reasoning_effort=_effort(request),
+        chat_template_kwargs=_template_options(request),
+        response_format=_format(request.output_config),
+        **fields,
+    )
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A message that grows: blocks of one role that follow each other are one."""
+
+    role: _Role
+    texts: list[ContentPart] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def message(self) -> Message:
+        return Message(
+            role=self.role,
+            content=list(self.texts),
+            reasoning_content="\n".join(self.thoughts) or None,
+            tool_calls=self.calls or None,
+        )
+
+
+def _messages(request: CountTokensRequest) -> list[Message]:
+    found: list[_Turn | Message] = []
+    for index, turn in enumerate(request.messages):
+        where, blocks = f"messages[{index}].content", turn.content
+        if isinstance(blocks, str):
+            blocks = [Block("text", blocks)]
+        for number, block in enumerate(blocks):
+            _add_block(found, turn.role, block, f"{where}[{number}]")
+    if not found:
+        raise InvalidRequestError("messages", "must have at least 1 block, got 0")
+    messages = [one.message() if isinstance(one, _Turn) else one for one in found]
+    if request.system:
+        messages.insert(0, Message(role="system", content=_texts(request.system, "system")))
+    return messages
+
+
+def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: str) -> None:
+    match role, block.type:
+        case "user", "tool_result":
+            call_id = _needed(block.tool_use_id, f"{where}.tool_use_id")
+            content = _texts(block.content or "", f"{where}.content")
+            found.append(Message(role="tool", content=content, tool_call_id=call_id))
+        case _, "text":
+            if block.text is None:
+                raise InvalidRequestError(f"{where}.text", "is needed")
+            _last(found, role).texts.append(ContentPart("text", block.text))
+        case "assistant", "thinking":
+            _last(found, role).thoughts.append(block.thinking or "")
+        case "assistant", "redacted_thinking":
+            pass  # nobody here can read it
+        case "assistant", "tool_use":
+            arguments = msgspec.json.encode(block.input or {}).decode()
+            function = FunctionCall(_needed(block.name, f"{where}.name"), arguments)
+            call = ToolCall(function, _needed(block.id, f"{where}.id"))
+            _last(found, role).calls.append(call)
+        case _:
+            shown = block.type[:MAX_SHOWN_CHARS]
+            raise InvalidRequestError(
+                f"{where}.type", f"must be {_BLOCKS[role]}, got {shown!r}: the model reads text"
+            )
+
+
+def _last(found: list[_Turn | Message], role: _Role) -> _Turn:
+    """The turn that is the last one, if it is of this role; else a new one."""
+    if found and isinstance(found[-1], _Turn) and found[-1].role == role:
+        return found[-1]
+    turn = _Turn(role)
+    found.append(turn)
+    return turn
+
+
+def _needed(value: str | None, where: str) -> str:
+    if not value:
+        raise InvalidRequestError(where, "is needed")
+    return value
+
+
+def _texts(content: str | list[ContentPart], where: str) -> str | list[ContentPart]:
+    """What has texts only."""
+    if not isinstance(content, str):
+        for index, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                shown = part.type[:MAX_SHOWN_CHARS]
+                raise InvalidRequestError(
+                    f"{where}[{index}]", f"must be of type text with a text, got {shown!r}"
+                )
+    return content
+
+
+def _tools(tools: list[MessagesTool]) -> list[Tool]:
+    for index, tool in enumerate(tools):
+        if tool.type not in (None, "custom"):
+            raise InvalidRequestError(
+                f"tools[{index}].type", f"must be custom, got {tool.type[:MAX_SHOWN_CHARS]!r}"
+            )
+    return [Tool("function", Function(t.name, t.description, t.input_schema)) for t in tools]
+
+
+def _tool_choice(
+    choice: ToolChoice | None,
+) -> Literal["none", "auto", "required"] | NamedToolChoice | None:
+    if choice is None:
+        return None
+    match choice.type:
+        case "any":
+            return "required"
+        case "tool":
+            return NamedToolChoice(NamedFunction(_needed(choice.name, "tool_choice.name")))
+        case other:
+            return other
+
+
+def _effort(request: CountTokensRequest) -> str | None:
+    if request.thinking is not None and request.thinking.type == "disabled":
+        return "none"
+    return request.output_config.effort if request.output_config is not None else None
+
+
+def _template_options(request: CountTokensRequest) -> dict[str, Any] | None:
+    given = request.chat_template_kwargs
+    if request.thinking is None or request.thinking.type == "disabled":
+        return given
+    return {"enable_thinking": True, **(given or {})}
+
+
+def _format(config: OutputConfig | None) -> ResponseFormat | None:
+    if config is None or config.format is None:
+        return None
+    return ResponseFormat("json_schema", JsonSchema(schema=config.format.schema))

@@ -1,0 +1,233 @@
+"""Inference service: the public gRPC API. Protobuf in, plain requests; deltas, protobuf out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+import structlog
+
+from baton import wire, wire_types
+from baton.call_gate import Context
+from baton.error_details import receipt_trailer
+from baton.errors import InvalidRequestError
+from baton.identity import Principal
+from baton.outputs import TextDelta
+from baton.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from router.api.grpc.journal import Journal
+from router.calls.call import Call
+from router.intake.choices import accept_choices, check_num_outputs, merge_streams
+from router.intake.intake import MAX_REQUEST_ID_CHARS, GenerationRequest, Intake, Prompt
+from router.intake.texts import ChatPrompt, check_num_messages
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Of a call: what its message does not say; fields as in `GenerationRequest`."""
+
+    received_at: float
+    timeout_s: float | None
+    principal: Principal
+
+
+AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Serves all calls of `proto/baton/v1/inference.proto`.
+
+    Args:
+        model: its name, for `ListModels`.
+        journal: keeps resumable requests.
+        max_timeout_s: a client's own deadline is at most this far away.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        *,
+        model: str = "",
+        journal: Journal | None = None,
+        max_timeout_s: float = math.inf,
+    ) -> None:
+        self._intake = intake
+        self._model = model
+        self._journal = journal or Journal()
+        self._max_timeout_s = max_timeout_s
+
+    async def Generate(  # gRPC's naming
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Stream the completion of one prompt; the receipt comes in the trailers, too."""
+        async with contextlib.aclosing(await self._begin(request, context)) as deltas:
+            async for delta in deltas:
+                context.entry.note_tokens(len(delta.token_ids))
+                if delta.receipt is not None:
+                    context.set_trailing_metadata((receipt_trailer(delta.receipt),))
+                yield await self._to_proto(delta)
+
+    async def Resume(  # gRPC's naming
+        self, request: inference_pb2.ResumeRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Go on with a resumable request's stream."""
+        tenant = context.principal.tenant
+        _name(context, request.request_id)
+        kept = self._journal.read(request.request_id, request.next_output_index, tenant=tenant)
+        async with contextlib.aclosing(kept) as deltas:
+            async for delta in deltas:
+                context.entry.note_tokens(len(delta.token_ids))
+                if delta.receipt is not None:
+                    context.set_trailing_metadata((receipt_trailer(delta.receipt),))
+                yield await self._to_proto(delta)
+
+    async def GenerateBatch(  # gRPC's naming
+        self, request: inference_pb2.GenerateBatchRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Stream the outputs of several prompts as they come. All are checked before one begins."""
+        arrival = self._arrival(context)
+        first, more_prompts = _batch_from_proto(request, arrival)
+        _name(context, request.request_id)
+        calls = await accept_choices(self._intake, first, more_prompts)
+        _note_accepted(context, calls, request.n or 1)
+        streams = [self._intake.stream(call) for call in calls]
+        async with contextlib.aclosing(merge_streams(streams)) as merged:
+            async for number, delta in merged:
+                context.entry.note_tokens(len(delta.token_ids))
+                prompt_index, choice_index = divmod(number, request.n or 1)
+                yield await self._to_proto(
+                    dataclasses.replace(delta, prompt_index=prompt_index, choice_index=choice_index)
+                )
+
+    async def Tokenize(  # gRPC's naming
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        """The tokens of a prompt as `Generate` would see them."""
+        prompt = _prompt_from_proto(request.prompt)
+        token_ids = await self._intake.tokenize_only(prompt, context.principal)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def CountTokens(  # gRPC's naming
+        self, request: inference_pb2.CountTokensRequest, context: Context
+    ) -> inference_pb2.CountTokensResponse:
+        """How many tokens a prompt has."""
+        prompt = _prompt_from_proto(request.prompt)
+        token_ids = await self._intake.tokenize_only(prompt, context.principal)
+        return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
+
+    async def ListModels(  # gRPC's naming
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        """The one model of this router."""
+        model = inference_pb2.Model(name=self._model, max_model_len=self._intake.max_model_len)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def _begin(
+        self, message: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[TextDelta, None]:
+        """The stream of a request; of a resumable one that is kept already, the same again."""
+        _name(context, message.request_id)
+        request = _request_from_proto(message, self._arrival(context))
+        if not message.resumable:
+            call = await self._intake.accept(request)
+            _note_accepted(context, [call])
+            return self._intake.stream(call)
+        content = message.SerializeToString(deterministic=True)
+        tenant = request.principal.tenant
+        request_id = message.request_id or uuid.uuid4().hex
+        if not self._journal.holds(request_id, content, tenant=tenant):
+            call = await self._intake.accept(dataclasses.replace(request, request_id=request_id))
+            _note_accepted(context, [call])
+            # Still not: checking takes time.
+            if not self._journal.holds(request_id, content, tenant=tenant):
+                deltas = self._intake.stream(call)
+                self._journal.keep(request_id, content, deltas, tenant=tenant)
+        return self._journal.read(request_id, 0, tenant=tenant)
+
+    async def _to_proto(self, delta: TextDelta) -> inference_pb2.GenerateResponse:
+        make = functools.partial(wire.text_delta_to_proto, delta)
+        return await self._intake.long_answers.make(delta, make)
+
+    def _arrival(self, context: Context) -> _Arrival:
+        timeout_s = context.time_remaining()
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, self._max_timeout_s)
+        return _Arrival(time.perf_counter(), timeout_s, context.principal)
+
+
+def _name(context: Context, request_id: str) -> None:
+    """Have logs tell which request a call is of. (It is not checked yet.)"""
+    context.entry.request_id = request_id[:MAX_REQUEST_ID_CHARS]
+    structlog.contextvars.bind_contextvars(request_id=context.entry.request_id or None)
+
+
+def _note_accepted(context: Context, calls: Sequence[Call], num_choices: int = 1) -> None:
+    """Have logs tell what was accepted."""
+    _name(context, calls[0].request_id)
+    prompts = (call.prompt_token_ids for call in calls[::num_choices])
+    context.entry.num_prompt_tokens = sum(map(len, prompts))
+
+
+def _request_from_proto(
+    request: inference_pb2.GenerateRequest, arrival: _Arrival
+) -> GenerationRequest:
+    """Raises InvalidRequestError."""
+    return GenerationRequest(
+        prompt=_prompt_from_proto(request),
+        sampling_params=_params_from_proto(request.sampling_params),
+        request_id=request.request_id,
+        received_at=arrival.received_at,
+        timeout_s=arrival.timeout_s,
+        session_id=request.session_id,
+        priority=request.priority,
+        principal=arrival.principal,
+    )
+
+
+def _batch_from_proto(
+    request: inference_pb2.GenerateBatchRequest, arrival: _Arrival
+) -> tuple[GenerationRequest, list[Prompt]]:
+    """A request for `n` outputs of the first prompt, and the other prompts.
+
+    Raises InvalidRequestError.
+    """
+    n = request.n or 1
+    check_num_outputs("prompts", n * len(request.prompts))
+    prompt, *more_prompts = map(_prompt_from_proto, request.prompts)
+    generation = GenerationRequest(
+        prompt=prompt,
+        sampling_params=dataclasses.replace(_params_from_proto(request.sampling_params), n=n),
+        request_id=request.request_id,
+        received_at=arrival.received_at,
+        timeout_s=arrival.timeout_s,
+        session_id=request.session_id,
+        priority=request.priority,
+        principal=arrival.principal,
+    )
+    return generation, more_prompts
+
+
+def _params_from_proto(params: types_pb2.SamplingParams) -> SamplingParams:
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS}")
+    return wire_types.sampling_params_from_proto(params)
+
+
+def _prompt_from_proto(request: AnyPrompt) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return request.text
+        case "token_ids":
+            return request.token_ids.ids
+        case "chat":
+            check_num_messages(len(request.chat.messages))
+            return ChatPrompt(
+                [{"role": m.role, "content": m.content} for m in request.chat.messages]
+            )
+        case _:
+            raise InvalidRequestError("prompt", "one of text, token_ids or chat is needed")

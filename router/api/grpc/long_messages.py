@@ -1,0 +1,86 @@
+"""LongMessages: what a node says at length is read in a thread, and handed over piece by piece.
+
+One message of a link may have 300,000 parts. To count and read them takes a second and more, and to
+hand them to the calls that wait for them a good part of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from baton import wire
+from baton.errors import InvalidRequestError
+from baton.link import NodeEvent, NodeRegistration, StepDeltas
+from baton.message_cuts import parts_problem, tops_problem
+from baton.v1 import node_pb2
+from baton.wire_parts import count_parts
+from baton.wire_reading import Unread
+from router.fleet.node import Node
+from router.fleet.node_claims import MAX_REGISTRATION_PARTS, Vocabulary, event_problem
+
+HEARD_INTERVAL_S = 0.1
+# Each is handed over in some milliseconds. A step of a node that does not cut it has fewer.
+ROWS_AT_ONCE, DELTAS_AT_ONCE = 2**13, 2**10
+
+
+class LongMessages:
+    """Of one router: one thread for the messages of all links, one of each link at a time."""
+
+    def __init__(self) -> None:
+        # One: several would take most turns of the interpreter from the loop.
+        self._thread = ThreadPoolExecutor(1, "long-link-messages")
+
+    async def read(
+        self, node: Node, message: Unread, vocabulary: Vocabulary
+    ) -> tuple[list[NodeEvent], str]:
+        """What a message says, in pieces; or none, and why it cannot be read or cannot be.
+
+        What the node says behind it waits, the rest of the router does not.
+        """
+        reading = asyncio.get_running_loop().run_in_executor(
+            self._thread, _read, message, node.registration, vocabulary
+        )
+        try:
+            while not reading.done():
+                node.num_missed_beats = 0  # it is not silent; we are slow
+                await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)
+        finally:
+            reading.cancel()  # of a link that ended; not begun yet, it will not be
+        return reading.result()
+
+
+def read_registration(message: Unread) -> node_pb2.NodeMessage:
+    """The first message, which has few parts. Raises InvalidRequestError."""
+    num_parts = count_parts(message.data, node_pb2.NodeMessage, MAX_REGISTRATION_PARTS)
+    if num_parts > MAX_REGISTRATION_PARTS:
+        raise InvalidRequestError("registration", f"has more than {MAX_REGISTRATION_PARTS} parts")
+    read: node_pb2.NodeMessage = message.message()
+    return read
+
+
+def _read(
+    unread: Unread, registration: NodeRegistration, vocabulary: Vocabulary
+) -> tuple[list[NodeEvent], str]:
+    try:
+        message: node_pb2.NodeMessage = unread.message()
+    except InvalidRequestError as error:
+        return [], str(error)
+    problem = parts_problem(message) or tops_problem(message)
+    event = None if problem else wire.node_event_from_proto(message)
+    if event is None:
+        return [], problem
+    problem = event_problem(registration, event, vocabulary)
+    return ([], problem) if problem else (list(_pieces(event)), "")
+
+
+def _pieces(event: NodeEvent) -> Iterator[NodeEvent]:
+    if not isinstance(event, StepDeltas):
+        yield event
+        return
+    for first in range(0, len(event.epochs), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        yield StepDeltas(event.epochs[rows], event.output_indexes[rows], event.token_ids[rows])
+    for first in range(0, len(event.deltas), DELTAS_AT_ONCE):
+        yield StepDeltas((), (), (), event.deltas[first : first + DELTAS_AT_ONCE])

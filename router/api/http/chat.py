@@ -1,0 +1,241 @@
+"""`POST /v1/chat/completions`: a conversation in, the assistant's message out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from baton.errors import InvalidRequestError
+from baton.outputs import FinishReason, TextDelta
+from router.api.http.conversation import chat_prompt, forced_call, parser_context, takes_effort
+from router.api.http.exchange import (
+    PRINCIPAL,
+    Exchange,
+    HttpOptions,
+    check_stream,
+    generation_request,
+    read_body,
+)
+from router.api.http.ignored_fields import note_ignored
+from router.api.http.logprobs import TokenTexts
+from router.api.http.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatLogprobs,
+    FunctionDelta,
+    FunctionObject,
+    MessageDelta,
+    ToolCallDelta,
+    ToolCallObject,
+)
+from router.api.http.sampling import as_client_wrote, sampling_params
+from router.api.http.schema import ChatRequest
+from router.calls.call import Call
+from router.intake.choices import accept_choices
+from router.intake.intake import Intake
+from router.intake.parsers.base import CallArguments, CallBegins, OutputParser, Part, Reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a piece of an output says; calls that began before have neither name nor id."""
+
+    text: str
+    reasoning: str
+    calls: list[ToolCallDelta]
+    num_begun: int
+
+
+def divide(parts: Iterable[Part], num_calls: int) -> _Said:
+    """Parts of one output as the fields of its message.
+
+    Args:
+        num_calls: that began before them.
+    """
+    texts: list[str] = []
+    reasoning: list[str] = []
+    begun: dict[int, CallBegins] = {}
+    arguments: dict[int, list[str]] = {}
+    for part in parts:
+        match part:
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallBegins():
+                begun[num_calls + len(begun)] = part
+                arguments[num_calls + len(begun) - 1] = []
+            case CallArguments(text):
+                arguments.setdefault(num_calls + len(begun) - 1, []).append(text)
+            case _:
+                texts.append(part)
+    calls = [
+        _call_delta(index, begun.get(index), "".join(written))
+        for index, written in arguments.items()
+    ]
+    return _Said("".join(texts), "".join(reasoning), calls, len(begun))
+
+
+def _call_delta(index: int, begins: CallBegins | None, arguments: str) -> ToolCallDelta:
+    if begins is None:
+        return ToolCallDelta(index, FunctionDelta(arguments))
+    function = FunctionDelta(arguments, begins.name)
+    return ToolCallDelta(index, function, begins.call_id, "function")
+
+
+class ChatDialect:
+    """Chat completions of one request.
+
+    Args:
+        parsers: one per output.
+        texts: None when no logprobs are wanted.
+    """
+
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, parsers: list[OutputParser], texts: TokenTexts | None) -> None:
+        self._parsers = parsers
+        self._texts = texts
+        self._num_calls = [0] * len(parsers)
+        self._begun = [False] * len(parsers)
+        self._parts: list[list[Part]] = [[] for _ in parsers]  # of outputs that are told as a whole
+
+    def chunk(self, index: int, delta: TextDelta) -> ChatChunkChoice:
+        said = divide(self._parse(index, delta), self._num_calls[index])
+        self._num_calls[index] += said.num_begun
+        message = MessageDelta()
+        if not self._begun[index]:
+            self._begun[index] = True
+            message = MessageDelta(role="assistant", content="")
+        if said.text:
+            message.content = said.text
+        if said.reasoning:
+            message.reasoning_content = message.reasoning = said.reasoning
+        if said.calls:
+            message.tool_calls = said.calls
+        logprobs = self._logprobs(delta)
+        finish_reason = self._finish_reason(index, delta.finish_reason)
+        if message == MessageDelta() and finish_reason is None:
+            message.content = ""  # a token without text is a step all the same
+        return ChatChunkChoice(index, message, logprobs, finish_reason)
+
+    def choice(self, index: int, delta: TextDelta) -> ChatChoice:
+        said = divide(self._parts[index], 0)
+        message = AssistantMessage(said.text)
+        if said.reasoning:
+            message.reasoning_content = message.reasoning = said.reasoning
+        if said.calls:
+            message.content = said.text if said.text.strip() else None
+            message.tool_calls = [
+                ToolCallObject(str(call.id), FunctionObject(str(name), call.function.arguments))
+                for call in said.calls
+                if (name := call.function.name)
+            ]
+        reason = self._finish_reason(index, delta.finish_reason)
+        assert reason is not None
+        return ChatChoice(index, message, self._logprobs(delta), reason)
+
+    def take(self, index: int, delta: TextDelta) -> None:
+        parts = self._parse(index, delta)
+        self._num_calls[index] += sum(isinstance(part, CallBegins) for part in parts)
+        self._parts[index] += parts
+
+    def _parse(self, index: int, delta: TextDelta) -> list[Part]:
+        parser = self._parsers[index]
+        parts = list(parser.push(delta.text))
+        return parts if delta.finish_reason is None else [*parts, *parser.finish()]
+
+    def _finish_reason(self, index: int, reason: FinishReason | None) -> str | None:
+        if reason is FinishReason.STOP and self._num_calls[index]:
+            return "tool_calls"
+        return reason.value if reason is not None else None
+
+    def _logprobs(self, delta: TextDelta) -> ChatLogprobs | None:
+        if self._texts is None or not delta.logprobs:
+            return None
+        return self._texts.chat(delta.token_ids, delta.logprobs)
+
+
+async def chat_completions(
+    request: web.Request, intake: Intake, options: HttpOptions
+) -> web.StreamResponse:
+    """Raises what `web.middleware` turns into a response."""
+    received_at = time.perf_counter()
+    body = await read_body(request, ChatRequest, options)
+    check_stream(body)
+    note_effort(request, intake, body, "reasoning_effort")
+    calls, dialect = await open_chat(request, intake, body, received_at)
+    return await Exchange(
+        request=request,
+        intake=intake,
+        body=body,
+        calls=calls,
+        num_choices=len(calls),
+        dialect=dialect,
+    ).respond()
+
+
+def note_effort(request: web.Request, intake: Intake, body: ChatRequest, field: str) -> None:
+    """Note the field of a reasoning effort if the model knows none."""
+    template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
+    if body.reasoning_effort is not None and not takes_effort(body.reasoning_effort, template):
+        note_ignored(request, [field])
+
+
+async def open_chat(
+    request: web.Request, intake: Intake, body: ChatRequest, received_at: float
+) -> tuple[list[Call], ChatDialect]:
+    """The checked calls of a chat's outputs, and what words them.
+
+    Raises InvalidRequestError and what tokenizing raises.
+    """
+    if body.modalities not in (None, ["text"]):
+        raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
+    with as_client_wrote(body):
+        forced = forced_call(body)
+    intake.check_key(request[PRINCIPAL])  # before anything costs time
+    prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
+    params = sampling_params(
+        body,
+        max_tokens=_max_tokens(body, intake.max_model_len - len(prompt)),
+        defaults=intake.sampling_defaults,
+        logprobs=_num_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
+        structured_output=forced,
+    )
+    generation = generation_request(request, body, prompt, params, received_at)
+    parsers, context = intake.parsers, parser_context(body, intake.parsers.prompt_end(prompt))
+    shown = parsers.shown_token_ids(with_tools=bool(context.tools))
+    if shown:
+        text_options = dataclasses.replace(generation.text_options, shown_token_ids=shown)
+        generation = dataclasses.replace(generation, text_options=text_options)
+    with as_client_wrote(body):
+        calls = await accept_choices(intake, generation)
+    texts = TokenTexts(intake.tokenizer) if body.logprobs else None
+    is_constrained = params.structured_output is not None
+    make = functools.partial(
+        parsers.make, context, is_forced=forced is not None, is_constrained=is_constrained
+    )
+    return calls, ChatDialect([make() for _ in calls], texts)
+
+
+def _max_tokens(body: ChatRequest, room: int) -> int:
+    """As many as fit, if the client does not say."""
+    for given in (body.max_completion_tokens, body.max_tokens):
+        if given is not None:
+            return given
+    return max(room, 1, body.min_tokens or 0)
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidRequestError("top_logprobs", "needs logprobs: true")
+    return None

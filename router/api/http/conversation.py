@@ -1,0 +1,146 @@
+"""A chat request's messages and tools, as chat templates and parsers of the answer expect them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton.chat_template import ChatTemplate
+from baton.errors import InvalidRequestError
+from baton.structured_output import StructuredOutput
+from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
+from router.intake.parsers.base import ParserContext
+from router.intake.texts import ChatPrompt, check_num_messages
+
+_OURS = ("messages", "tools", "add_generation_prompt")
+
+
+def chat_prompt(request: ChatRequest) -> ChatPrompt:
+    """What the chat template is given; raises InvalidRequestError."""
+    given = request.chat_template_kwargs or {}
+    for name in _OURS:
+        if name in given:
+            raise InvalidRequestError("chat_template_kwargs", f"must not have {name}")
+    if not request.messages:
+        raise InvalidRequestError("messages", "must have at least 1 message, got 0")
+    check_num_messages(len(request.messages))
+    return ChatPrompt(
+        [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)],
+        tools=[_without_none(tool) for tool in offered_tools(request)],
+        template_options={**_template_options(request), **given},
+        continues_last=bool(request.continue_final_message),
+        template=request.chat_template,
+    )
+
+
+def _template_options(request: ChatRequest) -> dict[str, Any]:
+    """Variables of the template that have fields of their own."""
+    options: dict[str, Any] = {}
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message", "cannot be together with add_generation_prompt"
+            )
+        options["add_generation_prompt"] = False
+    elif request.add_generation_prompt is not None:
+        options["add_generation_prompt"] = request.add_generation_prompt
+    if request.documents is not None:
+        options["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == "none":
+            options["enable_thinking"] = False  # what Qwen's and others' templates call it
+    return options
+
+
+def takes_effort(effort: str, template: ChatTemplate | None) -> bool:
+    """Whether a reasoning effort changes what the template makes of a conversation."""
+    names = {"reasoning_effort", *(["enable_thinking"] if effort == "none" else ())}
+    return template is not None and not names.isdisjoint(template.variables)
+
+
+def offered_tools(request: ChatRequest) -> list[Tool]:
+    """Tools that the model is told of; none with ``tool_choice: "none"``."""
+    return [] if request.tool_choice == "none" else request.tools or []
+
+
+def parser_context(request: ChatRequest, prompt_end: str) -> ParserContext:
+    """What the parsers of the answer may know of the request."""
+    tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
+    return ParserContext(tools, prompt_end)
+
+
+def forced_call(request: ChatRequest) -> StructuredOutput | None:
+    """What holds the output to a call, if the request asks for that.
+
+    Raises InvalidRequestError when the tool that must be called is not among the tools.
+    """
+    choice = request.tool_choice
+    if choice in (None, "none", "auto"):
+        return None
+    tools = offered_tools(request)
+    if isinstance(choice, NamedToolChoice):
+        name = choice.function.name
+        tools = [tool for tool in tools if tool.function.name == name]
+        if not tools:
+            shown = name[:MAX_SHOWN_CHARS]
+            raise InvalidRequestError("tool_choice", f"{shown!r} is not one of the tools")
+    if not tools:
+        raise InvalidRequestError("tool_choice", "is 'required', but there are no tools")
+    schemas = [_call_schema(tool, index) for index, tool in enumerate(tools)]
+    return StructuredOutput(json_schema=schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
+
+
+def _call_schema(tool: Tool, index: int) -> dict[str, Any]:
+    parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    # An id makes them a document of their own: their references begin at it, not at the call.
+    parameters = {**parameters, "$id": f"urn:baton:tool:{index}"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.function.name}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _message(message: Message, field: str) -> dict[str, Any]:
+    # Templates know no developers: it is what OpenAI calls a system's message now.
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _text(message, field)}
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {
+                    "name": call.function.name,
+                    "arguments": call.function.arguments,
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _text(message: Message, field: str) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    texts = []
+    for i, part in enumerate(message.content):
+        if part.type != "text" or part.text is None:
+            raise InvalidRequestError(
+                f"{field}.content[{i}]",
+                f"must be of type text with a text, got {part.type[:MAX_SHOWN_CHARS]!r}",
+            )
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _without_none(tool: Tool) -> dict[str, Any]:
+    built: dict[str, Any] = msgspec.to_builtins(tool)
+    built["function"] = {k: v for k, v in built["function"].items() if v is not None}
+    return built

@@ -1,0 +1,133 @@
+"""Decoding: a body of JSON as a request, and the names in it that nobody here knows.
+
+A wrong type is one line that names the field. What it costs to read a body is bounded first.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar, get_args
+
+import msgspec
+
+from baton.errors import InvalidRequestError
+from router.api.http.schema import REFUSED
+
+T = TypeVar("T")
+# What a body may cost to be read, in which time nothing else is served: some tenth of a second. A
+# million token ids, or some fifty thousand messages. (Bytes in texts count, too: it is a bound.)
+MAX_READING_COST = 1_500_000
+_COST_OF = {b",": 1, b":": 8, b"[": 10, b"{": 10}
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+_ESCAPE = re.compile(r"(?:surrogate pair|escape) \(byte (\d+)\)")
+_KEY = re.compile(rb'"(\w{1,64})"[ \t\r\n]*+:')
+_KEY_WINDOW_BYTES = 1024
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+_EMPTY = (b"null", b"false", b"[]", b"{}", b'""')
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
+    """A request of its JSON, and its fields that have no effect.
+
+    Args:
+        strict: such a field is an error.
+
+    Raises InvalidRequestError naming the field that is wrong, or that must not be passed over.
+    """
+    _check_reading_cost(body)
+    with _in_one_line(body):
+        # Values are not looked at twice: this finds their ends.
+        given = _decode_fields(body)
+        unknown = [*_unknown(given, kind, strict=strict), *_unknown_within(given, kind)]
+        if strict and unknown:
+            raise InvalidRequestError(unknown[0], "is no field that Baton knows")
+        return msgspec.json.decode(body, type=kind), unknown
+
+
+def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> Iterator[str]:
+    known = _known(kind)
+    for name, value in given.items():
+        if name in known:
+            continue
+        if name in REFUSED and bytes(value) not in _EMPTY:
+            raise InvalidRequestError(name, REFUSED[name])
+        if strict or name not in REFUSED:  # (empty: it asks for nothing)
+            yield name
+
+
+def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[str]:
+    for name, inner_kind in _objects(kind).items():
+        if name in given and bytes(given[name])[:1] == b"{":
+            known = _known(inner_kind)
+            for inner in _decode_fields(given[name]):
+                if inner not in known:
+                    yield f"{name}.{inner}"
+
+
+@functools.cache
+def _known(kind: type) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+@functools.cache
+def _objects(kind: type) -> dict[str, type]:
+    """Fields that are objects with fields of their own."""
+    return {
+        field.encode_name: one
+        for field in msgspec.structs.fields(kind)
+        for one in get_args(field.type)
+        if isinstance(one, type) and issubclass(one, msgspec.Struct)
+    }
+
+
+@contextmanager
+def _in_one_line(body: bytes) -> Iterator[None]:
+    """Errors of the library, as ours."""
+    try:
+        yield
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except msgspec.DecodeError as error:
+        found = _ESCAPE.search(str(error))
+        field = _key_before(body, int(found[1])) if found else "body"
+        raise InvalidRequestError(field, f"is not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        position = body.find(error.object)
+        raise InvalidRequestError(
+            _key_before(body, position), f"is not valid UTF-8 at byte {position + error.start}"
+        ) from None
+    except RecursionError:
+        raise InvalidRequestError("body", "is nested too deeply") from None
+
+
+def _check_reading_cost(body: bytes) -> None:
+    if len(body) * max(_COST_OF.values()) <= MAX_READING_COST:
+        return
+    cost = sum(body.count(sign) * weight for sign, weight in _COST_OF.items())
+    if cost > MAX_READING_COST:
+        raise InvalidRequestError(
+            "body",
+            "has too many values: commas, 8 x colons and 10 x opening brackets must be at most "
+            f"{MAX_READING_COST} together, got {cost}",
+        )
+
+
+def _key_before(body: bytes, position: int) -> str:
+    """The key that a text at a place in a body belongs to, as far as one can see from there."""
+    keys = _KEY.findall(body, max(position - _KEY_WINDOW_BYTES, 0), position)
+    return keys[-1].decode() if keys else "body"
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    """The library's message, "Expected `int`, got `str` - at `$.n`", as one of ours."""
+    found = _PATH.search(message)
+    path = found[1] if found else ""
+    problem = message[: found.start()] if found else message
+    if missing := _MISSING.search(problem):
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return InvalidRequestError(path, "is needed")
+    return InvalidRequestError(path or "body", f"{problem[:1].lower()}{problem[1:]}")

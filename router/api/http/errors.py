@@ -1,0 +1,189 @@
+"""Errors as the API of their path words them: a status, and a body that its clients understand.
+
+OpenAI's:
+    {"error": {"message": "max_tokens: must be 1 or more, got 0", "type": "invalid_request_error",
+               "param": "max_tokens", "code": null}}
+Anthropic's, on the paths of its messages:
+    {"type": "error", "error": {"type": "invalid_request_error", "message": "max_tokens: ..."},
+     "request_id": "..."}
+
+Status codes of our own errors are in the one table of `baton/errors.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import hdrs, web
+
+from baton.errors import (
+    HTTP_STATUS_OF,
+    BatonError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    status_name,
+)
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Handler
+
+REQUEST_ID = web.RequestKey("request_id", str)
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "invalid_request_error",
+    403: "invalid_request_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "cancelled_error",
+    501: "not_implemented_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+MESSAGES_PATH = "/v1/messages"
+MESSAGES_REQUEST_ID_HEADER = "request-id"  # where its clients look for it
+_MESSAGE_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An error of HTTP's own, such as a path that does not exist; gRPC has no word for it.
+
+    Args:
+        status: of HTTP.
+        code: OpenAI's word for it, where it has one.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class _Error(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+class MessageError(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessageErrorBody(msgspec.Struct):
+    error: MessageError
+    request_id: str | None
+    type: str = "error"
+
+
+def is_of_messages(request: web.BaseRequest) -> bool:
+    """Whether a client of this API waits for the answer, or the error."""
+    return request.path == MESSAGES_PATH or request.path.startswith(f"{MESSAGES_PATH}/")
+
+
+def message_error(status: int, message: str) -> MessageError:
+    """An error with an HTTP status, in this API's words."""
+    otherwise = "invalid_request_error" if status < 500 else "api_error"
+    return MessageError(_MESSAGE_TYPES.get(status, otherwise), message)
+
+
+def status_of(error: BatonError | ApiError) -> int:
+    """The HTTP status of an error."""
+    return error.status if isinstance(error, ApiError) else HTTP_STATUS_OF[status_name(error)]
+
+
+def error_code(error: BatonError | ApiError) -> str:
+    """The Responses API's word for an error that ends a stream."""
+    return "rate_limit_exceeded" if status_of(error) == 429 else "server_error"
+
+
+def error_body(error: BatonError | ApiError) -> bytes:
+    """JSON of an error."""
+    param, code = None, None
+    if isinstance(error, ApiError):
+        param, code = error.param, error.code
+    elif isinstance(error, InvalidRequestError):
+        param = error.field
+    elif isinstance(error, UnauthenticatedError):
+        code = "invalid_api_key"
+    elif isinstance(error, PermissionDeniedError):
+        code = "permission_denied"
+    kind = _TYPES.get(status_of(error), "internal_error")
+    return msgspec.json.encode(_ErrorBody(_Error(str(error), kind, param, code)))
+
+
+def error_response(request: web.BaseRequest, error: BatonError | ApiError) -> web.Response:
+    """The response to a request that failed before anything was sent."""
+    status = status_of(error)
+    body = error_body(error)
+    if is_of_messages(request):
+        told = message_error(status, str(error))
+        body = msgspec.json.encode(MessageErrorBody(told, request.get(REQUEST_ID)))
+    headers = {}
+    delay_s = None if isinstance(error, ApiError) else error.retry_delay_s
+    if delay_s is not None:
+        headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))  # HTTP knows whole seconds only
+    if isinstance(error, UnauthenticatedError):
+        headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def known_error(error: Exception) -> BatonError | ApiError:
+    """What a client is told of an error; of one that nobody expected, the log has the rest."""
+    if isinstance(error, BatonError | ApiError):
+        return error
+    logger.error("unexpected error in a request", exc_info=error)
+    return ApiError(500, f"internal error: {type(error).__name__}")
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> Any:
+    """Turns what a handler raises into a response: ours by the table, all else into 500."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return error_response(request, _of_http(request, error))
+    except ConnectionError:  # the client went away: nobody reads this
+        return web.Response(status=HTTP_STATUS_OF["CANCELLED"])
+    except Exception as error:  # the interceptor of this API
+        return error_response(request, known_error(error))
+
+
+def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
+    """aiohttp's own errors: no such path, wrong method, body too large."""
+    if isinstance(error, web.HTTPNotFound):
+        return ApiError(404, f"path: {request.path} does not exist", code="unknown_url")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = " or ".join(sorted(error.allowed_methods - {hdrs.METH_HEAD}))
+        return ApiError(405, f"method: {request.path} takes {allowed}, got {request.method}")
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return ApiError(413, f"body: {' '.join((error.text or 'is too large').split())}")
+    return ApiError(error.status, error.reason)

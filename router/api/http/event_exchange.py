@@ -1,0 +1,151 @@
+"""One chat over an API whose answers are told as events: from its fields to the last event.
+
+    body -> ChatRequest -> a call -> ChatDialect's chunks -> AnswerEvents -> a stream, or the whole
+
+What such an API words in its own way is in `AnswerEvents` and `FieldNames`; all else is here once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from baton.errors import BatonError, InvalidRequestError
+from baton.outputs import TextDelta
+from router.api.http.chat import ChatDialect, open_chat
+from router.api.http.errors import ApiError
+from router.api.http.exchange import ENTRY, respond_in_events
+from router.api.http.responses import MessageDelta
+from router.api.http.sampling import as_client_wrote
+from router.api.http.schema import ChatRequest
+from router.api.http.sse import EventStream
+from router.calls.call import Call
+from router.intake.intake import Intake
+
+FieldNames = Mapping[str, str]
+"""What errors about a chat request call a field, and what the client wrote."""
+
+
+class AnswerEvent(msgspec.Struct):
+    """An event; it is sent under the name of its type."""
+
+    type: str
+
+
+class AnswerEvents(Protocol):
+    """How an API words one answer, as it comes."""
+
+    def begin(self) -> Iterator[AnswerEvent]:
+        """The first token has come."""
+        ...
+
+    def push(self, message: MessageDelta, num_tokens: int) -> Iterator[AnswerEvent]:
+        """The next part of the answer, of so many tokens."""
+        ...
+
+    def finish(self, reason: str, delta: TextDelta) -> Iterator[AnswerEvent]:
+        """The answer is at its end, for a chat's reason; the last delta has what it cost."""
+        ...
+
+    def fail(self, error: BatonError | ApiError) -> AnswerEvent:
+        """It ends early: the last event."""
+        ...
+
+    def whole(self) -> Any:
+        """The answer without a stream, when it is at its end; raises ApiError if there is none."""
+        ...
+
+
+@contextmanager
+def as_fields(names: FieldNames) -> Iterator[None]:
+    """Errors about fields of the chat request name those that the client wrote."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        field = error.field
+        for ours, theirs in names.items():
+            if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
+                raise InvalidRequestError(theirs + field[len(ours) :], error.problem) from None
+        raise
+
+
+async def answer_in_events(
+    request: web.Request,
+    intake: Intake,
+    body: ChatRequest,
+    *,
+    received_at: float,
+    names: FieldNames,
+    make_events: Callable[[Call], AnswerEvents],
+) -> web.StreamResponse:
+    """Answer a chat; raises what `web.middleware` turns into a response."""
+    with as_fields(names):
+        (call,), dialect = await open_chat(request, intake, body, received_at)
+    return await EventExchange(
+        request=request,
+        intake=intake,
+        body=body,
+        call=call,
+        dialect=dialect,
+        events=make_events(call),
+        names=names,
+    ).respond()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventExchange:
+    """A checked request."""
+
+    request: web.Request
+    intake: Intake
+    body: ChatRequest
+    call: Call
+    dialect: ChatDialect
+    events: AnswerEvents
+    names: FieldNames
+
+    async def respond(self) -> web.StreamResponse:
+        """Run the call; ends it when the client goes away."""
+        self.request[ENTRY].num_prompt_tokens = len(self.call.prompt_token_ids)
+        if self.body.stream:
+            return await respond_in_events(self.request, [self.call], self._send, self._fail)
+        async with contextlib.aclosing(self._run()) as events:
+            async for _ in events:
+                pass
+        body = msgspec.json.encode(self.events.whole())
+        return web.Response(body=body, content_type="application/json")
+
+    async def _send(self, stream: EventStream) -> None:
+        async with contextlib.aclosing(self._run()) as events:
+            async for event in events:
+                await stream.send(event, kind=event.type)
+        await stream.end()
+
+    async def _fail(self, stream: EventStream, error: BatonError | ApiError) -> None:
+        event = self.events.fail(error)
+        await stream.send(event, kind=event.type)
+        await stream.end()
+
+    async def _run(self) -> AsyncGenerator[AnswerEvent, None]:
+        """From the first token on: what fails before it has a status of its own."""
+        has_begun = False
+        with as_fields(self.names), as_client_wrote(self.body):
+            async with contextlib.aclosing(self.intake.stream(self.call)) as deltas:
+                async for delta in deltas:
+                    if not has_begun:
+                        has_begun = True
+                        for event in self.events.begin():
+                            yield event
+                    self.request[ENTRY].note_tokens(len(delta.token_ids))
+                    choice = self.dialect.chunk(0, delta)
+                    for event in self.events.push(choice.delta, len(delta.token_ids)):
+                        yield event
+                    if choice.finish_reason is not None:
+                        for event in self.events.finish(choice.finish_reason, delta):
+                            yield event

@@ -1,0 +1,391 @@
+"""One request over HTTP from its checked calls to the last byte: what both APIs share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from aiohttp import hdrs, web
+
+from baton.access_log import AccessEntry
+from baton.errors import BatonError, InvalidRequestError
+from baton.held_calls import HeldCalls
+from baton.identity import Principal
+from baton.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
+from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
+from baton.sampling_params import SamplingParams
+from baton.stop_strings import DetokenizeOptions
+from router.api.http.decoding import decode
+from router.api.http.errors import REQUEST_ID, ApiError, known_error, status_of
+from router.api.http.ignored_fields import note_ignored
+from router.api.http.logprobs import TokenTexts, as_many
+from router.api.http.responses import Choice, Receipts, Response, usage_of, usage_up_to
+from router.api.http.sampling import as_client_wrote
+from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, SamplingRequest
+from router.api.http.sse import EventStream
+from router.calls.call import Call
+from router.intake.choices import merge_streams
+from router.intake.intake import GenerationRequest, Intake, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """Options of the HTTP API; see `baton router --help`.
+
+    Attributes:
+        model_name: what clients call the model.
+        strict_fields: a field that has no effect is an error.
+    """
+
+    model_name: str
+    strict_fields: bool = False
+
+
+class Body(Protocol):
+    """A request's fields; one that names no model means the one that is served."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+T = TypeVar("T", bound=Body)
+
+ENTRY = web.RequestKey("entry", AccessEntry)
+PRINCIPAL = web.RequestKey("principal", Principal)
+BODIES = web.AppKey("bodies", HeldCalls)
+SHORT_BODY_BYTES = 2**16  # which every connection may have
+SESSION_ID_HEADER = "X-Session-Id"
+# A body has so long, and so much longer as it comes at the slowest rate.
+BODY_TIMEOUT_S = 10.0
+MIN_BODY_BYTES_PER_S = 64 * 2**10
+# A client that takes nothing for so long after its deadline is cut off.
+READ_GRACE_S = 30.0
+# Of all outputs of a response that is made as a whole: they take much memory, and time in which
+# nothing else is served.
+MAX_LOGPROBS_AT_ONCE = 300_000
+# Of prompts, once for each output, in a response.
+MAX_RETURNED_TOKEN_IDS = 2**20
+
+
+class Dialect(Protocol):
+    """How one of the APIs words the outputs of one request.
+
+    Attributes:
+        id_prefix: of response ids.
+        object: of a whole response.
+        chunk_object: of a chunk.
+    """
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+    def chunk(self, index: int, delta: TextDelta) -> Choice:
+        """The next piece of an output, with or without a text.
+
+        Each makes a chunk: clients take the time between two for that between tokens.
+        """
+        ...
+
+    def take(self, index: int, delta: TextDelta) -> None:
+        """Read a piece of an output that is told as a whole: not all of it is read at once."""
+        ...
+
+    def choice(self, index: int, delta: TextDelta) -> Choice:
+        """A whole output, its deltas joined."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A checked request.
+
+    Attributes:
+        calls: one per output; those of one prompt next to each other.
+        num_choices: outputs per prompt.
+        prompt_only: whether the client wants to know about its prompts and no output.
+    """
+
+    request: web.Request
+    intake: Intake
+    body: SamplingRequest
+    calls: list[Call]
+    num_choices: int
+    dialect: Dialect
+    prompt_only: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def respond(self) -> web.StreamResponse:
+        """Run the calls; ends them when the client goes away."""
+        entry = self.request[ENTRY]
+        of_prompts = self.calls[:: self.num_choices]
+        entry.num_prompt_tokens = sum(len(call.prompt_token_ids) for call in of_prompts)
+        if self.body.stream:
+            return await respond_in_events(
+                self.request, self.calls, self._send_events, EventStream.fail
+            )
+        deltas: list[list[TextDelta]] = [[] for _ in self.calls]
+        num_logprobs = 0
+        with as_client_wrote(self.body):
+            async with contextlib.aclosing(self._merged()) as merged:
+                async for index, delta in merged:
+                    deltas[index].append(delta)
+                    self.dialect.take(index, delta)
+                    entry.note_tokens(len(delta.token_ids))
+                    num_logprobs += count_logprobs(delta)
+                    if num_logprobs > MAX_LOGPROBS_AT_ONCE:
+                        raise InvalidRequestError(
+                            "logprobs",
+                            f"a response without stream may have {MAX_LOGPROBS_AT_ONCE} together",
+                        )
+        outputs = [join_deltas(parts) for parts in deltas]
+        receipts = [_receipt_of(output) for output in outputs]
+        make = self.intake.long_answers.make
+        response = self._response(
+            self.dialect.object,
+            [
+                self._with_ids(
+                    await make(output, functools.partial(self.dialect.choice, index, output)),
+                    output,
+                )
+                for index, output in enumerate(outputs)
+            ],
+            receipts,
+        )
+        self._add_prompt_ids(response)
+        if isinstance(self.body, ChatRequest) and self.body.prompt_logprobs is not None:
+            token_ids, found = self.calls[0].prompt_token_ids, outputs[0].prompt_logprobs
+            texts = TokenTexts(self.intake.tokenizer)
+            response.prompt_logprobs = await make(
+                outputs[0],
+                functools.partial(texts.prompt, token_ids, as_many(found, len(token_ids))),
+            )
+        response.usage = usage_of(receipts, self.num_choices)
+        return web.Response(body=msgspec.json.encode(response), content_type="application/json")
+
+    async def _send_events(self, events: EventStream) -> None:
+        with as_client_wrote(self.body):
+            await self._send_chunks(events)
+
+    async def _send_chunks(self, events: EventStream) -> None:
+        options = self.body.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        wants_all_usage = options is not None and bool(options.continuous_usage_stats)
+        receipts: dict[int, Receipt] = {}
+        async with contextlib.aclosing(self._merged()) as merged:
+            async for index, delta in merged:
+                self.request[ENTRY].note_tokens(len(delta.token_ids))
+                ended = []
+                if delta.finish_reason is not None:
+                    ended = [_receipt_of(delta)]
+                    receipts[index] = ended[0]
+                made = await self.intake.long_answers.make(
+                    delta, functools.partial(self.dialect.chunk, index, delta)
+                )
+                choice = self._with_ids(made, delta)
+                chunk = self._response(self.dialect.chunk_object, [choice], ended)
+                if delta.output_index == 0:
+                    self._add_prompt_ids(chunk)
+                if wants_all_usage:
+                    num_prompt_tokens = len(self.calls[index].prompt_token_ids)
+                    chunk.usage = usage_up_to(num_prompt_tokens, delta)
+                elif wants_usage:
+                    chunk.usage = None
+                await events.send(chunk)
+        if wants_usage:
+            chunk = self._response(self.dialect.chunk_object, [], [])
+            in_order = [receipts[index] for index in range(len(self.calls))]
+            chunk.usage = usage_of(in_order, self.num_choices)
+            await events.send(chunk)
+        await events.finish()
+
+    def _with_ids(self, choice: Choice, delta: TextDelta) -> Choice:
+        if self.body.return_token_ids:
+            choice.token_ids = list(delta.token_ids)
+        return choice
+
+    def _add_prompt_ids(self, response: Response) -> None:
+        """Where there is one prompt; else each choice has its own."""
+        if self.body.return_token_ids and isinstance(self.body, ChatRequest):
+            response.prompt_token_ids = self.calls[0].prompt_token_ids
+
+    def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        streams = [self.intake.stream(call) for call in self.calls]
+        return merge_streams([without_output(s) for s in streams] if self.prompt_only else streams)
+
+    def _response(self, kind: str, choices: list[Any], receipts: list[Receipt]) -> Response:
+        response = Response(
+            id=self.dialect.id_prefix + self.calls[0].request_id,
+            object=kind,
+            created=self.created,
+            model=self.body.model,
+            choices=choices,
+        )
+        if self.body.include_receipt and receipts:
+            response.baton = Receipts(receipts)
+        return response
+
+
+async def respond_in_events(
+    request: web.Request,
+    calls: Sequence[Call],
+    send: Callable[[EventStream], Awaitable[None]],
+    fail: Callable[[EventStream, BatonError | ApiError], Awaitable[None]],
+) -> web.StreamResponse:
+    """Stream what calls say.
+
+    Args:
+        send: sends all of it.
+        fail: tells, as the last event, why it ends early.
+    """
+    events = EventStream(request)
+    deadline_s = max(call.timeout_s for call in calls)
+    try:
+        # A client that reads nothing holds up the calls' own deadlines.
+        async with asyncio.timeout(deadline_s + READ_GRACE_S):
+            await send(events)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    except Exception as error:  # the interceptor, of what has begun to be sent
+        if not events.begun or isinstance(error, ConnectionError):
+            raise
+        known = known_error(error)
+        request[ENTRY].error = str(status_of(known))
+        await fail(events, known)
+    return events.response
+
+
+def generation_request(
+    request: web.Request,
+    body: SamplingRequest,
+    prompt: Prompt,
+    params: SamplingParams,
+    received_at: float,
+) -> GenerationRequest:
+    """What a client asks for in body and headers."""
+    return GenerationRequest(
+        prompt=prompt,
+        sampling_params=params,
+        request_id=request[REQUEST_ID],
+        received_at=received_at,
+        session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
+        priority=body.priority or 0,
+        principal=request[PRINCIPAL],
+        cache_word=body.cache_salt or "",
+        text_options=DetokenizeOptions(
+            skip_special_tokens=body.skip_special_tokens is not False,
+            include_stop=bool(body.include_stop_str_in_output),
+        ),
+    )
+
+
+def check_num_returned(num_token_ids: int) -> None:
+    """Raise InvalidRequestError for more of prompts than one response may have."""
+    if num_token_ids > MAX_RETURNED_TOKEN_IDS:
+        raise InvalidRequestError(
+            "return_token_ids",
+            f"prompts of all outputs must have at most {MAX_RETURNED_TOKEN_IDS} tokens, "
+            f"got {num_token_ids}",
+        )
+
+
+async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -> T:
+    """The request's fields; notes those that have no effect.
+
+    Raises:
+        InvalidRequestError: a field is wrong.
+        ApiError: it is no JSON, comes too slowly, or asks for another model.
+    """
+    # (`request.content_type` takes seconds to read a header of thousands of semicolons.)
+    content_type, _, _ = request.headers.get(hdrs.CONTENT_TYPE, "no").partition(";")
+    if content_type.strip().lower() != "application/json":
+        # Also keeps web pages of others out, which may send anything but this unasked.
+        raise ApiError(
+            415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {content_type.strip()}"
+        )
+    raw = await _read_in_turn(request)
+    body, ignored = decode(raw, kind, strict=options.strict_fields)
+    note_ignored(request, ignored)
+    if body.model not in (None, options.model_name):
+        assert body.model is not None
+        raise unknown_model(body.model, options.model_name)
+    return body
+
+
+def check_stream(body: SamplingRequest) -> None:
+    """Raise InvalidRequestError for options of a stream that is not asked for, or of none."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options", "is for stream: true only")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs", "is not for stream: true; logprobs are")
+
+
+async def _read_in_turn(request: web.Request) -> bytes:
+    """The body; of long ones few of one caller come at once. Raises ApiError; see `HeldCalls`."""
+    if 0 < (request.content_length or 0) <= SHORT_BODY_BYTES:
+        return await _read_in_time(request)
+    caller = request[PRINCIPAL].name or request.remote or ""
+    async with request.app[BODIES].turn(caller):
+        return await _read_in_time(request)
+
+
+async def _read_in_time(request: web.Request) -> bytes:
+    """The body; raises ApiError when it is too large or comes too slowly."""
+    limit, declared = MAX_CLIENT_MESSAGE_BYTES, request.content_length or 0
+    parts, num_bytes = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S) as timeout:
+            began_at = asyncio.get_running_loop().time()
+            while declared <= limit and (part := await request.content.readany()):
+                parts.append(part)
+                num_bytes += len(part)
+                if num_bytes > limit:
+                    break
+                in_s = BODY_TIMEOUT_S + num_bytes / MIN_BODY_BYTES_PER_S
+                timeout.reschedule(began_at + in_s)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"body: must come within {BODY_TIMEOUT_S:g} s, or at {MIN_BODY_BYTES_PER_S} bytes/s; "
+            f"{num_bytes} bytes came",
+        ) from None
+    if max(num_bytes, declared) > limit:
+        got = declared or f"more than {limit}"
+        raise ApiError(413, f"body: must have at most {limit} bytes, got {got}")
+    return b"".join(parts)
+
+
+async def without_output(
+    stream: AsyncGenerator[TextDelta, None],
+) -> AsyncGenerator[TextDelta, None]:
+    """What an output of one token says of its prompt."""
+    async with contextlib.aclosing(stream) as deltas:
+        async for delta in deltas:
+            yield dataclasses.replace(
+                delta,
+                token_ids=(),
+                text="",
+                finish_reason=FinishReason.LENGTH,
+                receipt=dataclasses.replace(_receipt_of(delta), num_output_tokens=0),
+                logprobs=(),
+            )
+
+
+def _receipt_of(delta: TextDelta) -> Receipt:
+    """Of an output's last delta."""
+    assert delta.receipt is not None
+    return delta.receipt
+
+
+def unknown_model(model: str, model_name: str) -> ApiError:
+    """Another model than the one that is served."""
+    message = f"model: {model[:MAX_SHOWN_CHARS]!r} does not exist here, {model_name!r} is served"
+    return ApiError(404, message, param="model", code="model_not_found")

@@ -1,0 +1,389 @@
+"""HttpServer: the paths of the HTTP API, on the router's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import ssl
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+from aiohttp import hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from baton.access import Access
+from baton.access_log import AccessEntry, AccessLog, trace_id_of
+from baton.audit_log import AuditKind
+from baton.call_roles import ANY, INFER, LOOK, OPEN, Roles
+from baton.connection_limits import ConnectionCounts, ConnectionLimits
+from baton.connections import Listener
+from baton.credentials import TRACEPARENT, http_credentials
+from baton.errors import HTTP_STATUS_OF, ConfigError, InvalidRequestError, OverloadedError
+from baton.held_calls import HeldCalls
+from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
+from baton.version import __version__
+from router.api.anthropic_messages.api import count_tokens, messages
+from router.api.http.chat import chat_completions
+from router.api.http.completions import completions
+from router.api.http.errors import (
+    MESSAGES_REQUEST_ID_HEADER,
+    REQUEST_ID,
+    ApiError,
+    error_middleware,
+    error_response,
+    is_of_messages,
+)
+from router.api.http.exchange import BODIES, ENTRY, PRINCIPAL, HttpOptions, unknown_model
+from router.api.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
+from router.api.http.responses import LoadObject, ModelList, ModelObject, VersionObject
+from router.api.http.tokenization import detokenize, tokenize
+from router.api.openai_responses.api import responses
+from router.fleet.node_pool import NodePool
+from router.gate.overload import Overload
+from router.gate.rate_limits import REQUESTS, TOKENS, Rate
+from router.intake.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
+from router.intake.metrics import RouterMetrics
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Handler
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_Serve = Callable[
+    [web.Request, Intake, HttpOptions], Awaitable[web.StreamResponse | msgspec.Struct]
+]
+# What clients ask of the model: a line and a module each.
+SERVED: dict[str, _Serve] = {
+    "/v1/completions": completions,
+    "/v1/chat/completions": chat_completions,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+}
+NOT_SERVED = (
+    "/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify",
+    "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/v1/audio/transcriptions",
+)  # fmt: skip
+# What a client still sends behind its answer is read and dropped for so long, so that it gets it.
+_LINGERING_S = 2.0
+# What a client's request is refused as, if nobody knows who it is, before the path is looked at.
+_UNKNOWN_PATH = ANY
+_RATE_WORDS = {REQUESTS: "requests", TOKENS: "tokens"}
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class HttpServer:
+    """Serves the HTTP API.
+
+    Args:
+        model_name: what clients call the model.
+        strict_fields: a field that has no effect is an error.
+        access: knows who may call.
+        cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
+        grace_s: when it stops, requests in progress have so long to end.
+        limits: of connections.
+        overload: says what is not taken on.
+        tls: what it serves HTTPS with; None: HTTP.
+        access_log: is told of requests that have ended.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        pool: NodePool,
+        metrics: RouterMetrics,
+        *,
+        model_name: str,
+        strict_fields: bool = False,
+        access: Access | None = None,
+        cors_origin: str = "",
+        grace_s: float = 0.0,
+        limits: ConnectionLimits | None = None,
+        overload: Overload | None = None,
+        tls: ssl.SSLContext | None = None,
+        access_log: AccessLog | None = None,
+    ) -> None:
+        self._intake = intake
+        self._pool = pool
+        self._metrics = metrics
+        self._model_name = model_name
+        self._options = HttpOptions(model_name=model_name, strict_fields=strict_fields)
+        self._ignored_fields = IgnoredFieldsLog()
+        self._access = access or Access()
+        self._cors_origin = cors_origin
+        self._tls = tls
+        self._access_log = access_log or AccessLog()
+        self._created = int(time.time())
+        self._is_stopping = False
+        self._overload = overload or Overload()
+        app = web.Application(
+            client_max_size=MAX_CLIENT_MESSAGE_BYTES,
+            middlewares=[
+                self._note_work,
+                self._name_and_preflight,
+                self._log_access,
+                error_middleware,
+                self._authenticate,
+            ],
+        )
+        app[BODIES] = HeldCalls()
+        app.on_response_prepare.append(self._add_headers)
+        # Every path with the role that it wants; what is not here is there for nobody.
+        routes: list[tuple[str, str, Handler, Roles | None]] = [
+            *((hdrs.METH_POST, path, self._of(serve), INFER) for path, serve in SERVED.items()),
+            *((hdrs.METH_POST, path, self._not_served, INFER) for path in NOT_SERVED),
+            (hdrs.METH_GET, "/v1/models", self._models, INFER),
+            (hdrs.METH_GET, "/v1/models/{model:.+}", self._model, INFER),
+            # Load balancers and kubelets bring no key: these say yes or no, and nothing else.
+            (hdrs.METH_GET, "/health", self._health, OPEN),
+            (hdrs.METH_GET, "/ping", self._ping, OPEN),
+            (hdrs.METH_POST, "/ping", self._ping, OPEN),
+            (hdrs.METH_GET, "/ready", self._ready, OPEN),
+            (hdrs.METH_GET, "/version", self._version, ANY),
+            (hdrs.METH_GET, "/load", self._load, LOOK),
+            (hdrs.METH_GET, "/metrics", self._show_metrics, LOOK),
+        ]
+        self._roles = {handler: roles for _, _, handler, roles in routes}
+        for method, path, handler, _ in routes:
+            app.router.add_route(method, path, handler)
+        limits = limits or ConnectionLimits()
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=grace_s,
+            keepalive_timeout=limits.idle_timeout_s,
+            lingering_time=_LINGERING_S,
+            auto_decompress=False,  # a few bytes would become megabytes
+            logger=_logger_of_protocol(),
+        )
+        self._listener = Listener(self._make_protocol, limits)
+
+    @property
+    def connections(self) -> ConnectionCounts:
+        """How many there are, and what became of the others."""
+        return self._listener.counts
+
+    async def start(self, listen: str) -> str:
+        """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
+
+        Raises ConfigError when the address is malformed or in use.
+        """
+        await self._runner.setup()
+        try:
+            return await self._listener.start("http_listen", listen, ssl_context=self._tls)
+        except ConfigError as error:
+            await self._runner.cleanup()
+            raise ConfigError(f'{error}; choose another, or "" for no HTTP') from None
+
+    @property
+    def num_at_work(self) -> int:
+        """Requests whose answers are not written yet."""
+        return self._listener.counts.at_work
+
+    @property
+    def share_at_work(self) -> float:
+        """The same, of all connections that there may be."""
+        return self._listener.counts.at_work / self._listener.limits.max_connections
+
+    def announce_stop(self) -> None:
+        """Be ready no more, and keep no connection open behind its next answer."""
+        self._is_stopping = True
+
+    async def stop(self) -> None:
+        """Stop accepting requests, and end those in progress after their grace."""
+        self._listener.stop_accepting()
+        await self._runner.cleanup()
+        self._listener.close()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        server = self._runner.server
+        assert server is not None  # set up
+        return server()
+
+    # ------------------------------------------------------------------ all responses
+
+    @web.middleware
+    async def _note_work(self, request: web.Request, handler: Handler) -> Any:
+        """Tell the listener that a connection is at work; refuse bodies that are to be inflated."""
+        with self._listener.working(request.protocol):
+            coding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
+            if coding.lower() != "identity":
+                message = f"{hdrs.CONTENT_ENCODING}: must be identity, got {coding[:20]!a}"
+                return error_response(request, ApiError(415, message))
+            if request.method == hdrs.METH_POST:
+                try:
+                    self._overload.check()  # before anything is read
+                except OverloadedError as error:
+                    return error_response(request, error)
+            return await handler(request)
+
+    @web.middleware
+    async def _name_and_preflight(self, request: web.Request, handler: Handler) -> Any:
+        """Give the request its id; answer what browsers ask before they call."""
+        request_id = request.headers.get(REQUEST_ID_HEADER, "")
+        request[REQUEST_ID] = uuid.uuid4().hex
+        try:
+            check_name(REQUEST_ID_HEADER, request_id, MAX_REQUEST_ID_CHARS)
+        except InvalidRequestError as error:
+            return error_response(request, error)
+        if request_id:
+            request[REQUEST_ID] = request_id
+        is_preflight = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        if request.method == hdrs.METH_OPTIONS and is_preflight and self._cors_origin:
+            return web.Response(status=204)
+        with structlog.contextvars.bound_contextvars(request_id=request[REQUEST_ID]):
+            return await handler(request)
+
+    @web.middleware
+    async def _log_access(self, request: web.Request, handler: Handler) -> Any:
+        """Tell the access log of what clients ask for; not of what operators and balancers do."""
+        entry = request[ENTRY] = AccessEntry(
+            call=f"{request.method} {request.path}",
+            address=request.remote or "",
+            request_id=request[REQUEST_ID],
+            trace_id=trace_id_of(request.headers.get(TRACEPARENT, "")),
+        )
+        status = HTTP_STATUS_OF["CANCELLED"]
+        try:
+            with structlog.contextvars.bound_contextvars(trace_id=entry.trace_id or None):
+                response: web.StreamResponse = await handler(request)
+            status = response.status
+            return response
+        finally:
+            if self._roles.get(request.match_info.handler, INFER) is INFER:
+                self._access_log.write(entry, request.get(PRINCIPAL), str(status))
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Handler) -> Any:
+        """Find out whose request it is, and whether it may, by what would serve it.
+
+        Not by what the path looks like: a path that nobody serves has no handler of ours, and then
+        who is unknown is not told so much.
+        """
+        roles = self._roles.get(request.match_info.handler, _UNKNOWN_PATH)
+        if roles is not OPEN:
+            shown = http_credentials(request)
+            call = f"{request.method} {request.path}"
+            principal = self._access.admit(shown, roles, call)
+            request[PRINCIPAL] = principal
+            if roles is LOOK:
+                self._access.note(AuditKind.LOOKED, principal, shown.address, call)
+        return await handler(request)
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self._is_stopping or self._overload.level:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"
+        if request_id := request.get(REQUEST_ID):
+            response.headers[REQUEST_ID_HEADER] = request_id
+            if is_of_messages(request):
+                response.headers[MESSAGES_REQUEST_ID_HEADER] = request_id
+        if ignored := request.get(IGNORED_FIELDS):
+            response.headers[IGNORED_FIELDS_HEADER] = ", ".join(ignored)
+            self._ignored_fields.note(ignored, request_id or "")
+        if principal := request.get(PRINCIPAL):
+            response.headers.update(_rate_headers(self._intake.rates_of(principal)))
+        if self._cors_origin:
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = self._cors_origin
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = "GET, POST"
+            asked_for = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
+            if asked_for:
+                response.headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = asked_for
+            exposed = f"{REQUEST_ID_HEADER}, {IGNORED_FIELDS_HEADER}"
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = exposed
+
+    # ------------------------------------------------------------------ paths
+
+    def _of(self, serve: _Serve) -> Handler:
+        """A path's handler, of what serves it."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            answer = await serve(request, self._intake, self._options)
+            return answer if isinstance(answer, web.StreamResponse) else _json(answer)
+
+        return handle
+
+    async def _not_served(self, request: web.Request) -> web.Response:
+        """A path of OpenAI's API, or vLLM's, for models of other kinds."""
+        raise ApiError(
+            501,
+            f"path: {request.path} is for models of another kind: {self._model_name!r} writes text",
+            code="not_supported",
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return _json(ModelList([self._model_object()]))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        model = request.match_info["model"]
+        if model != self._model_name:
+            raise unknown_model(model, self._model_name)
+        return _json(self._model_object())
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """The process lives."""
+        return web.Response(text="ok\n")
+
+    async def _ping(self, request: web.Request) -> web.Response:
+        """As `_health`, where others look for it."""
+        return web.Response(text="ok\n")
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return _json(VersionObject(__version__))
+
+    async def _load(self, request: web.Request) -> web.Response:
+        """Requests that wait or are in progress, as vLLM tells it."""
+        return _json(LoadObject(self._intake.num_open))
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        """A request could be served now."""
+        if self._is_stopping:
+            raise ApiError(503, "the router is stopping")
+        if not self._pool.fleet:
+            why = self._pool.why_no_pair() if self._access.is_open else "no nodes are ready"
+            raise ApiError(503, why)
+        return web.Response(text="ready\n")
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={hdrs.CONTENT_TYPE: _METRICS_TYPE})
+
+    def _model_object(self) -> ModelObject:
+        return ModelObject(self._model_name, self._created, self._intake.max_model_len)
+
+
+def _logger_of_protocol() -> logging.Logger:
+    """A log without requests that are not HTTP.
+
+    Their senders are told. Who wrote them is unknown, nothing bounds how many come, and what they
+    say in the wrong place may be a key.
+    """
+    logger = logging.getLogger("router.api.http.protocol")
+    logger.addFilter(_is_no_wrong_request)
+    return logger
+
+
+def _is_no_wrong_request(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
+
+
+def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
+    """Of each limit of a key what it is, what is left, and when all of it is there again."""
+    headers = {}
+    for kind, rate in rates.items():
+        word = _RATE_WORDS[kind]
+        headers[f"X-RateLimit-Limit-{word.title()}"] = f"{rate.limit:.0f}"
+        headers[f"X-RateLimit-Remaining-{word.title()}"] = f"{math.floor(rate.remaining)}"
+        headers[f"X-RateLimit-Reset-{word.title()}"] = f"{math.ceil(1000 * rate.reset_s)}ms"
+    return headers
+
+
+def _json(value: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

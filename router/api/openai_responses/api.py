@@ -1,0 +1,93 @@
+"""`POST /v1/responses`: items in, items out; a chat in other words, and nothing is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from aiohttp import web
+
+from baton.errors import BatonError
+from baton.outputs import TextDelta
+from router.api.http.chat import note_effort
+from router.api.http.errors import REQUEST_ID, ApiError, error_code
+from router.api.http.event_exchange import answer_in_events
+from router.api.http.exchange import HttpOptions, read_body
+from router.api.http.ignored_fields import note_ignored
+from router.api.http.responses import MessageDelta, usage_of
+from router.api.openai_responses.output import Event, Items, ResponseHead, response_usage
+from router.api.openai_responses.request import FIELD_NAMES, ResponsesRequest, chat_request
+from router.calls.call import Call
+from router.intake.intake import Intake
+
+_STATUS = {"length": "incomplete", "abort": "failed"}  # of what ends otherwise: completed
+_CUT_SHORT = {"code": "server_error", "message": "the output was cut short on a node"}
+
+
+class ResponseEvents:
+    """One answer as events of this API, numbered from 0."""
+
+    def __init__(self, head: ResponseHead) -> None:
+        self._head = head
+        self._items = Items()
+        self._num_events = 0
+        self._whole: dict[str, Any] = {}
+
+    def begin(self) -> Iterator[Event]:
+        for kind in ("created", "in_progress"):
+            response = self._head.response("in_progress")
+            yield self._numbered(Event(f"response.{kind}", response=response))
+
+    def push(self, message: MessageDelta, num_tokens: int) -> Iterator[Event]:
+        yield from map(self._numbered, self._items.push(message, num_tokens))
+
+    def finish(self, reason: str, delta: TextDelta) -> Iterator[Event]:
+        status = _STATUS.get(reason, "completed")
+        of_items = "completed" if status == "completed" else "incomplete"
+        yield from map(self._numbered, self._items.finish(of_items))
+        assert delta.receipt is not None
+        self._whole = self._head.response(
+            status,
+            self._items.items,
+            usage=response_usage(usage_of([delta.receipt], 1), self._items.num_reasoning_tokens),
+            error=_CUT_SHORT if status == "failed" else None,
+        )
+        yield self._numbered(Event(f"response.{status}", response=self._whole))
+
+    def fail(self, error: BatonError | ApiError) -> Event:
+        told = {"code": error_code(error), "message": str(error)}
+        response = self._head.response("failed", error=told)
+        return self._numbered(Event("response.failed", response=response))
+
+    def whole(self) -> dict[str, Any]:
+        return self._whole
+
+    def _numbered(self, event: Event) -> Event:
+        event.sequence_number = self._num_events
+        self._num_events += 1
+        return event
+
+
+async def responses(
+    request: web.Request, intake: Intake, options: HttpOptions
+) -> web.StreamResponse:
+    """Raises what `web.middleware` turns into a response."""
+    received_at = time.perf_counter()
+    given = await read_body(request, ResponsesRequest, options)
+    if given.store:
+        note_ignored(request, ["store"])
+    body = chat_request(given)
+    note_effort(request, intake, body, "reasoning.effort")
+
+    def make_events(call: Call) -> ResponseEvents:
+        return ResponseEvents(ResponseHead(given, request[REQUEST_ID], call.sampling_params))
+
+    return await answer_in_events(
+        request,
+        intake,
+        body,
+        received_at=received_at,
+        names=FIELD_NAMES,
+        make_events=make_events,
+    )

@@ -1,0 +1,286 @@
+"""Outputs of the Responses API: what a model says as items, and the events that tell how they grow.
+
+deltas of a chat -> Items -> items of the answer, and events of a stream
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from baton.sampling_params import SamplingParams
+from router.api.http.event_exchange import AnswerEvent
+from router.api.http.responses import MessageDelta, ToolCallDelta, Usage
+from router.api.openai_responses.request import ResponsesRequest
+
+
+class OutputText(msgspec.Struct):
+    text: str = ""
+    type: str = "output_text"
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(msgspec.Struct):
+    text: str = ""
+    type: str = "reasoning_text"
+
+
+class MessageItem(msgspec.Struct):
+    id: str
+    content: list[OutputText]
+    status: str = "in_progress"
+    role: str = "assistant"
+    type: str = "message"
+
+
+class ReasoningItem(msgspec.Struct):
+    id: str
+    content: list[ReasoningText]
+    status: str = "in_progress"
+    summary: list[Any] = []
+    type: str = "reasoning"
+
+
+class CallItem(msgspec.Struct):
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: str = "in_progress"
+    type: str = "function_call"
+
+
+Item = MessageItem | ReasoningItem | CallItem
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Event(AnswerEvent, omit_defaults=True):
+    """An event of a stream; which fields it has depends on its type."""
+
+    sequence_number: int = -1
+    response: dict[str, Any] | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    item_id: str | None = None
+    item: Item | None = None
+    part: OutputText | ReasoningText | None = None
+    delta: str | None = None
+    text: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    logprobs: list[Any] | None = None
+
+
+class Items:
+    """The items of one answer, as its parts come.
+
+    An item is open until one of another kind begins, or the answer ends.
+
+    Attributes:
+        items: all that there are.
+        num_reasoning_tokens: of steps that said nothing else.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self.num_reasoning_tokens = 0
+        self._is_open = False
+        self._parts: list[str] = []  # the open item's text
+        self._call_index = -1
+
+    def push(self, message: MessageDelta, num_tokens: int) -> Iterator[Event]:
+        """Take the next part of the answer."""
+        if message.reasoning_content:
+            if not (message.content or message.tool_calls):
+                self.num_reasoning_tokens += num_tokens
+            yield from self._begin_text(ReasoningItem)
+            yield self._text_event(f"{self._words()}.delta", delta=message.reasoning_content)
+            self._parts.append(message.reasoning_content)
+        if message.content:
+            yield from self._begin_text(MessageItem)
+            yield self._text_event(f"{self._words()}.delta", delta=message.content)
+            self._parts.append(message.content)
+        for call in message.tool_calls or ():
+            yield from self._push_call(call)
+
+    def finish(self, status: str) -> Iterator[Event]:
+        """The answer is at its end."""
+        if not self.items:  # an answer has a message, though it be empty
+            yield from self._begin_text(MessageItem)
+        yield from self._close(status)
+
+    def _begin_text(self, kind: type[MessageItem] | type[ReasoningItem]) -> Iterator[Event]:
+        if self._is_open and isinstance(self.items[-1], kind):
+            return
+        yield from self._close("completed")
+        item: Item
+        if kind is MessageItem:
+            item = MessageItem(f"msg_{uuid.uuid4().hex}", [])
+        else:
+            item = ReasoningItem(f"rs_{uuid.uuid4().hex}", [])
+        yield from self._open(item)
+        part = OutputText() if isinstance(item, MessageItem) else ReasoningText()
+        yield self._part_event("response.content_part.added", part)
+
+    def _push_call(self, call: ToolCallDelta) -> Iterator[Event]:
+        if call.index != self._call_index:
+            yield from self._close("completed")
+            self._call_index = call.index
+            item = CallItem(f"fc_{uuid.uuid4().hex}", call.id or "", call.function.name or "")
+            yield from self._open(item)
+        if call.function.arguments:
+            self._parts.append(call.function.arguments)
+            yield self._event(
+                "response.function_call_arguments.delta", delta=call.function.arguments
+            )
+
+    def _open(self, item: Item) -> Iterator[Event]:
+        self.items.append(item)
+        self._is_open = True
+        yield Event("response.output_item.added", output_index=self._index, item=_copy(item))
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        item, text = self.items[-1], "".join(self._parts)
+        self._parts.clear()
+        if isinstance(item, CallItem):
+            item.arguments = text
+            yield self._event(
+                "response.function_call_arguments.done", arguments=text, name=item.name
+            )
+        else:
+            yield self._text_event(f"{self._words()}.done", text=text)
+            part: OutputText | ReasoningText
+            if isinstance(item, MessageItem):
+                part = OutputText(text)
+                item.content = [part]
+            else:
+                part = ReasoningText(text)
+                item.content = [part]
+            yield self._part_event("response.content_part.done", part)
+        item.status = status
+        yield Event("response.output_item.done", output_index=self._index, item=_copy(item))
+
+    @property
+    def _index(self) -> int:
+        return len(self.items) - 1
+
+    def _words(self) -> str:
+        kind = "output_text" if isinstance(self.items[-1], MessageItem) else "reasoning_text"
+        return f"response.{kind}"
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        """Of the open item."""
+        return Event(kind, output_index=self._index, item_id=self.items[-1].id, **fields)
+
+    def _text_event(self, kind: str, **fields: Any) -> Event:
+        if isinstance(self.items[-1], MessageItem):
+            fields["logprobs"] = []
+        return self._event(kind, content_index=0, **fields)
+
+    def _part_event(self, kind: str, part: OutputText | ReasoningText) -> Event:
+        return self._event(kind, content_index=0, part=part)
+
+
+def _copy(item: Item) -> Item:
+    """As it is now: an event does not change with what comes after it."""
+    return msgspec.structs.replace(item)
+
+
+class ResponseHead:
+    """What all of an answer's objects say of its request.
+
+    Args:
+        request_id: names the answer.
+        params: what it is sampled with, defaults included.
+    """
+
+    def __init__(self, request: ResponsesRequest, request_id: str, params: SamplingParams) -> None:
+        self._fields: dict[str, Any] = {
+            "id": f"resp_{request_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": request.model,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {
+                "effort": request.reasoning.effort if request.reasoning else None,
+                "summary": None,
+            },
+            "service_tier": "default",
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": _format_of(request)},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "user": request.user,
+        }
+
+    def response(
+        self,
+        status: str,
+        items: list[Item] | None = None,
+        *,
+        usage: ResponseUsage | None = None,
+        error: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """The answer's object, of a status."""
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._fields,
+            "status": status,
+            "output": items or [],
+            "usage": usage,
+            "error": error,
+            "incomplete_details": incomplete,
+        }
+
+
+def _format_of(request: ResponsesRequest) -> dict[str, Any]:
+    told = request.text.format if request.text is not None else None
+    if told is None:
+        return {"type": "text"}
+    return {name: value for name, value in msgspec.structs.asdict(told).items() if value}
+
+
+def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
+    """A chat's usage in the words of this API."""
+    details = usage.prompt_tokens_details
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(details.cached_tokens if details is not None else 0),
+        usage.completion_tokens,
+        OutputTokensDetails(num_reasoning_tokens),
+        usage.total_tokens,
+    )

@@ -1,0 +1,294 @@
+"""Requests of the Responses API: what clients may send, and the chat request that it means.
+
+The conversation comes with every request: nothing is stored here, so nothing can be referred to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from baton.errors import InvalidRequestError
+from router.api.http.event_exchange import as_fields
+from router.api.http.schema import (
+    MAX_SHOWN_CHARS,
+    ChatRequest,
+    ContentPart,
+    Function,
+    FunctionCall,
+    JsonSchema,
+    Message,
+    NamedFunction,
+    NamedToolChoice,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+)
+from router.intake.texts import check_num_messages
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+_ITEMS = "message, function_call, function_call_output or reasoning"
+# What errors about the chat request call a field, and what the client did.
+FIELD_NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "chat": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+
+
+class ItemPart(msgspec.Struct):
+    """A part of an item; only texts are understood."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct):
+    """One item of the conversation; which fields it has depends on its type.
+
+    What else earlier answers carry, such as ids, is passed over.
+    """
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[ItemPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
+
+
+class FunctionTool(msgspec.Struct):
+    """A function that the model may call; here its fields are those of the tool."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(msgspec.Struct):
+    name: str
+    type: Literal["function"] = "function"
+
+
+class TextFormat(msgspec.Struct):
+    """OpenAI's way to ask for JSON; a schema's fields are those of the format."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct):
+    format: TextFormat | None = None
+
+
+class ReasoningConfig(msgspec.Struct):
+    effort: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/responses``. ``None`` is as if the field was not there.
+
+    Attributes:
+        previous_response_id: and the two after it: they name what would have to be stored.
+        background: True: the answer is fetched later, which nobody could.
+        store: False is what is done.
+        user: and those after it: taken from clients that send them, without an effect.
+        top_k: and those after it: as in chat completions.
+    """
+
+    model: str
+    input: str | list[InputItem]
+    instructions: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    background: bool | None = None
+    store: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    session_id: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+_STORED = ("previous_response_id", "conversation", "prompt")
+_SAME = (
+    "temperature", "top_p", "stream", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+    "session_id", "priority", "cache_salt", "structured_outputs", "chat_template_kwargs",
+)  # fmt: skip
+
+
+def chat_request(request: ResponsesRequest) -> ChatRequest:
+    """The chat request that has the same answer; raises InvalidRequestError."""
+    for name in _STORED:
+        if getattr(request, name) is not None:
+            raise InvalidRequestError(
+                name, "is not supported, as nothing is stored: give the conversation as input"
+            )
+    if request.background:
+        raise InvalidRequestError("background", "is not supported, as nothing is stored")
+    same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    return ChatRequest(
+        model=request.model,
+        messages=_messages(request),
+        max_completion_tokens=request.max_output_tokens,
+        tools=_tools(request.tools) if request.tools is not None else None,
+        tool_choice=_tool_choice(request.tool_choice),
+        response_format=_format(request.text),
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        **same,
+    )
+
+
+def _messages(request: ResponsesRequest) -> list[Message]:
+    messages = []
+    if request.instructions is not None:
+        messages.append(Message(role="system", content=request.instructions))
+    if isinstance(request.input, str):
+        return [*messages, Message(role="user", content=request.input)]
+    if not request.input:
+        raise InvalidRequestError("input", "must have at least 1 item, got 0")
+    with as_fields(FIELD_NAMES):
+        check_num_messages(len(request.input))
+    for index, item in enumerate(request.input):
+        _add_item(messages, item, f"input[{index}]")
+    return messages
+
+
+def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
+    """Add a message, or what belongs to the assistant's last one."""
+    match item.type:
+        case "message":
+            if item.role is None:
+                raise InvalidRequestError(f"{field}.role", "is needed")
+            content = _content(item.content, f"{field}.content")
+            turn = _open_turn(messages)
+            if item.role == "assistant" and turn and not (turn.content or turn.tool_calls):
+                turn.content = content
+            else:
+                messages.append(Message(role=item.role, content=content))
+        case "reasoning":
+            parts = item.content if isinstance(item.content, list) else None
+            # (Of other servers it may come encrypted, without a text.)
+            if text := "\n".join(_texts(parts or item.summary or [], f"{field}.content")):
+                messages.append(Message(role="assistant", reasoning_content=text))
+        case "function_call":
+            for name in ("call_id", "name"):
+                if not getattr(item, name):
+                    raise InvalidRequestError(f"{field}.{name}", "is needed")
+            call = ToolCall(
+                function=FunctionCall(item.name or "", item.arguments or ""), id=item.call_id or ""
+            )
+            turn = _open_turn(messages)
+            if turn is None:
+                turn = Message(role="assistant")
+                messages.append(turn)
+            if turn.tool_calls is None:
+                turn.tool_calls = []
+            turn.tool_calls.append(call)
+        case "function_call_output":
+            if not item.call_id:
+                raise InvalidRequestError(f"{field}.call_id", "is needed")
+            content = _content(item.output, f"{field}.output")
+            messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
+        case other:
+            raise InvalidRequestError(
+                f"{field}.type", f"must be {_ITEMS}, got {other[:MAX_SHOWN_CHARS]!r}"
+            )
+
+
+def _open_turn(messages: list[Message]) -> Message | None:
+    """The assistant's message that is the last one: what it thought, said and called is one."""
+    return messages[-1] if messages and messages[-1].role == "assistant" else None
+
+
+def _content(content: str | list[ItemPart] | None, field: str) -> str | list[ContentPart]:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidRequestError(field, "is needed")
+    return [ContentPart("text", text) for text in _texts(content, field)]
+
+
+def _texts(parts: list[ItemPart], field: str) -> Iterator[str]:
+    for index, part in enumerate(parts):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in _TEXT_PARTS or text is None:
+            raise InvalidRequestError(
+                f"{field}[{index}]",
+                f"must be of type input_text with a text, got {part.type[:MAX_SHOWN_CHARS]!r}",
+            )
+        yield text
+
+
+def _tools(tools: list[FunctionTool]) -> list[Tool]:
+    found = []
+    for index, tool in enumerate(tools):
+        if tool.type != "function":
+            raise InvalidRequestError(
+                f"tools[{index}].type", f"must be function, got {tool.type[:MAX_SHOWN_CHARS]!r}"
+            )
+        if not tool.name:
+            raise InvalidRequestError(f"tools[{index}].name", "is needed")
+        function = Function(tool.name, tool.description, tool.parameters, tool.strict)
+        found.append(Tool("function", function))
+    return found
+
+
+def _tool_choice(
+    choice: Literal["none", "auto", "required"] | FunctionChoice | None,
+) -> Literal["none", "auto", "required"] | NamedToolChoice | None:
+    if isinstance(choice, FunctionChoice):
+        return NamedToolChoice(NamedFunction(choice.name))
+    return choice
+
+
+def _format(text: TextConfig | None) -> ResponseFormat | None:
+    given = text.format if text is not None else None
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return ResponseFormat("json_object")
+    if given.schema is None:
+        raise InvalidRequestError("text.format.schema", "is needed")
+    return ResponseFormat("json_schema", JsonSchema(given.name, given.schema))

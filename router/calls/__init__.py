@@ -1,0 +1,1 @@
+"""Checked calls: placed, tried on nodes, tried again, streamed in order. Knows no API."""

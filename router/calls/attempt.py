@@ -1,0 +1,206 @@
+"""Attempt: one try of a call on two nodes, or on a decode node alone. Knows no other tries."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from baton.link import (
+    CancelCommand,
+    DecodeCommand,
+    NodeRole,
+    PrefillCommand,
+    RequestDelta,
+    RequestError,
+)
+from baton.outputs import PrefillReceipt, RequestOutput
+from router.calls.call import Call
+from router.calls.delta_order import DeltaOrder
+from router.calls.output_buffer import OutputBuffer
+from router.fleet.node import LegDelta, Node
+
+# A node gives up on a request this long after the router would have: a last safety net.
+NODE_EXTRA_TIMEOUT_S = 5.0
+
+
+class Attempt:
+    """Both legs are sent at once; the last token, an error or `close` ends them.
+
+    Reads its two legs: puts what they say in order, and into the buffer.
+
+    Args:
+        prefill: None when the decode node computes the prompt itself.
+        decode: None when the next token is the last, and the prefill node's.
+        num_cached_tokens: of the prompt, on the node that computes it, as far as is known.
+        epoch: tells this attempt's deltas from all others'.
+        timeout_s: until the call's deadline.
+        buffer: takes the tokens; has those of earlier attempts.
+
+    Attributes:
+        prefill_receipt: None while (or because) the first token did not come from there.
+        decoded: tokens of the decode node were forwarded.
+        began: its first token was forwarded.
+        start_index: of the output, where it begins.
+        has_grammar: its decode node compiles one.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        prefill: Node | None,
+        decode: Node | None,
+        *,
+        num_cached_tokens: int = 0,
+        epoch: int,
+        timeout_s: float,
+        buffer: OutputBuffer,
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.epoch = epoch
+        self.prefill_receipt: PrefillReceipt | None = None
+        self.decoded = False
+        self._request_id = call.scoped_id
+        self._buffer = buffer
+        self._order = DeltaOrder(len(buffer.token_ids), call.sampling_params.max_tokens)
+        self.began = False
+        self.start_index = len(buffer.token_ids)
+        self.has_grammar = call.sampling_params.structured_output is not None
+        self._kv_arrived = False
+        self._finished_on: NodeRole | None = None
+        self._closed = False
+        self._num_cached_tokens = num_cached_tokens
+        self._send_legs(call, tuple(buffer.token_ids), timeout_s)
+
+    def _send_legs(self, call: Call, output_token_ids: tuple[int, ...], timeout_s: float) -> None:
+        num_tokens = len(call.prompt_token_ids) + len(output_token_ids)
+        num_uncomputed = max(num_tokens - self._num_cached_tokens, 1)
+        params = call.sampling_params
+        if output_token_ids:  # the client has them
+            params = dataclasses.replace(params, prompt_logprobs=None)
+        arrives_s = 0.0
+        if self.prefill is not None:
+            load = self.prefill.load
+            arrives_s = load.prefill_base_s + load.prefill_s_per_token * num_uncomputed
+        if self.decode is not None:
+            self.decode.open_leg(
+                self._request_id,
+                self.epoch,
+                len(call.prompt_token_ids) + params.max_tokens,
+                self,
+                num_uncomputed=0 if self.prefill else num_uncomputed,
+                num_arriving=num_tokens,
+                max_tokens=params.max_tokens - len(output_token_ids),
+                timeout_s=timeout_s,
+                arrives_s=arrives_s,
+            )
+            self.decode.send(
+                DecodeCommand(
+                    request_id=self._request_id,
+                    epoch=self.epoch,
+                    prompt_token_ids=call.prompt_token_ids,
+                    sampling_params=params,
+                    prefill_engine_id=self.prefill.engine_id if self.prefill else "",
+                    timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
+                    output_token_ids=output_token_ids,
+                    cache_salt=call.cache_salt,
+                )
+            )
+        if self.prefill is None:
+            return
+        self.prefill.open_leg(
+            self._request_id, self.epoch, num_uncomputed, self, num_uncomputed=num_uncomputed
+        )
+        self.prefill.send(
+            PrefillCommand(
+                request_id=self._request_id,
+                epoch=self.epoch,
+                prompt_token_ids=call.prompt_token_ids,
+                sampling_params=params,
+                decode_engine_id=self.decode.engine_id if self.decode else "",
+                timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
+                output_token_ids=output_token_ids,
+                cache_salt=call.cache_salt,
+            )
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """That it added to the output."""
+        return len(self._buffer.token_ids) - self.start_index
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        """One more token. When others of the decode node were forwarded, it changes nothing."""
+        if self.decoded and role is NodeRole.DECODE and self._order.push_next(output_index):
+            self._buffer.add_token(token_id)
+            return
+        output = RequestOutput(self._request_id, output_index, (token_id,))
+        self.take(LegDelta(role, RequestDelta(output, self.epoch)))
+
+    def take(self, item: LegDelta) -> None:
+        """Any delta of either leg; forwards what is next in order."""
+        if item.delta.error is not None:
+            if not self._survives(item):
+                self.fail(item)
+            return
+        if not self._order.admits(item):
+            problem = f"{item.role.value}: said tokens that nobody asked for"
+            error = RequestError("INTERNAL", problem)
+            self.fail(LegDelta(item.role, msgspec.structs.replace(item.delta, error=error)))
+            return
+        self._kv_arrived |= item.role is NodeRole.DECODE
+        for ready in self._order.push(item):
+            self._note_forwarded(ready)
+            self._buffer.add(ready.delta)
+            if self._finished_on is not None:
+                self.close()
+                return
+
+    def fail(self, item: LegDelta) -> None:
+        """End with an error, unless it has ended already."""
+        if not self._closed:
+            self.close()
+            self._buffer.fail(item)
+
+    def _survives(self, item: LegDelta) -> bool:
+        """Whether an error does not hurt: it is the prefill node's, and its part is done.
+
+        After its token, what a prefill node says of its push still matters. That it went away does
+        not: if the KV had not arrived, the decode node will say so.
+        """
+        if item.role is not NodeRole.PREFILL or not self.began:
+            return False
+        return self._kv_arrived or item.node_lost
+
+    def _note_forwarded(self, item: LegDelta) -> None:
+        """A delta is about to be forwarded."""
+        if self.prefill is not None:
+            self._note_forwarded_of_two(self.prefill, item)
+        self.began = True
+        self.decoded |= item.role is NodeRole.DECODE
+        if item.delta.output.finish_reason is not None:
+            self._finished_on = item.role
+
+    def _note_forwarded_of_two(self, prefill: Node, item: LegDelta) -> None:
+        if not self.began and item.role is NodeRole.DECODE:
+            # It had (nearly) all in its cache and computed the rest itself.
+            prefill.send(CancelCommand(self._request_id, self.epoch))
+        if item.delta.prefill is not None:
+            self.prefill_receipt = item.delta.prefill
+            prefill.relieve_leg(self.epoch)
+        if self._kv_arrived:  # the prefill node has no more to say
+            prefill.close_leg(self.epoch)
+
+    def close(self) -> None:
+        """Forget both legs; on nodes that may still work on the call, cancel it. Once is enough."""
+        if self._closed:
+            return
+        self._closed = True
+        for node in (self.prefill, self.decode):
+            if node is None:
+                continue
+            node.close_leg(self.epoch)
+            # What ended on the decode node ended on both; else either may still be at work.
+            if self._finished_on is not NodeRole.DECODE:
+                node.send(CancelCommand(self._request_id, self.epoch))

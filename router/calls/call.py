@@ -1,0 +1,64 @@
+"""Call: a checked request and what its client is told; plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton.identity import ANYBODY, Principal
+from baton.link import scoped_id
+from baton.outputs import Receipt, RequestOutput
+from baton.sampling_params import SamplingParams
+from baton.stop_strings import DEFAULT_TEXT, DetokenizeOptions
+from router.fleet.prefix.prompt_hashes import PromptHashes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A checked request.
+
+    Attributes:
+        sampling_params: with a seed.
+        received_at: when it reached the router, by `time.perf_counter`.
+        timeout_s: from now.
+        session_id: calls with the same one go to the same nodes, if the policy looks at it.
+        priority: where calls wait, smaller goes first.
+        principal: who asks.
+        cache_salt: of who shares the prompt's KV; empty: everybody.
+        cache_word: what the client gave to share it with fewer.
+        text_options: how tokens become text.
+        hashes: of the prompt; calls that are made of this one have the same ones.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int] = field(repr=False)
+    sampling_params: SamplingParams
+    received_at: float
+    timeout_s: float
+    session_id: str = ""
+    priority: int = 0
+    principal: Principal = ANYBODY
+    cache_salt: bytes = field(default=b"", repr=False)
+    cache_word: str = field(default="", repr=False)
+    text_options: DetokenizeOptions = DEFAULT_TEXT
+    hashes: PromptHashes = field(default=None, repr=False)  # type: ignore[assignment]  # see below
+
+    def __post_init__(self) -> None:
+        # A long prompt's take a twentieth of a second: outputs of one prompt must not each make
+        # them. (`dataclasses.replace` hands them on.)
+        if self.hashes is None or not self.hashes.are_of(self.prompt_token_ids, self.cache_salt):
+            hashes = PromptHashes(self.prompt_token_ids, self.cache_salt)
+            object.__setattr__(self, "hashes", hashes)
+
+    @property
+    def scoped_id(self) -> str:
+        """Its name among the requests of all tenants."""
+        return scoped_id(self.request_id, self.principal.tenant)
+
+
+class CallOutput(msgspec.Struct, frozen=True, gc=False):
+    """New tokens, strictly in order; the last one carries the receipt."""
+
+    output: RequestOutput
+    receipt: Receipt | None = None

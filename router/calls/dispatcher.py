@@ -1,0 +1,234 @@
+"""Dispatcher: one call's life. Picks pairs, begins attempts, forwards one stream of tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+
+from baton.errors import BatonError, InvalidRequestError, RequestCancelledError
+from baton.link import RequestError
+from baton.outputs import FinishReason, Receipt
+from router.calls.call import Call, CallOutput
+from router.calls.decisions import DecisionLog
+from router.calls.open_call import OpenCall
+from router.calls.request_log import Following, RequestLog
+from router.calls.retry_budget import RetryBudget, RetryOptions
+from router.calls.suspects import Suspects
+from router.calls.wake_ups import WakeUps
+from router.fleet.call_errors import error_of
+from router.fleet.node_pool import NodePool
+from router.gate.admission import Admission
+from router.gate.capacity import Capacity
+from router.gate.ticket import Ticket
+from router.policies.base import RoutingPolicy
+
+logger = logging.getLogger(__name__)
+
+
+class RunningCalls:
+    """The calls that wait or are in progress, by tenant and request id.
+
+    Each tenant's request ids are its own: those of others neither block nor find anything.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}  # by `Call.scoped_id`
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: Call) -> None:
+        """Raises InvalidRequestError while its tenant has a request of that id."""
+        if call.scoped_id in self._calls:
+            raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
+        self._calls[call.scoped_id] = call
+
+    def remove(self, call: Call) -> None:
+        """It has ended."""
+        del self._calls[call.scoped_id]
+
+    def ids(self) -> list[str]:
+        """Of all, scoped."""
+        return list(self._calls)
+
+    def find(self, request_id: str, tenant: str | None = None) -> Call | None:
+        """A tenant's call of that id; with None the only one that any tenant has.
+
+        Raises InvalidRequestError when several have one.
+        """
+        found = [
+            call
+            for call in self._calls.values()
+            if call.request_id == request_id and tenant in (None, call.principal.tenant)
+        ]
+        if len(found) > 1:
+            names = ", ".join(sorted(call.principal.tenant for call in found))
+            raise InvalidRequestError(
+                "tenant", f"must be said: {names} have a request {request_id!r} open"
+            )
+        return found[0] if found else None
+
+
+class Dispatcher:
+    """Runs calls over the nodes of a pool.
+
+    Args:
+        pool: where nodes and their links are.
+        policy: picks the pair.
+        options: limits of one call.
+        budget: of all calls together.
+        admission: says when a call may begin; the usual one if not given.
+
+    Attributes:
+        decisions: where the last calls went, and why.
+        log: what became of the last calls.
+        suspects: which calls may be why nodes die.
+    """
+
+    def __init__(
+        self,
+        pool: NodePool,
+        policy: RoutingPolicy,
+        options: RetryOptions | None = None,
+        budget: RetryBudget | None = None,
+        admission: Admission | None = None,
+    ) -> None:
+        self.pool = pool
+        self.policy = policy
+        self.options = options or RetryOptions()
+        self.budget = budget or RetryBudget()
+        self.decisions = DecisionLog()
+        self.log = RequestLog()
+        self.wake_ups = WakeUps()
+        self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
+        self.suspects = Suspects(pool.lost_nodes, clock=pool.clock)
+        self._running = RunningCalls()
+        self._open: dict[str, OpenCall] = {}  # by `Call.scoped_id`
+        self._stopped: RequestError | None = None
+        # Never the same twice, also after a restart: a client may use its request id again while
+        # nodes still clear up after the first time, and only the epoch tells the two apart.
+        self.epochs: Iterator[int] = itertools.count(secrets.randbits(31))
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or are in progress."""
+        return len(self._running)
+
+    async def run(self, call: Call) -> AsyncGenerator[CallOutput, None]:
+        """Stream a call's tokens; ending the iteration early cancels it on both nodes.
+
+        Raises:
+            NodeUnavailableError: there is no pair, or attempts failed and none is left.
+            OverloadedError: decode nodes were short of memory time and again.
+            DeadlineExceededError: the time is up.
+            PoisonRequestError: it, or one like it before, is why nodes died.
+        """
+        if self._stopped is not None:
+            raise error_of(self._stopped)
+        self.suspects.check(call)
+        self._running.add(call)
+        try:
+            with self.log.follow(call) as following:
+                async with self._admitted(call) as (admitted, ticket):
+                    outputs = self._run(admitted, ticket, following)
+                    async with contextlib.aclosing(outputs):
+                        async for output in outputs:
+                            if output.output.output_index == 0:
+                                self.admission.note_first_token(ticket)
+                            following.note_output(output)
+                            yield output
+        finally:
+            self._running.remove(call)
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, call: Call) -> AsyncIterator[tuple[Call, Ticket]]:
+        """The call when it may begin; what it waited is no longer left until its deadline."""
+        async with self.admission.enter(
+            request_id=call.scoped_id,
+            num_prompt_tokens=len(call.prompt_token_ids),
+            max_tokens=call.sampling_params.max_tokens,
+            timeout_s=call.timeout_s,
+            priority=call.priority,
+            principal=call.principal,
+            find_cached_tokens=lambda: self._num_cached(call),
+        ) as ticket:
+            left_s = call.timeout_s - ticket.waited_s
+            yield dataclasses.replace(call, timeout_s=left_s), ticket
+
+    def _num_cached(self, call: Call) -> int:
+        """How much of a prompt some node has in its prefix cache."""
+        return max(self.pool.prefix_index.match_tokens(call.hashes).values(), default=0)
+
+    async def _run(
+        self, call: Call, ticket: Ticket, following: Following
+    ) -> AsyncGenerator[CallOutput, None]:
+        self.budget.note_call()
+        opened = self._open[call.scoped_id] = OpenCall(self, call, following)
+        try:
+            async with contextlib.aclosing(opened.outputs()) as outputs:
+                async for output in outputs:
+                    yield output
+        except BatonError as error:
+            error.receipt = opened.receipt()
+            raise
+        finally:
+            ticket.num_tokens_used = num_tokens_used(opened.receipt(), ticket.num_uncached_tokens)
+            opened.close()
+            del self._open[call.scoped_id]
+
+    def receipt(self, call: Call) -> Receipt:
+        """The receipt of an open call as of now, for who is about to end it; after token 1."""
+        opened = self._open[call.scoped_id]
+        receipt = opened.receipt()
+        opened.following.finish(FinishReason.STOP, receipt)
+        return receipt
+
+    def abort(self, request_id: str, why: str, *, tenant: str | None = None) -> bool:
+        """End a call from outside; its client gets CANCELLED. Says whether it was open; finds it
+        as `RunningCalls.find` does."""
+        call = self._running.find(request_id, tenant)
+        if call is None:
+            return False
+        if self.admission.withdraw(call.scoped_id, RequestCancelledError(why)):
+            return True
+        opened = self._open.get(call.scoped_id)
+        if opened is not None:
+            opened.end(RequestError("CANCELLED", why))
+            self.pool.note_eligibility_change()  # it may wait for nodes
+        return opened is not None
+
+    def refuse_new(self, why: str) -> None:
+        """End calls that come from now on with UNAVAILABLE; those that are open go on."""
+        self._stopped = RequestError("UNAVAILABLE", why)
+
+    def stop(self, why: str) -> None:
+        """End all calls with UNAVAILABLE, also those that come from now on."""
+        self.refuse_new(why)
+        assert self._stopped is not None
+        for scoped_id in self._running.ids():
+            self.admission.withdraw(scoped_id, error_of(self._stopped))
+        for opened in list(self._open.values()):
+            opened.end(self._stopped)
+        self.pool.note_eligibility_change()  # they may wait for nodes
+
+
+def num_tokens_used(receipt: Receipt, num_uncached_tokens: int) -> int:
+    """Prompt tokens that were computed for a request and output tokens that it has.
+
+    Args:
+        receipt: what the request has cost up to now.
+        num_uncached_tokens: what counts of the prompt as long as no node says what it computed.
+    """
+    prefill, decode = receipt.prefill, receipt.decode
+    if not receipt.num_attempts:
+        return 0
+    num_computed = num_uncached_tokens
+    if prefill is not None or decode is not None:
+        num_computed = prefill.num_computed_tokens if prefill is not None else 0
+        num_computed += decode.num_prompt_tokens_computed if decode is not None else 0
+    # What was computed again after a failure is not the client's.
+    return min(num_computed, receipt.num_prompt_tokens) + receipt.num_output_tokens

@@ -1,0 +1,1 @@
+"""The nodes that have joined: what they say, what they can take, and who reaches whom."""

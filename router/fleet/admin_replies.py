@@ -1,0 +1,86 @@
+"""AdminReplies: what one node answers to operators, part by part, until it is whole."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from baton.admin_answers import MAX_REPLY_BYTES
+from baton.errors import NodeUnavailableError
+from baton.link import AdminReply
+from baton.v1 import admin_pb2
+from baton.wire_parts import count_parts
+from router.fleet.call_errors import error_of
+
+# Of one message and of an answer as a whole: what objects are made of, of a hundred bytes each.
+MAX_PART_PARTS, MAX_REPLY_PARTS = 2**17, 2**19
+
+
+@dataclass(slots=True)
+class _Open:
+    answer: asyncio.Future[admin_pb2.NodeAdminResponse]
+    response: admin_pb2.NodeAdminResponse = field(default_factory=admin_pb2.NodeAdminResponse)
+    num_bytes: int = 0
+    num_parts: int = 0
+
+
+class AdminReplies:
+    """The open admin calls of one node, on the router's loop.
+
+    What a node says of a call that is not open is passed over; it can make nobody keep more of an
+    answer than the limit.
+    """
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._open: dict[int, _Open] = {}
+
+    def begin(self) -> tuple[int, asyncio.Future[admin_pb2.NodeAdminResponse]]:
+        """The id of a new call, and its answer; to be ended with `end`."""
+        call_id = next(self._ids) % 2**32
+        opened = self._open[call_id] = _Open(asyncio.get_running_loop().create_future())
+        return call_id, opened.answer
+
+    def end(self, call_id: int) -> None:
+        """Nobody waits for this answer any more."""
+        self._open.pop(call_id, None)
+
+    def take(self, reply: AdminReply) -> None:
+        """The next part of an answer."""
+        opened = self._open.get(reply.call_id)
+        if opened is None or opened.answer.done():
+            return
+        opened.num_bytes += len(reply.part)
+        if reply.error is not None:
+            opened.answer.set_exception(error_of(reply.error))
+        elif opened.num_bytes > MAX_REPLY_BYTES:
+            opened.answer.set_exception(
+                NodeUnavailableError(f"the answer has more than {MAX_REPLY_BYTES} bytes")
+            )
+        else:
+            self._merge(opened, reply)
+
+    def _merge(self, opened: _Open, reply: AdminReply) -> None:
+        try:
+            num_parts = count_parts(reply.part, admin_pb2.NodeAdminResponse, MAX_PART_PARTS)
+            opened.num_parts += num_parts
+            if num_parts > MAX_PART_PARTS or opened.num_parts > MAX_REPLY_PARTS:
+                problem = f"the answer has more than {MAX_REPLY_PARTS} parts, or one message of it"
+                problem += f" more than {MAX_PART_PARTS}"
+                opened.answer.set_exception(NodeUnavailableError(problem))
+                return
+            opened.response.MergeFromString(reply.part)
+        except DecodeError:
+            opened.answer.set_exception(NodeUnavailableError("its answer is no message"))
+            return
+        if reply.last:
+            opened.answer.set_result(opened.response)
+
+    def close(self, why: str) -> None:
+        """The node is gone: end all open calls with an error."""
+        for opened in self._open.values():
+            if not opened.answer.done():
+                opened.answer.set_exception(NodeUnavailableError(why))

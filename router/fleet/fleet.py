@@ -1,0 +1,183 @@
+"""Fleet: which nodes may get a request now, and who reaches whom. Decides nothing.
+
+A fleet stays as it is while what its nodes say of themselves goes on changing; `NodePool` makes
+a new one when nodes come, go or report on peers. There may be 65,536 pairs: nobody lists them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+
+from router.fleet.load.node_load import NodeLoad
+
+Pair = tuple[str, str]  # engine ids of prefill and decode node; "": the decode node alone
+_NONE: Set[Pair] = frozenset()
+_NOBODY: Mapping[str, float] = {}
+
+
+class Fleet:
+    """Nodes by name.
+
+    Args:
+        prefills, decodes: that may get requests.
+        reach: the decode nodes that each prefill node reaches, and at how many bytes per second
+            (0: unknown), by engine id.
+        self_prefilling: decode nodes that may compute a prompt themselves.
+        ruled_out: pairs that are not to be used.
+
+    Attributes:
+        prefills: each reaches one of ``decodes`` at least.
+        decodes: each is reached by one of ``prefills`` at least.
+        self_prefilling: decode nodes that may be placed on without a prefill node.
+    """
+
+    def __init__(
+        self,
+        prefills: Iterable[NodeLoad],
+        decodes: Iterable[NodeLoad],
+        reach: Mapping[str, Mapping[str, float]],
+        *,
+        self_prefilling: Iterable[NodeLoad] = (),
+        ruled_out: Set[Pair] = _NONE,
+    ) -> None:
+        self._reach = reach
+        self._ruled_out = ruled_out
+        by_name = sorted(decodes, key=_name)
+        ids = {decode.engine_id for decode in by_name}
+        usable = {prefill: self._usable(prefill.engine_id) for prefill in prefills}
+        self.prefills: Sequence[NodeLoad] = sorted(
+            (prefill for prefill, reached in usable.items() if not reached.isdisjoint(ids)),
+            key=_name,
+        )
+        unreached = set(ids)
+        for reached in usable.values():
+            if not unreached:  # nearly always after the first
+                break
+            unreached -= reached
+        self.decodes: Sequence[NodeLoad] = [d for d in by_name if d.engine_id not in unreached]
+        self._decode_ids = ids - unreached
+        self._reached: dict[str, Sequence[NodeLoad]] = {}
+        self.self_prefilling: Sequence[NodeLoad] = sorted(
+            (d for d in self_prefilling if ("", d.engine_id) not in ruled_out), key=_name
+        )
+
+    def __bool__(self) -> bool:
+        """Whether there is any place."""
+        return bool(self.prefills or self.self_prefilling)
+
+    def reaches(self, prefill: NodeLoad, decode: NodeLoad) -> bool:
+        """Whether the two may work together; both must be of this fleet."""
+        pair = (prefill.engine_id, decode.engine_id)
+        return pair[1] in self._reach[pair[0]] and pair not in self._ruled_out
+
+    def bandwidth(self, prefill: NodeLoad, decode: NodeLoad) -> float:
+        """Bytes per second from one to the other, as measured; 0: unknown."""
+        return self._reach[prefill.engine_id].get(decode.engine_id, 0.0)
+
+    def reached_by(self, prefill: NodeLoad) -> Sequence[NodeLoad]:
+        """Decode nodes that one of ``prefills`` may work with, by name; never none."""
+        reached = self._reached.get(prefill.engine_id)
+        if reached is None:
+            usable = self._usable(prefill.engine_id)
+            reached = self.decodes
+            if not usable >= self._decode_ids:  # rare: else all share one list
+                reached = [decode for decode in self.decodes if decode.engine_id in usable]
+            self._reached[prefill.engine_id] = reached
+        return reached
+
+    def only(
+        self,
+        prefill: Callable[[NodeLoad], bool] | None = None,
+        decode: Callable[[NodeLoad], bool] | None = None,
+        ruled_out: Set[Pair] = _NONE,
+    ) -> Fleet:
+        """What is left with such nodes only, and without these pairs."""
+        return Fleet(
+            filter(prefill, self.prefills),
+            filter(decode, self.decodes),
+            self._reach,
+            self_prefilling=filter(decode, self.self_prefilling),
+            ruled_out=self._ruled_out | ruled_out,
+        )
+
+    def with_room_for(self, num_tokens: int, num_tokens_at_end: int = 0) -> Fleet:
+        """Without nodes that never take requests of so many tokens.
+
+        Args:
+            num_tokens_at_end: that the request may come to have. Nodes that would cut it short are
+                left out as well, where others would not.
+        """
+        at_end = min(num_tokens_at_end, self.max_model_len)
+        if num_tokens <= self._least_room and at_end <= self._least_length:
+            return self
+
+        def has_room(node: NodeLoad) -> bool:
+            return _room(node) >= num_tokens
+
+        def is_long_enough(node: NodeLoad) -> bool:
+            return has_room(node) and node.max_model_len >= at_end
+
+        return self.only(is_long_enough, is_long_enough) or self.only(has_room, has_room)
+
+    @functools.cached_property
+    def max_model_len(self) -> int:
+        """Most tokens of a request that some place takes; 0: there is no place."""
+        longest: dict[int, int] = {}  # by identity: nearly all share one list
+        pairs = [node.max_model_len for node in self.self_prefilling]
+        for prefill in self.prefills:
+            reached = self.reached_by(prefill)
+            if id(reached) not in longest:
+                longest[id(reached)] = max(decode.max_model_len for decode in reached)
+            pairs.append(min(prefill.max_model_len, longest[id(reached)]))
+        return max(pairs, default=0)
+
+    @functools.cached_property
+    def is_complete(self) -> bool:
+        """Whether all reach all."""
+        return all(self.reached_by(prefill) is self.decodes for prefill in self.prefills)
+
+    @functools.cached_property
+    def prefill_places(self) -> Mapping[str, int]:
+        """Where a node is in ``prefills``, by engine id."""
+        return {node.engine_id: place for place, node in enumerate(self.prefills)}
+
+    @functools.cached_property
+    def decode_places(self) -> Mapping[str, int]:
+        """Where a node is in ``decodes``, by engine id."""
+        return {node.engine_id: place for place, node in enumerate(self.decodes)}
+
+    @functools.cached_property
+    def self_prefilling_places(self) -> Mapping[str, int]:
+        """Where a node is in ``self_prefilling``, by engine id."""
+        return {node.engine_id: place for place, node in enumerate(self.self_prefilling)}
+
+    @functools.cached_property
+    def best_bandwidth(self) -> float:
+        """The highest that any pair has; 0: none is known."""
+        return max(
+            (max(reach.values(), default=0.0) for reach in self._reach.values()), default=0.0
+        )
+
+    @functools.cached_property
+    def _least_length(self) -> int:
+        nodes = (*self.prefills, *self.decodes, *self.self_prefilling)
+        return min((node.max_model_len for node in nodes), default=0)
+
+    @functools.cached_property
+    def _least_room(self) -> int:
+        nodes = (*self.prefills, *self.decodes, *self.self_prefilling)
+        return min(map(_room, nodes), default=0)
+
+    def _usable(self, prefill: str) -> Set[str]:
+        reach = self._reach.get(prefill, _NOBODY).keys()
+        ruled_out = {pair[1] for pair in self._ruled_out if pair[0] == prefill}
+        return reach - ruled_out if ruled_out else reach
+
+
+def _name(node: NodeLoad) -> str:
+    return node.node_name
+
+
+def _room(node: NodeLoad) -> int:
+    return min(node.num_blocks * node.block_size, node.max_model_len)

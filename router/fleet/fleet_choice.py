@@ -1,0 +1,53 @@
+"""Which of the nodes that may get requests do: all but those that are spared. Knows no request.
+
+Never spares more than half of the nodes of a role: when most seem ill, it is not the nodes, and
+somebody has to do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+from baton.link import NodeRole
+from router.fleet.fleet import Fleet
+from router.fleet.health import HealthState
+from router.fleet.load.node_load import NodeLoad
+from router.fleet.node import Node
+from router.fleet.pairing import Reach
+
+
+def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -> Fleet:
+    """The fleet of these nodes.
+
+    Args:
+        ready: that may get requests.
+        may_self_prefill: whether decode nodes may be given prompts to compute.
+    """
+    nodes = list(ready)
+    prefills, decodes = (
+        [node for node in nodes if node.registration.role is role] for role in NodeRole
+    )
+    unwanted = {node.engine_id for some in (prefills, decodes) for node in spared(some)}
+
+    def make(without: Set[str]) -> Fleet:
+        alone = [node for node in decodes if node.registration.computes_prompts]
+        return Fleet(
+            _loads_of(prefills, without),
+            _loads_of(decodes, without),
+            reach.bandwidths,
+            self_prefilling=_loads_of(alone, without) if may_self_prefill else (),
+        )
+
+    # (Those that are left may not reach each other.)
+    return make(unwanted) or make(set())
+
+
+def spared(nodes: Sequence[Node]) -> Sequence[Node]:
+    """Which nodes of one role get nothing now: those that failed before those that are new."""
+    unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
+    unwanted.sort(key=lambda node: (node.health.state is not HealthState.SPARED, node.name))
+    return unwanted[: len(nodes) // 2]
+
+
+def _loads_of(nodes: Sequence[Node], without: Set[str]) -> list[NodeLoad]:
+    return [node.load for node in nodes if node.engine_id not in without]

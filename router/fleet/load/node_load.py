@@ -1,0 +1,307 @@
+"""NodeLoad: what the router knows of how busy one node is, and how fast. Policies read it.
+
+    counted here   when a request is placed, begins, ends: at once, not when the node reports it
+    reported       beats: what all routers' requests together do there
+    measured       how long prompts and steps took: `LineFit`s, shared within a role while new
+
+One writer: the `Node` it belongs to. Knows no policy: numbers, and no judgement of them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.link import NodeBeat, NodeRegistration, NodeRole
+from baton.outputs import DecodeReceipt, PrefillReceipt
+from router.fleet.load.line_fit import LineFit
+from router.fleet.load.promises import Promises
+
+# Until something is measured: one mid-range GPU with a model of some 8B parameters.
+_PREFILL_GUESS = ((0.0, 0.01), (8000.0, 0.81))
+_STEP_GUESS = ((0.0, 0.01), (100_000.0, 0.02))
+# A request in a decode step costs about as much as so many tokens of context do.
+REQUEST_UNITS = 500
+_LONGEST_STEP_S = 1.0
+_FADING = 0.05  # of averages, per measurement
+_LONG_FADING = 0.01
+
+
+@dataclass(slots=True)
+class SharedRates:
+    """What nodes measured together: where a new one starts. One per router.
+
+    Attributes:
+        output_tokens: that a request has, on average.
+        long_output_tokens: that few requests exceed; follows long ones at once, others slowly.
+        residence_s: that a request decodes, on average.
+        kv_bytes_per_token: 0 while unknown.
+    """
+
+    prefill: LineFit = field(default_factory=lambda: LineFit(0.98, guess=_PREFILL_GUESS))
+    step: LineFit = field(default_factory=lambda: LineFit(0.9995, guess=_STEP_GUESS))
+    output_tokens: float = 200.0
+    long_output_tokens: float = 200.0
+    residence_s: float = 4.0
+    kv_bytes_per_token: float = 0.0
+
+
+class NodeLoad:
+    """One node's ledger. Policies and the gate read it as it is now, and change nothing.
+
+    Args:
+        shared: of this router.
+        clock: seconds that never go back.
+
+    Attributes:
+        weight: share of its due that it is to get, above 0 to 1: less while it warms up.
+        num_blocks: of its KV cache.
+        max_model_len: most tokens of a request there.
+        beat: how busy the node said it is, all routers' requests together.
+        num_open_requests: placed there by this router and not finished there.
+        num_open_tokens: prompt tokens not computed yet (prefill), or prompt tokens and those that
+            may follow (decode), of these requests.
+        num_uncomputed_requests: of these, whose prompt is to be computed there.
+        num_placed_tokens: the same of all requests ever placed there.
+        prefill: seconds per prompt, by its tokens that are computed.
+        prefill_queue_s: that its open prompts take.
+        prefill_base_s, prefill_s_per_token: that one more prompt takes until it is computed, of
+            so many tokens; for a weight below 1 as if all took longer.
+        prefill_front_s: of that, for the prompt in front; it may be computed in part.
+        prefill_progress_at: when the last one was done, by the clock; of a node that was idle,
+            when it got one.
+        step: seconds per decode step, by `step_units`.
+        step_units: context in tokens, and some more for each request.
+        step_base_s, step_s_per_unit: of a step with one more request of so many units, and what
+            all others lose by each step that is longer.
+        num_batch: requests there, or on their way there.
+        num_free_tokens: of KV, when all that is on its way has arrived; may be below 0.
+        num_room_tokens: of the longest prompt that need not wait for room.
+        shared: what all nodes of the router measured together.
+    """
+
+    def __init__(
+        self,
+        registration: NodeRegistration,
+        shared: SharedRates | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.node_name = registration.node_name
+        self.engine_id = registration.engine_id
+        self.num_blocks = registration.num_blocks
+        self.block_size = registration.block_size
+        self.max_model_len = registration.max_model_len
+        self.shared = shared or SharedRates()
+        self._weight = 1.0
+        self.beat = NodeBeat()
+        self.num_open_requests = 0
+        self.num_open_tokens = 0
+        self.num_placed_tokens = 0
+        self.num_arriving_tokens = 0
+        self.prefill = LineFit(0.95, shared=self.shared.prefill)
+        self.step = LineFit(0.999, shared=self.shared.step)
+        self.prefill_queue_s = 0.0
+        self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
+        self.prefill_progress_at = clock()
+        self.num_batch = 0
+        self.step_units = 0.0
+        self.step_base_s = self.step_s_per_unit = 0.0
+        self.num_free_tokens = self.num_room_tokens = self.num_blocks * self.block_size
+        self._is_decode = registration.role is NodeRole.DECODE
+        self._clock = clock
+        self.has_beat = False
+        self._num_uncomputed = 0  # prompt tokens to be computed here, of requests placed from here
+        self.num_uncomputed_requests = 0
+        self._num_foreign = 0
+        self._num_decoding = 0
+        self._num_decoding_tokens = 0  # of the prompts of these
+        self._foreign_units = self._foreign_running_units = 0.0
+        self._stepped_at: float | None = None
+        self.promises = Promises()
+        self._derive()
+
+    @property
+    def weight(self) -> float:
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._weight = weight
+        self._derive()
+
+    # ------------------------------------------------------------------ counted
+
+    def note_opened(
+        self, num_tokens: int, *, num_uncomputed: int = 0, num_arriving: int = 0
+    ) -> None:
+        """A request was placed here.
+
+        Args:
+            num_tokens: that count as open.
+            num_uncomputed: prompt tokens that are to be computed here.
+            num_arriving: prompt tokens whose KV takes room here and may come from elsewhere.
+        """
+        if num_uncomputed:
+            if not self.num_uncomputed_requests:
+                self.prefill_progress_at = self._clock()
+            self._num_uncomputed += num_uncomputed
+            self.num_uncomputed_requests += 1
+        self.num_open_requests += 1
+        self.num_open_tokens += num_tokens
+        self.num_placed_tokens += num_tokens
+        self.num_arriving_tokens += num_arriving
+        self._derive()
+
+    def note_computed(self, num_tokens: int, num_uncomputed: int) -> None:
+        """So many tokens of an open request are no longer before this node."""
+        self.num_open_tokens -= num_tokens
+        self._drop_uncomputed(num_uncomputed)
+        self._derive()
+
+    def note_begun(self, num_arriving: int, num_uncomputed: int) -> None:
+        """A request's KV is here: its first token on this decode node came."""
+        if num_uncomputed:
+            busy_s = max(self._clock() - self.prefill_progress_at, 0.0)
+            self.prefill.measure(num_uncomputed, busy_s)
+            self.prefill.refresh()
+        self._num_decoding += 1
+        self._num_decoding_tokens += num_arriving
+        self.num_arriving_tokens -= num_arriving
+        self._drop_uncomputed(num_uncomputed)
+        self._derive()
+
+    def note_closed(
+        self,
+        num_tokens: int,
+        *,
+        num_uncomputed: int = 0,
+        num_arriving: int = 0,
+        num_decoding: int = 0,
+        begun: bool = False,
+    ) -> None:
+        """A request ended here, with so many tokens left.
+
+        Args:
+            num_decoding: that arrived when it began, if it did.
+        """
+        self.num_open_requests -= 1
+        self.num_open_tokens -= num_tokens
+        self.num_arriving_tokens -= num_arriving
+        self._num_decoding -= begun
+        self._num_decoding_tokens -= num_decoding
+        if not self._num_decoding:
+            self._stepped_at = None  # a pause begins: the time until the next step is none
+        self._drop_uncomputed(num_uncomputed)
+        self._derive()
+
+    def _drop_uncomputed(self, num_uncomputed: int) -> None:
+        if num_uncomputed:
+            self._num_uncomputed -= num_uncomputed
+            self.num_uncomputed_requests -= 1
+            self.prefill_progress_at = self._clock()
+
+    # ------------------------------------------------------------------ reported and measured
+
+    def note_beat(self, beat: NodeBeat) -> None:
+        """A node's own account came."""
+        self.beat = beat
+        self.has_beat = True
+        # What the node has to compute beyond what was placed from here: other routers' requests,
+        # and prompts of which less was cached than thought.
+        self._num_foreign = max(0, beat.num_uncomputed_tokens - self._num_uncomputed)
+        self._note_foreign_units()
+        self.prefill.refresh()
+        self.step.refresh()
+        self._derive()
+
+    def _note_foreign_units(self) -> None:
+        """What other routers' requests add to steps, when all run and now: as large as others."""
+        beat = self.beat
+        num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
+        num_held_tokens = (self.num_blocks - beat.num_free_blocks) * self.block_size
+        units = REQUEST_UNITS + num_held_tokens / max(num_reported, 1)
+        self._foreign_units = units * max(0, num_reported - self.num_open_requests)
+        self._foreign_running_units = units * max(0, beat.num_running - self._num_decoding)
+
+    def note_prefilled(self, receipts: Sequence[PrefillReceipt]) -> None:
+        """A step computed (the last of) some prompts; before their tokens are no longer open.
+
+        They are charged with the time since a step last did so, each with as much of it and as
+        many tokens as the others: which of them took the time nobody can tell, and the sum of all
+        is the time that the node was busy.
+        """
+        computed = [receipt for receipt in receipts if receipt.num_computed_tokens > 0]
+        busy_s = self._clock() - self.prefill_progress_at
+        busy_s = max(min(busy_s, max((r.prefill_s for r in computed), default=0.0)), 0.0)
+        num_tokens = sum(min(one.num_computed_tokens, self.max_model_len) for one in computed)
+        for _ in computed:
+            self.prefill.measure(num_tokens / len(computed), busy_s / len(computed))
+        self.prefill.refresh()
+        self.prefill_progress_at = self._clock()
+
+    def note_step(self) -> None:
+        """The tokens of one decode step came.
+
+        It is measured by what decodes now. By what is placed here, much of which is still on its
+        way, the line would be flat, and a node that is thought not to mind gets all.
+        """
+        self.promises.num_steps += 1
+        now = self._clock()
+        step_s = math.inf if self._stepped_at is None else now - self._stepped_at
+        has_prompts = self._num_uncomputed or self.beat.num_uncomputed_tokens
+        if step_s < _LONGEST_STEP_S and not has_prompts:
+            units = REQUEST_UNITS * self._num_decoding + self._num_decoding_tokens
+            self.step.measure(units + self._foreign_running_units, step_s)
+        self._stepped_at = now if self._num_decoding else None
+
+    def note_decoded(
+        self, receipt: DecodeReceipt, residence_s: float, *, is_cut: bool = False
+    ) -> None:
+        """A request ended after so long on this decode node.
+
+        Args:
+            is_cut: it had all the tokens that it was allowed: longer ones may be as long as ever.
+                (When few of these get in, they must not be forgotten.)
+        """
+        shared = self.shared
+        num_tokens = min(receipt.num_forwards + 1, self.max_model_len)
+        shared.output_tokens += _FADING * (num_tokens - shared.output_tokens)
+        faded = shared.long_output_tokens + _LONG_FADING * (num_tokens - shared.long_output_tokens)
+        shared.long_output_tokens = max(num_tokens, shared.long_output_tokens if is_cut else faded)
+        shared.residence_s += _FADING * (residence_s - shared.residence_s)
+
+    # ------------------------------------------------------------------ derived
+
+    def spare_s(self, now: float) -> float:
+        """How long steps may pause for one prompt more before a deadline here is missed.
+
+        Besides for the prompts that are before it. O(requests here).
+        """
+        return self.promises.spare_s(now, self.step_base_s) - self.prefill_queue_s
+
+    def _derive(self) -> None:
+        """What policies read; made when something changes, as more is read than changes."""
+        beat = self.beat
+        line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
+        self.prefill_queue_s = line.base * num_requests + line.per_unit * (
+            self._num_uncomputed + self._num_foreign
+        )
+        self.prefill_base_s = (self.prefill_queue_s + line.base) / weight
+        self.prefill_s_per_token = line.per_unit / weight
+        self.prefill_front_s = self.prefill_queue_s / max(num_requests, 1) / weight
+        if not self._is_decode:
+            return
+        num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
+        self.num_batch = max(self.num_open_requests, num_reported)
+        num_free = (beat.num_free_blocks if self.has_beat else self.num_blocks) * self.block_size
+        self.num_free_tokens = num_free - self.num_arriving_tokens
+        self.num_room_tokens = 0 if beat.num_waiting else self.num_free_tokens - self.block_size
+        num_own_tokens = self.num_arriving_tokens + self._num_decoding_tokens
+        own_units = REQUEST_UNITS * self.num_open_requests + num_own_tokens
+        self.step_units = own_units + self._foreign_units
+        step = self.step
+        self.step_base_s = step.base + step.per_unit * self.step_units / weight
+        # Others, too: on average they have half of their steps before them.
+        self.step_s_per_unit = step.per_unit * (1 + self.num_batch / 2 / weight)

@@ -1,0 +1,288 @@
+"""Node: one joined node as the router holds it: its link, its open legs, what is known of its load.
+
+Takes what the node says and hands it to who waits for it. Knows no other nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from baton.link import (
+    NodeBeat,
+    NodeRegistration,
+    NodeRole,
+    PeerReport,
+    RequestDelta,
+    RequestError,
+    RouterCommand,
+    ServingState,
+    StepDeltas,
+)
+from baton.model_identity import Identity, identity_of
+from baton.outputs import FinishReason, RequestOutput
+from router.fleet.admin_replies import AdminReplies
+from router.fleet.health import NodeHealth
+from router.fleet.load.node_load import NodeLoad, SharedRates
+
+# A prefill node that has not got on for so long, and so many times as long as its work should take.
+STALLED_S, STALLED_FACTOR = 5.0, 10.0
+# What takes not many times longer than what a node has done before is no sign that it is stuck; but
+# no longer round than this excuses another one.
+ROUND_FACTOR, LONGEST_ROUND_S = 3.0, 15.0
+
+
+# A node that missed so many beats is silent: that is why what others do with it fails. It is lost
+# a little later, when it missed some more, or it is heard again.
+SILENT_BEATS = 2
+
+
+class LegDelta(msgspec.Struct, frozen=True, gc=False):
+    """A delta and which leg of the request it came from.
+
+    Attributes:
+        node_lost: not said by the node: its link broke, or it is silent.
+    """
+
+    role: NodeRole
+    delta: RequestDelta
+    node_lost: bool = False
+
+
+class LegReader(Protocol):
+    """Takes what nodes say of an attempt, at once: a node's link waits for nobody."""
+
+    def take(self, item: LegDelta) -> None:
+        """Any delta."""
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        """One more token, with nothing else to it: nearly all that is ever said."""
+
+
+def num_bytes_of(registration: NodeRegistration) -> int:
+    """What of it differs much: a router keeps it as long as the node lives."""
+    entries = registration.compatibility
+    return len(registration.peer_info) + sum(map(sys.getsizeof, (*entries, *entries.values())))
+
+
+@dataclass(slots=True)
+class _Leg:
+    """An open attempt on a node; see `NodeLoad.note_opened`."""
+
+    request_id: str
+    reader: LegReader
+    num_tokens: int
+    num_uncomputed: int
+    num_arriving: int
+    begun_at: float | None = None  # its first token on a decode node came
+    num_decoding: int = 0  # tokens that had arrived by then
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One joined node.
+
+    Attributes:
+        send: puts a command on the node's link.
+        hang_up: ends the link; a node that still lives dials again.
+        reports: what the node said about peers, by engine id.
+        load: what policies see; written here and in the pool only. There since it joined, as are
+            ``health`` and ``clock``.
+        health: whether it should get requests.
+        legs: by epoch.
+        clock: seconds that never go back.
+        is_stuck: one of its threads stands still, though it beats.
+        replies: to what operators ask of the node.
+        identity: what decides the tokens of its model.
+        address: where it dials from, without a port.
+        num_bytes: that its registration takes.
+    """
+
+    registration: NodeRegistration
+    send: Callable[[RouterCommand], None]
+    reports: dict[str, PeerReport] = field(default_factory=dict)
+    legs: dict[int, _Leg] = field(default_factory=dict)
+    hang_up: Callable[[], None] = lambda: None
+    num_missed_beats: int = 0
+    is_stuck: bool = False
+    replies: AdminReplies = field(default_factory=AdminReplies)
+    address: str = ""
+    num_bytes: int = field(init=False)
+    clock: Callable[[], float] = field(init=False)
+    load: NodeLoad = field(init=False)
+    health: NodeHealth = field(init=False)
+    identity: Identity = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.identity = identity_of(self.registration.compatibility)
+        self.num_bytes = num_bytes_of(self.registration)
+
+    def begin(self, shared: SharedRates, health: NodeHealth, clock: Callable[[], float]) -> None:
+        """Start to count, as the pool takes the node in, from what other nodes measured."""
+        self.clock = clock
+        self.load = NodeLoad(self.registration, shared, clock)
+        self.health = health
+
+    @property
+    def name(self) -> str:
+        return self.registration.node_name
+
+    @property
+    def engine_id(self) -> str:
+        return self.registration.engine_id
+
+    @property
+    def num_open(self) -> int:
+        """Attempts that are open here."""
+        return len(self.legs)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether nothing new may be placed here."""
+        return self.beat.serving_state is not ServingState.SERVING
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has been heard of it for some beats."""
+        return self.num_missed_beats > SILENT_BEATS + 1
+
+    @property
+    def beat(self) -> NodeBeat:
+        return self.load.beat
+
+    def watch(self) -> None:
+        """Look at the node's health; to be called once per beat interval."""
+        load = self.load
+        if load.num_uncomputed_requests:  # when other routers' are computed is not heard here
+            stalled_s = self.clock() - load.prefill_progress_at
+            if stalled_s > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
+                self.health.spare(f"no progress for {stalled_s:.0f} s")
+                load.prefill_progress_at = self.clock()
+        self.health.tick()
+        load.weight = self.health.weight
+
+    def looks_stuck(self, timeout_s: float) -> bool:
+        """Whether one of its threads has been in one round for so long, and so much longer than in
+        any before."""
+        longest_s = min(self.beat.longest_round_s, LONGEST_ROUND_S)
+        return self.beat.stalled_s >= max(timeout_s, ROUND_FACTOR * longest_s)
+
+    def fail_legs(self, why: str) -> None:
+        """End all attempts here: the node does not."""
+        error = RequestError(
+            "UNAVAILABLE", f"{self.registration.role.value} node {self.name} {why}"
+        )
+        for epoch, leg in list(self.legs.items()):
+            delta = RequestDelta(RequestOutput(leg.request_id, 0, ()), epoch, error=error)
+            self.deliver(delta, node_lost=True)
+
+    def open_leg(
+        self,
+        request_id: str,
+        epoch: int,
+        num_tokens: int,
+        reader: LegReader,
+        *,
+        num_uncomputed: int = 0,
+        num_arriving: int = 0,
+        max_tokens: int = 0,
+        timeout_s: float = math.inf,
+        arrives_s: float = 0.0,
+    ) -> None:
+        """Have this node's deltas of an attempt given to ``reader``; see `NodeLoad.note_opened`.
+
+        Args:
+            max_tokens: to be decoded here within ``timeout_s``.
+            arrives_s: until the KV of its prompt is expected.
+        """
+        self.legs[epoch] = _Leg(request_id, reader, num_tokens, num_uncomputed, num_arriving)
+        self.load.note_opened(num_tokens, num_uncomputed=num_uncomputed, num_arriving=num_arriving)
+        self.health.note_open(len(self.legs))
+        if max_tokens:
+            num_steps, now = min(max_tokens, self.load.shared.long_output_tokens), self.clock()
+            self.load.promises.open(epoch, now + timeout_s, num_steps, now + arrives_s)
+
+    def relieve_leg(self, epoch: int) -> None:
+        """Count a leg's tokens as done, while it may still have something to say."""
+        leg = self.legs.get(epoch)
+        if leg is not None:
+            self.load.note_computed(leg.num_tokens, leg.num_uncomputed)
+            leg.num_tokens = leg.num_uncomputed = 0
+
+    def close_leg(self, epoch: int) -> None:
+        """Drop what the node still says of an attempt; harmless when closed already."""
+        leg = self.legs.pop(epoch, None)
+        if leg is not None:
+            self.load.promises.close(epoch)
+            self.health.note_open(len(self.legs))
+            self.load.note_closed(
+                leg.num_tokens,
+                num_uncomputed=leg.num_uncomputed,
+                num_arriving=leg.num_arriving,
+                num_decoding=leg.num_decoding,
+                begun=leg.begun_at is not None,
+            )
+
+    def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
+        """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
+        self._note_prefilled((delta,))
+        self._hand_over(delta, node_lost=node_lost)
+
+    def _hand_over(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
+        leg = self._leg_of(delta)
+        if leg is not None:
+            self._learn(leg, delta)
+            leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
+
+    def deliver_step(self, step: StepDeltas) -> None:
+        """Hand the rows and deltas of an engine step to their attempts."""
+        legs, role = self.legs, self.registration.role
+        is_decode = role is NodeRole.DECODE
+        rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)  # from a peer
+        for epoch, output_index, token_id in rows:
+            leg = legs.get(epoch)
+            if leg is not None:
+                if leg.begun_at is None and is_decode:
+                    self._begin(leg, epoch)
+                leg.reader.take_token(role, output_index, token_id)
+        self._note_prefilled(step.deltas)
+        for delta in step.deltas:
+            self._hand_over(delta)
+        if is_decode:
+            self.load.note_step()
+
+    def _leg_of(self, delta: RequestDelta) -> _Leg | None:
+        leg = self.legs.get(delta.epoch)
+        return leg if leg and leg.request_id == delta.output.request_id else None
+
+    def _note_prefilled(self, deltas: Sequence[RequestDelta]) -> None:
+        """All prompts that one step computed are measured together."""
+        receipts = [delta.prefill for delta in deltas if delta.prefill and self._leg_of(delta)]
+        if receipts:
+            self.load.note_prefilled(receipts)
+
+    def _learn(self, leg: _Leg, delta: RequestDelta) -> None:
+        """What a delta says of how busy and how fast the node is."""
+        if delta.prefill is not None:
+            self.health.note_success()
+        if self.registration.role is NodeRole.PREFILL or delta.error is not None:
+            return
+        begun_at = self._begin(leg, delta.epoch) if leg.begun_at is None else leg.begun_at
+        if delta.decode is not None:
+            is_cut = delta.output.finish_reason is FinishReason.LENGTH
+            self.load.note_decoded(delta.decode, self.clock() - begun_at, is_cut=is_cut)
+
+    def _begin(self, leg: _Leg, epoch: int) -> float:
+        """An attempt's first token on a decode node came."""
+        leg.begun_at = self.clock()
+        self.health.note_success()
+        self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
+        self.load.promises.begin(epoch)
+        leg.num_decoding = leg.num_arriving
+        leg.num_arriving = leg.num_uncomputed = 0
+        return leg.begun_at

@@ -1,0 +1,393 @@
+"""NodePool: the nodes that have joined, who can reach whom, and the open legs on each.
+
+Takes registrations, reports and deltas from links; gives a fleet to the dispatcher. Knows no RPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from baton.block_hash import HASH_ALGORITHMS
+from baton.errors import NotFoundError
+from baton.link import (
+    AdminReply,
+    DrainCommand,
+    DrainSeen,
+    KVCacheEvents,
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    NodeRole,
+    PeerReport,
+    PeerUpdate,
+    RouterBeat,
+    SendKVSnapshot,
+    StepDeltas,
+)
+from baton.model_identity import Identity, identity_of
+from router.fleet.fleet import Fleet
+from router.fleet.fleet_choice import make_fleet
+from router.fleet.health import NodeHealth
+from router.fleet.join_gate import JoinGate
+from router.fleet.load.node_load import NodeLoad, SharedRates
+from router.fleet.lost_nodes import LostNodes
+from router.fleet.node import Node
+from router.fleet.node_claims import Vocabulary, event_problem, registration_problem
+from router.fleet.pairing import Reach, are_peers, introduce, why_no_pair
+from router.fleet.prefix.prefix_index import PrefixIndex
+from router.fleet.prefix.prompt_hashes import HashKind
+from router.fleet.served_identity import ServedIdentity
+
+logger = logging.getLogger(__name__)
+
+
+class NodePool:
+    """All nodes of one router.
+
+    Args:
+        own_identity: the entries of `baton.model_identity` that this router's own folder decides;
+            nodes with another ``model`` are refused, and others that differ do not serve.
+        max_model_len: of the model; nodes may have less.
+        max_missed_beats: a node that misses more in a row is lost.
+        eligibility: a node for which one of these says no gets no new requests. Whoever makes one
+            change its mind calls `note_eligibility_change`.
+        may_self_prefill: whether decode nodes may be given prompts to compute.
+        engine_timeout_s: a node that beats is taken out when one of its threads has been in one
+            round for so long, and for much longer than in any before.
+        vocab_size: of the model; nodes that name other tokens are hung up on.
+        clock: seconds that never go back.
+
+    Attributes:
+        router_id: tells this process's requests from those of other routers.
+        prefix_index: which of them has which prompts' KV in its prefix cache.
+        lost_nodes: which went away by themselves.
+        gate: which nodes may join now.
+        identity: which of their models is served.
+        vocabulary: what nodes may speak of.
+    """
+
+    def __init__(
+        self,
+        *,
+        own_identity: Mapping[str, str],
+        max_model_len: int,
+        max_missed_beats: int = 4,
+        eligibility: Sequence[Callable[[Node], bool]] = (),
+        may_self_prefill: bool = False,
+        engine_timeout_s: float = 10.0,
+        vocab_size: int = 2**32,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.router_id = secrets.token_hex(4)
+        self.clock = clock
+        self.gate = JoinGate(clock)
+        self.lost_nodes = LostNodes(clock)
+        self.identity = ServedIdentity(own_identity, clock)
+        self._own_model = own_identity["model"]
+        self.vocabulary = Vocabulary(vocab_size, max_model_len)
+        self._max_model_len = max_model_len  # of the last fleet; until there is one, the model's
+        self._max_missed_beats = max_missed_beats
+        self._nodes: dict[str, Node] = {}  # by engine id
+        self._roles_seen: set[NodeRole] = set()
+        self._eligibility = eligibility
+        self._reach = Reach()
+        self._rates = SharedRates()
+        self._may_self_prefill = may_self_prefill
+        self._engine_timeout_s = engine_timeout_s
+        self._fleet: Fleet | None = None  # None: to be made anew
+        self._changed = asyncio.Event()
+        self.prefix_index = PrefixIndex(clock=clock)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return sorted(self._nodes.values(), key=lambda n: (n.registration.role.value, n.name))
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request that some pair of nodes takes, of those that serve now.
+
+        Where none does, what the last one took. No node that is in no pair has a say.
+        """
+        if self.fleet:
+            self._max_model_len = min(self.fleet.max_model_len, self.vocabulary.max_model_len)
+        return self._max_model_len
+
+    def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
+        """Most tokens of a request that is placed on these nodes."""
+        return min(self.vocabulary.max_model_len, *(node.max_model_len for node in nodes))
+
+    @property
+    def lost(self) -> list[NodeRegistration]:
+        """Nodes that fell silent in the last minutes and did not come back."""
+        return self.lost_nodes.silent
+
+    @property
+    def has_had_both_roles(self) -> bool:
+        """Whether nodes of both roles have ever joined: then what is missing may come back."""
+        return self._roles_seen == set(NodeRole)
+
+    async def wait_for_change(self) -> None:
+        """Wait until a node comes, goes, or reports on a peer."""
+        await self._changed.wait()
+
+    def node(self, engine_id: str) -> Node | None:
+        return self._nodes.get(engine_id)
+
+    # ------------------------------------------------------------------ membership
+
+    def refusal(self, registration: NodeRegistration) -> str:
+        """Why a node can never join; empty when it can. `gate` says whether it may now."""
+        if not registration.node_name or not registration.engine_id:
+            return "node_name and engine_id must not be empty"
+        problem = registration_problem(registration)
+        if problem:
+            return problem
+        if self.gate.is_expelled(registration.engine_id):
+            return f"{registration.node_name} was removed by an operator; start it anew"
+        model = registration.compatibility.get("model")
+        if model != self._own_model:
+            return (
+                f"model: {registration.node_name} has a model with configuration {model}, "
+                f"this router serves {self._own_model}"
+            )
+        return ""
+
+    def add(self, node: Node) -> None:
+        """Take a node in that the gate lets in, and introduce it to those of the other role.
+
+        The same process may be here already: it noticed before us that its link broke.
+        """
+        for old in self.nodes:
+            if node.name == old.name or node.engine_id == old.engine_id:
+                self.remove(old, "joined again")
+                old.hang_up()
+        introduce(node, self._peers_of(node))
+        is_canary = any(
+            other.registration.role is node.registration.role and other.num_open
+            for other in self._nodes.values()
+        )
+        health = NodeHealth(node.name, self._note_change, is_canary=is_canary, clock=self.clock)
+        node.begin(self._rates, health, self.clock)
+        self._nodes[node.engine_id] = node
+        self.lost_nodes.forget(node.name)
+        self._roles_seen.add(node.registration.role)
+        self._note_kv_sizes()
+        self._note_change()
+        logger.info("%s node %s joined", node.registration.role.value, node.name)
+        if not self._review_identity():
+            self._index(node)
+        if problem := self.identity.problem(node):
+            logger.warning("%s gets no requests: %s", node.name, problem)
+
+    def remove(self, node: Node, why: str = "went away", *, on_purpose: bool = False) -> None:
+        """A node's link broke: fail its legs and tell its peers.
+
+        Args:
+            on_purpose: somebody here wanted it; no request is at fault.
+        """
+        if self._nodes.get(node.engine_id) is not node:
+            return  # it was removed or replaced before
+        del self._nodes[node.engine_id]
+        if not (on_purpose or node.is_draining):
+            self.lost_nodes.note_loss(node.engine_id)
+        self.prefix_index.remove(node.engine_id)
+        logger.info("%s node %s %s", node.registration.role.value, node.name, why)
+        self._review_identity(left=node.identity if node.is_draining else None)
+        self._reach.forget(node.engine_id)
+        node.replies.close(f"it {why}")
+        for other in self._peers_of(node):
+            other.reports.pop(node.engine_id, None)
+            other.send(PeerUpdate(node.engine_id, removed=True))
+        self._note_kv_sizes()
+        node.fail_legs(why)
+        self._note_change()
+
+    def _review_identity(self, left: Identity | None = None) -> bool:
+        """Whether another identity serves from now on; nothing is known of others' caches."""
+        is_another = self.identity.review(self._nodes.values(), left=left)
+        if is_another:
+            for node in self._nodes.values():
+                self._index(node)
+            self._note_change()
+        return is_another
+
+    def _index(self, node: Node) -> None:
+        registration = node.registration
+        if not self.identity.admits(node):
+            self.prefix_index.remove(node.engine_id)
+        elif registration.prefix_hash in HASH_ALGORITHMS:
+            kind = HashKind(registration.block_size, registration.prefix_hash)
+            self.prefix_index.add(node.engine_id, kind)
+            node.send(SendKVSnapshot())
+
+    def _note_kv_sizes(self) -> None:
+        """What most nodes say of a token's size is what transfers are reckoned with."""
+        sizes = [node.registration.kv_bytes_per_token for node in self._nodes.values()]
+        known = [size for size in sizes if size]
+        self._rates.kv_bytes_per_token = statistics.median_low(known) if known else 0.0
+
+    def expel(self, name: str) -> NodeRegistration:
+        """Part with a node (by name or engine id) now, whatever it does; it may not join again.
+
+        Started anew, it may. Raises NotFoundError.
+        """
+        for node in self.nodes:
+            if name in (node.name, node.engine_id):
+                self.gate.expel(node.engine_id)
+                self.remove(node, "was removed by an operator", on_purpose=True)
+                self._review_identity(left=node.identity)
+                node.send(DrainCommand(stop=True))  # what still listens ends well
+                node.hang_up()
+                return node.registration
+        for lost in self.lost:
+            if name in (lost.node_name, lost.engine_id):
+                self.gate.expel(lost.engine_id)
+                self.lost_nodes.forget(lost.node_name)
+                self._review_identity(left=identity_of(lost.compatibility))
+                return lost
+        raise NotFoundError(f"there is no node {name!r}")
+
+    def count_missed_beats(self) -> None:
+        """To be called once per beat interval: beats, too; nodes that missed too many are lost.
+
+        Counted in calls, not in seconds: a router that was held up itself blames nobody.
+        """
+        for node in self.nodes:
+            node.send(RouterBeat())
+            node.watch()
+            node.num_missed_beats += 1
+            # (The first is no miss: the beat of this interval may be on its way.)
+            if node.num_missed_beats > self._max_missed_beats + 1:
+                self.lost_nodes.note_silent(node.registration)
+                self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
+                node.hang_up()
+
+    def hang_up(self, node: Node, problem: str) -> None:
+        """Part with a node that says what cannot be; it may join again."""
+        logger.warning("hung up on %s, which says what cannot be: %s", node.name, problem)
+        self.remove(node, "says what cannot be", on_purpose=True)
+        node.hang_up()
+
+    def take(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:
+        """Take what a node said; hang up on one that says what cannot be, unless that is known."""
+        if self._nodes.get(node.engine_id) is not node:
+            return  # it was removed, and its link has not ended yet
+        problem = "" if is_checked else event_problem(node.registration, event, self.vocabulary)
+        if problem:
+            self.hang_up(node, problem)
+            return
+        node.num_missed_beats = 0
+        if isinstance(event, StepDeltas):
+            node.deliver_step(event)
+        elif isinstance(event, tuple):
+            for delta in event:
+                node.deliver(delta)
+            if node.registration.role is NodeRole.DECODE:
+                node.load.note_step()
+        elif isinstance(event, NodeBeat):
+            self._take_beat(node, event)
+        elif isinstance(event, KVCacheEvents):
+            if self.prefix_index.take(node.engine_id, event):
+                logger.warning("%s: KV cache events were lost; asking for all again", node.name)
+                node.send(SendKVSnapshot())
+        elif isinstance(event, AdminReply):
+            node.replies.take(event)
+        elif (
+            isinstance(event, PeerReport)
+            and (peer := self._nodes.get(event.engine_id)) is not None
+            and are_peers(node, peer)
+        ):
+            node.reports[event.engine_id] = event
+            self._reach.note_report(node, peer)
+            self._note_change()
+            if event.problem:
+                logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
+
+    def _take_beat(self, node: Node, beat: NodeBeat) -> None:
+        was_draining = node.is_draining
+        node.load.note_beat(beat)
+        self._watch_progress(node)
+        if node.is_draining:
+            node.send(DrainSeen())  # every time: it may have served in between
+        if node.is_draining is not was_draining:
+            logger.info("%s is %s", node.name, beat.serving_state.value)
+            self._review_identity()
+            self._note_change()
+
+    def _watch_progress(self, node: Node) -> None:
+        """Take a node out one of whose threads stands still, if there is another one for its work.
+
+        Its own process ends itself a little later, or it goes on and is taken back.
+        """
+        is_stuck = node.looks_stuck(self._engine_timeout_s)
+        others = (one for one in self._of(node.registration.role) if one is not node)
+        if is_stuck is node.is_stuck or (is_stuck and not any(map(self.is_eligible, others))):
+            return
+        node.is_stuck = is_stuck
+        self._note_change()
+        if is_stuck:
+            self.lost_nodes.note_loss(node.engine_id)
+            why = f"stands still: its {node.beat.stalled_thread} thread is busy with one thing for "
+            node.fail_legs(f"{why}{node.beat.stalled_s:g} s")
+        logger.warning("%s %s", node.name, "stands still" if is_stuck else "goes on")
+
+    # ------------------------------------------------------------------ pairs
+
+    @property
+    def fleet(self) -> Fleet:
+        """Nodes that may get requests now, and which pairs of them can reach each other."""
+        if self._fleet is None:
+            self._fleet = make_fleet(
+                filter(self.is_eligible, self._nodes.values()),
+                self._reach,
+                may_self_prefill=self._may_self_prefill,
+            )
+        return self._fleet
+
+    def is_eligible(self, node: Node) -> bool:
+        """Whether a node may get new requests."""
+        return (
+            not (node.is_draining or node.is_stuck)
+            and self.identity.admits(node)
+            and all(allows(node) for allows in self._eligibility)
+        )
+
+    def allow_self_prefill(self, may_self_prefill: bool) -> None:
+        """Whether decode nodes may be given prompts to compute, from now on."""
+        self._may_self_prefill = may_self_prefill
+        self._note_change()
+
+    def note_eligibility_change(self) -> None:
+        """Ask again which nodes are eligible."""
+        self._note_change()
+
+    def why_no_pair(self, num_tokens: int = 1) -> str:
+        """One line for a client when there is no pair for so many tokens."""
+        if self.fleet:
+            return f"no pair of nodes takes requests of {num_tokens} tokens"
+        return why_no_pair(
+            self._of(NodeRole.PREFILL),
+            self._of(NodeRole.DECODE),
+            self.is_eligible,
+            self.identity.problem,
+        )
+
+    def _note_change(self) -> None:
+        self._fleet = None
+        self._changed.set()
+        self._changed = asyncio.Event()  # who waits from now on waits for the next change
+
+    def _of(self, role: NodeRole) -> list[Node]:
+        return [node for node in self._nodes.values() if node.registration.role is role]
+
+    def _peers_of(self, node: Node) -> list[Node]:
+        return [
+            other
+            for other in self._nodes.values()
+            if other.registration.role is not node.registration.role
+        ]

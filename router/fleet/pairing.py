@@ -1,0 +1,108 @@
+"""Which nodes may work together: those that fit, and of them those that reach each other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from baton.link import NodeRegistration, NodeRole, PeerReport, PeerUpdate
+from router.fleet.node import Node
+
+logger = logging.getLogger(__name__)
+
+
+def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
+    """Why two nodes must not be paired, naming the first thing that differs; empty if nothing."""
+    for key in sorted(one.compatibility.keys() | other.compatibility.keys()):
+        mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
+        if mine != theirs:
+            return f"{key} differs: {one.node_name} has {mine}, {other.node_name} has {theirs}"
+    return ""
+
+
+def introduce(node: Node, peers: Iterable[Node]) -> None:
+    """Tell a node that joined, and those of the other role, of each other, where they fit."""
+    for other in peers:
+        problem = incompatibility(node.registration, other.registration)
+        if problem:
+            report = PeerReport("", False, problem=problem)
+            node.reports[other.engine_id] = other.reports[node.engine_id] = report
+            logger.warning("%s and %s are not paired: %s", node.name, other.name, problem)
+            continue
+        node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
+        other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
+
+
+def are_peers(one: Node, other: Node) -> bool:
+    """Whether two nodes were introduced to each other."""
+    return one.registration.role is not other.registration.role and not incompatibility(
+        one.registration, other.registration
+    )
+
+
+def why_no_pair(
+    prefills: Sequence[Node],
+    decodes: Sequence[Node],
+    is_eligible: Callable[[Node], bool],
+    identity_problem: Callable[[Node], str],
+) -> str:
+    """One line for a client when no two nodes may work together."""
+    for nodes in ([*prefills, *decodes], prefills, decodes):
+        foreign = [node for node in nodes if identity_problem(node)]
+        if foreign and len(foreign) == len(nodes):
+            kind = "" if len(prefills) + len(decodes) == len(nodes) else f"{_role_of(nodes[0])} "
+            why = f"{nodes[0].name}: {identity_problem(nodes[0])}"
+            return f"no {kind}node of the model that is served is here ({why})"
+    for role, nodes in ((NodeRole.PREFILL, prefills), (NodeRole.DECODE, decodes)):
+        if not nodes:
+            return f"no {role.value} node has joined the router"
+        if not any(map(is_eligible, nodes)):
+            return f"no {role.value} node takes requests now: they drain or fail"
+    for prefill in prefills:
+        for decode in decodes:
+            report = prefill.reports.get(decode.engine_id)
+            if report is not None and report.problem:
+                return f"{prefill.name} and {decode.name} are not paired: {report.problem}"
+    return "no prefill node is connected to a decode node yet"
+
+
+def _role_of(node: Node) -> str:
+    return node.registration.role.value
+
+
+class Reach:
+    """Who reaches whom, kept as reports come.
+
+    Attributes:
+        bandwidths: prefill node -> decode node -> bytes per second (0: unknown), by engine id.
+    """
+
+    def __init__(self) -> None:
+        self.bandwidths: dict[str, dict[str, float]] = {}
+
+    def note_report(self, one: Node, other: Node) -> None:
+        """One of two nodes said something about the other."""
+        is_prefill = one.registration.role is NodeRole.PREFILL
+        prefill, decode = (one, other) if is_prefill else (other, one)
+        there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
+        self.note(prefill.engine_id, decode.engine_id, there, back)
+
+    def note(
+        self, prefill: str, decode: str, there: PeerReport | None, back: PeerReport | None
+    ) -> None:
+        """What two nodes say of each other now.
+
+        They are a pair when the prefill node says yes and the decode node does not say no.
+        """
+        reached = self.bandwidths.setdefault(prefill, {})
+        if there is not None and there.connected and (back is None or not back.problem):
+            known = [report.bandwidth_bytes_per_s for report in (there, back) if report]
+            reached[decode] = max(known)
+        else:
+            reached.pop(decode, None)
+
+    def forget(self, engine_id: str) -> None:
+        """A node went away."""
+        self.bandwidths.pop(engine_id, None)
+        for reached in self.bandwidths.values():
+            reached.pop(engine_id, None)

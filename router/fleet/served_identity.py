@@ -1,0 +1,138 @@
+"""ServedIdentity: which of the models that nodes bring this router serves. Knows no request.
+
+    nodes that have what the router's own folder says     serve, whoever else is there
+    the folder has no weights, or those nodes have left   another identity may, one at a time
+    an identity serves                                    until its last node drains or is removed
+    its last node was lost                                nobody else takes its place
+
+So a node that came by mistake, or early, gets no request; and nodes with new weights begin when the
+old ones have been drained, not before. Within `SETTLE_S` of the first join an identity of more
+nodes replaces one of fewer: after a restart the order in which nodes come back decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from baton.model_identity import (
+    IDENTITY_KEYS,
+    SIMULATED,
+    Identity,
+    describe_identity,
+)
+from router.fleet.node import Node
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 2.0
+
+
+class ServedIdentity:
+    """Of one router.
+
+    Args:
+        own: the entries that its own folder decides; ``weights`` only if it has them.
+        clock: seconds that never go back.
+
+    Attributes:
+        served: what serves now, or will when a node of it is back; None: nothing ever has.
+        num_changes_total: times that another one took the place of what served.
+    """
+
+    def __init__(self, own: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
+        self.served: Identity | None = None
+        self.num_changes_total = 0
+        self._own = {key: own[key] for key in IDENTITY_KEYS if key in own}
+        self._clock = clock
+        self._settled_at = math.inf  # until the first node joins
+        self._is_given_up = False  # the last node of `served` went, and not by itself
+
+    def admits(self, node: Node) -> bool:
+        """Whether a node is of the model that is served."""
+        return node.identity == self.served
+
+    def problem(self, node: Node) -> str:
+        """Why a node does not serve, naming what differs and both values; empty if it may."""
+        if self.admits(node):
+            return ""
+        theirs = dict(node.identity)
+        for key, value in self._own.items():
+            if not _fits(key, theirs[key], value):
+                return f"{key} differs: it has {theirs[key]}, this router's --model has {value}"
+        for key, value in self.served or ():
+            if theirs[key] != value:
+                return f"{key} differs: it has {theirs[key]}, the nodes that serve have {value}"
+        return "nothing is served yet"
+
+    def review(self, nodes: Iterable[Node], *, left: Identity | None = None) -> bool:
+        """Choose anew after a node came, went, or began to drain; returns whether it is another.
+
+        Args:
+            nodes: that have joined.
+            left: of a node that went just now, as somebody had wanted it to.
+        """
+        num_active: Counter[Identity] = Counter()
+        for node in nodes:
+            if not node.is_draining:
+                num_active[node.identity] += 1
+            elif node.identity == self.served:
+                left = node.identity
+        if num_active and self._settled_at == math.inf:
+            self._settled_at = self._clock() + SETTLE_S
+        if self.served in num_active:
+            self._is_given_up = False
+        elif left is not None and left == self.served:
+            self._is_given_up = True
+        chosen = self._choose(num_active)
+        if chosen is None or chosen == self.served:
+            return False
+        self._replace(chosen, num_active[chosen])
+        return True
+
+    def _choose(self, num_active: Counter[Identity]) -> Identity | None:
+        """None: whatever serves, or will when a node of it is back, goes on."""
+        # Nobody serves whose tokens are not those that this router makes of texts.
+        usable = [one for one in num_active if self._has_own(one, without="weights")]
+        preferred = [one for one in usable if self._has_own(one)]
+        is_second_best = (
+            bool(preferred) and self.served is not None and not self._has_own(self.served)
+        )
+        is_settled = self.served is not None and self._clock() >= self._settled_at
+        if is_settled and not (is_second_best or self._is_given_up):
+            return None
+        candidates = usable if self._is_given_up and not preferred else preferred
+        return min(candidates, key=lambda one: (-num_active[one], one), default=None)
+
+    def _has_own(self, identity: Identity, *, without: str = "") -> bool:
+        entries = dict(identity)
+        return all(
+            _fits(key, entries[key], value) for key, value in self._own.items() if key != without
+        )
+
+    def _replace(self, chosen: Identity, num_nodes: int) -> None:
+        before, self.served = self.served, chosen
+        self._is_given_up = False
+        if before is None:
+            logger.info("serves %s", describe_identity(chosen))
+        else:
+            self.num_changes_total += 1
+            logger.warning(
+                "serves another model from now on, on %d nodes: %s; before: %s",
+                num_nodes,
+                describe_identity(chosen),
+                describe_identity(before),
+            )
+        if not self._has_own(chosen):
+            logger.warning(
+                "the --model of this router has other weights (%s): start it anew with those that "
+                "it is to serve, or after a restart it will not serve these nodes",
+                self._own["weights"],
+            )
+
+
+def _fits(key: str, theirs: str, own: str) -> bool:
+    return theirs == own or (key == "weights" and theirs == SIMULATED)

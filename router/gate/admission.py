@@ -1,0 +1,330 @@
+"""Admission: which requests begin now, which wait, and which are refused at once.
+
+    request -> refused (a limit, or it would come too late)
+            -> waits, while the nodes have all that they can take: tenants by what they had, a
+               tenant's own requests by (priority, arrival)
+            -> begins
+
+So overload waits or is refused here, in one place that knows the order, and never inside a node or
+a hand-off. How much the nodes can take is `Capacity`'s; who is next, `FairQueue`'s; which node
+takes what, the policy's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from baton.errors import BatonError, DeadlineExceededError, OverloadedError
+from baton.identity import ANYBODY, Principal
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
+from router.gate.fair_queue import FairQueue
+from router.gate.rate_limits import Rate, RateLimits
+from router.gate.ticket import Ticket
+
+# How soon it is seen that nodes have room again while requests wait.
+_PUMP_INTERVAL_S = 0.005
+# What is expected just in time comes too late as often as not.
+_MARGIN = 1.15
+_RETRY_DELAY_LIMITS_S = (0.1, 60.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionState:
+    """What operators see.
+
+    Attributes:
+        expected_wait_s: of a request that comes now.
+        num_refused: since the start, by reason.
+    """
+
+    num_queued: int
+    num_queued_tokens: int
+    num_begun: int
+    expected_wait_s: float
+    num_refused: dict[str, int]
+
+
+class Admission:
+    """The gate of one router, on its event loop.
+
+    Args:
+        capacity: of the nodes.
+        options: limits of all requests.
+        rates: limits of each API key.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        options: AdmissionOptions | None = None,
+        rates: RateLimits | None = None,
+    ) -> None:
+        self.options = options or AdmissionOptions()
+        self._capacity = capacity
+        self._rates = rates or RateLimits()
+        self._queue = FairQueue()
+        self._num_begun = 0
+        self._arrivals = itertools.count()
+        self._of_key: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._pump: asyncio.Task[None] | None = None
+        self._least_urgent = math.inf
+
+    @contextlib.asynccontextmanager
+    async def enter(
+        self,
+        *,
+        request_id: str = "",
+        num_prompt_tokens: int,
+        max_tokens: int,
+        timeout_s: float,
+        priority: int = 0,
+        principal: Principal = ANYBODY,
+        find_cached_tokens: Callable[[], int] = int,
+    ) -> AsyncIterator[Ticket]:
+        """Wait for the request's turn; leaving the context ends its account.
+
+        Args:
+            request_id: by which `withdraw` finds it.
+            timeout_s: until the request's deadline.
+            priority: smaller begins first.
+            principal: whose request it is.
+            find_cached_tokens: how much of the prompt need not be computed; asked where it counts.
+
+        Raises:
+            OverloadedError: it is refused; says when to come again.
+            DeadlineExceededError: its deadline passed while it waited.
+        """
+        if priority > self._least_urgent:
+            raise self._refusal("overload", "the router is overloaded and takes urgent ones only")
+        now = asyncio.get_running_loop().time()
+        self.check_key(principal)
+        self._check_open()
+        num_kv_tokens = self._capacity.kv_tokens(num_prompt_tokens, max_tokens)
+        # Who has no tenant competes with nobody: what it costs changes nothing.
+        num_cached_tokens = find_cached_tokens() if principal.tenant else 0
+        ticket = Ticket(
+            request_id=request_id,
+            tenant=principal.tenant,
+            weight=principal.limits.weight,
+            order=(priority, next(self._arrivals)),
+            num_prompt_tokens=num_prompt_tokens,
+            num_kv_tokens=num_kv_tokens,
+            num_uncached_tokens=max(num_prompt_tokens - num_cached_tokens, 1),
+            arrived_at=now,
+            expires_at=now + timeout_s,
+        )
+        self._check_rates(principal, ticket.num_tokens)
+        begins = self._queue.is_next(ticket) and self._has_room(ticket)
+        if not begins:
+            self._check_times(ticket, max_tokens, timeout_s)
+            self._check_queue(ticket)
+        self._of_key[principal.name] += 1
+        self._rates.take(principal, ticket.num_tokens)
+        try:
+            if begins:
+                self._queue.begin(ticket)
+            else:
+                await self._wait(ticket, max_tokens)
+            ticket.began_at = asyncio.get_running_loop().time()
+            self._num_begun += 1
+            yield ticket
+        finally:
+            self._leave(ticket, principal)
+
+    def _leave(self, ticket: Ticket, principal: Principal) -> None:
+        begun = ticket.began_at is not None
+        if not begun:
+            ticket.num_tokens_used = 0
+        self._num_begun -= begun
+        if ticket.is_charged:
+            self._queue.end(ticket)
+        used = ticket.num_tokens if ticket.num_tokens_used is None else ticket.num_tokens_used
+        self._rates.give_back(principal, ticket.num_tokens - used, begun=begun)
+        self._of_key[principal.name] -= 1
+        if not self._of_key[principal.name]:
+            del self._of_key[principal.name]
+
+    def withdraw(self, request_id: str, error: BatonError) -> bool:
+        """End the wait of a request with an error; returns whether it waited."""
+        for ticket in self._queue.tickets():
+            if ticket.request_id == request_id:
+                self._turn_away(ticket, error)
+                return True
+        return False
+
+    def shed(self, least_urgent: float) -> None:
+        """From now on refuse what comes with a larger priority than this; infinity: nothing."""
+        self._least_urgent = least_urgent
+
+    def note_first_token(self, ticket: Ticket) -> None:
+        """It came; to be called once, so that the next ones are expected better."""
+        now = asyncio.get_running_loop().time()
+        self._capacity.note_wait(ticket.expected_wait_s / ticket.bias, now - ticket.arrived_at)
+        self._queue.note_first_token(ticket)
+
+    def check_key(self, principal: Principal) -> None:
+        """Raise OverloadedError if a key can have no request now, whatever it is; costs nothing."""
+        limit = principal.limits.max_open_requests or self.options.max_open_requests_per_client
+        num_open = self._of_key[principal.name]
+        if principal.name and limit and num_open >= limit:
+            raise self._refusal("client", f"{num_open} requests of this client are open, the limit")
+        self._check_rates(principal, 1)
+
+    def charge(self, principal: Principal) -> None:
+        """Count a request that no node gets, such as one to be tokenized, and a token of it.
+
+        Raises OverloadedError if the key can have none now.
+        """
+        self._check_rates(principal, 1)
+        self._rates.take(principal, 1)
+
+    def charge_tokens(self, principal: Principal, num_tokens: int) -> None:
+        """Count more tokens of such a request, now that they are known."""
+        self._rates.give_back(principal, -num_tokens, begun=True)
+
+    def rates_of(self, principal: Principal) -> dict[str, Rate]:
+        """What is left of the limits of a key; empty if it has none."""
+        return self._rates.state(principal)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait."""
+        return self._queue.num_requests
+
+    def state(self) -> AdmissionState:
+        return AdmissionState(
+            num_queued=self._queue.num_requests,
+            num_queued_tokens=self._queue.num_prompt_tokens,
+            num_begun=self._num_begun,
+            expected_wait_s=self._wait_s(),
+            num_refused=dict(self._refused),
+        )
+
+    # ------------------------------------------------------------------ refusing
+
+    def _check_open(self) -> None:
+        options, num_open = self.options, self._queue.num_requests + self._num_begun
+        if options.max_open_requests and num_open >= options.max_open_requests:
+            raise self._refusal("open_requests", f"{num_open} requests are open, the limit")
+
+    def _check_rates(self, principal: Principal, num_tokens: int) -> None:
+        try:
+            self._rates.check(principal, num_tokens)
+        except OverloadedError:
+            self._refused["rate"] += 1
+            raise
+
+    def _check_times(self, ticket: Ticket, max_tokens: int, timeout_s: float) -> None:
+        """Refuse what would come too late; asked only of what has to wait."""
+        ticket.expected_wait_s, ticket.bias = self._wait_ahead_s(ticket), self._capacity.bias
+        limit_s = self.options.max_ttft_s
+        if limit_s and ticket.expected_wait_s > limit_s:
+            raise self._refusal(
+                "ttft",
+                f"the first token would come in {ticket.expected_wait_s:.1f} s, "
+                f"the limit is {limit_s:g} s",
+            )
+        needed_s = ticket.expected_wait_s + self._capacity.decode_s(max_tokens)
+        if needed_s * _MARGIN > timeout_s:
+            raise self._refusal(
+                "deadline",
+                f"the answer would take {needed_s:.1f} s, its deadline is in {timeout_s:.1f} s",
+            )
+
+    def _check_queue(self, ticket: Ticket) -> None:
+        """When the queue is full, refuse one that waits, or this one: see `FairQueue.last`."""
+        limit = self.options.max_queued_requests
+        if not limit or self._queue.num_requests < limit:
+            return
+        problem = f"{self._queue.num_requests} requests wait, the limit"
+        last = self._queue.last(ticket)
+        if last is ticket:
+            raise self._refusal("queue", problem)
+        why = "more urgent ones came" if last.tenant == ticket.tenant else "others waited for less"
+        self._turn_away(last, self._refusal("queue", f"{problem}; {why}"))
+
+    def _refusal(self, reason: str, problem: str) -> OverloadedError:
+        self._refused[reason] += 1
+        least_s, most_s = _RETRY_DELAY_LIMITS_S
+        error = OverloadedError(problem)
+        error.retry_delay_s = min(max(self._wait_s(), least_s), most_s)
+        return error
+
+    def _wait_s(self) -> float:
+        """Until all that wait have their first tokens."""
+        queue = self._queue
+        return self._capacity.wait_s(
+            queue.num_requests, queue.num_prompt_tokens, queue.num_kv_tokens
+        )
+
+    def _wait_ahead_s(self, ticket: Ticket) -> float:
+        """Until its first token: behind what begins before it."""
+        ahead = self._queue.ahead_of(ticket)
+        return self._capacity.wait_s(
+            ahead.num_requests,
+            ahead.num_prompt_tokens,
+            ahead.num_kv_tokens + ticket.num_kv_tokens,
+            last=ticket.num_prompt_tokens,
+        )
+
+    # ------------------------------------------------------------------ waiting
+
+    async def _wait(self, ticket: Ticket, max_tokens: int) -> None:
+        turn = ticket.turn = asyncio.get_running_loop().create_future()
+        self._queue.push(ticket)
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._begin_all())
+        # What cannot be done any more is not begun.
+        needed_s = self._capacity.prefill_s(ticket.num_prompt_tokens)
+        needed_s += self._capacity.decode_s(max_tokens)
+        begin_by = ticket.expires_at - needed_s
+        try:
+            async with asyncio.timeout_at(max(begin_by, ticket.arrived_at)):
+                await turn
+        except TimeoutError:
+            raise DeadlineExceededError(
+                "the request waited for its turn until its deadline could not be kept"
+            ) from None
+        finally:
+            self._queue.remove(ticket)
+        if ticket.refusal is not None:
+            raise ticket.refusal
+
+    def _turn_away(self, ticket: Ticket, error: BatonError) -> None:
+        """End a wait with an error."""
+        turn, ticket.refusal = ticket.turn, error
+        self._queue.remove(ticket)
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+
+    async def _begin_all(self) -> None:
+        """Begin what there is room for, one after the other, as long as anything waits."""
+        try:
+            while self._queue.num_requests:  # noqa: ASYNC110  # nodes tell nobody that they have room
+                # One at a time: it is in the nodes' ledgers before the next one is looked at.
+                await asyncio.sleep(0 if self._begin_next() else _PUMP_INTERVAL_S)
+        finally:
+            self._pump = None
+
+    def _begin_next(self) -> bool:
+        ticket = self._queue.head()
+        if ticket is None or ticket.turn is None or not self._has_room(ticket):
+            return False
+        turn = ticket.turn
+        self._queue.begin(ticket)
+        if not turn.done():
+            turn.set_result(None)
+        return True
+
+    def _has_room(self, ticket: Ticket) -> bool:
+        num_output_tokens = ticket.num_kv_tokens - ticket.num_prompt_tokens
+        shares = self._queue.leaves_room(ticket, asyncio.get_running_loop().time())
+        return self._capacity.has_room(ticket.num_prompt_tokens, num_output_tokens, shares=shares)

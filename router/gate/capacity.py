@@ -1,0 +1,155 @@
+"""Capacity: what all nodes together can take now, and how long until they can take more.
+
+Built on what nodes are known to have before them and how fast they were (`NodeLoad`). Knows
+requests only as numbers of tokens, and not which node will get one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad
+from router.gate.admission_options import PREFILL_WINDOW_S, SHARED_PREFILL_WINDOW_S
+
+# Kept free in each decode node, for the answers that grow there; and as much for other tenants.
+_KV_HEADROOM = 0.05
+_BIAS_LIMITS = (0.25, 4.0)
+# Who waited longer than expected counts for more than who did not: deadlines are to be kept.
+_BIAS_UP, _BIAS_DOWN = 0.1, 0.02
+_LEAST_WAIT_S = 0.5  # shorter ones say nothing of how good the estimate is
+
+
+class Capacity:
+    """Of one router's fleet.
+
+    Args:
+        fleet: what may be placed on now.
+        prefill_window_s: work that a prefill node may have before it.
+        shared_prefill_window_s: the same, of who leaves room to others; what is done of the prompt
+            in front does not count.
+        clock: that of the nodes' ledgers.
+
+    Attributes:
+        bias: how much longer than estimated requests waited lately.
+    """
+
+    def __init__(
+        self,
+        fleet: Callable[[], Fleet],
+        prefill_window_s: float = PREFILL_WINDOW_S,
+        *,
+        shared_prefill_window_s: float = SHARED_PREFILL_WINDOW_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._prefill_window_s = prefill_window_s
+        self._shared_prefill_window_s = min(shared_prefill_window_s, prefill_window_s)
+        self._clock = clock
+        self.bias = 1.0
+
+    def has_room(self, num_prompt_tokens: int, max_tokens: int, *, shares: bool = False) -> bool:
+        """Whether some pair can take a request now; where there is none it goes on, to be told.
+
+        Args:
+            shares: leave room to other tenants: as little work before prefill nodes as keeps them
+                busy, and some KV memory, so that their next request waits for neither.
+        """
+        fleet = self._fleet()
+        if not fleet:
+            return True
+        prefills = fleet.prefills or fleet.self_prefilling
+        if shares:
+            now, window_s = self._clock(), self._shared_prefill_window_s
+            has_time = any(_left_s(node, now) <= window_s for node in prefills)
+        else:
+            has_time = any(node.prefill_queue_s <= self._prefill_window_s for node in prefills)
+        if not has_time:
+            return False
+        needed = self.kv_tokens(num_prompt_tokens, max_tokens)
+        headroom = 2 * _KV_HEADROOM if shares else _KV_HEADROOM
+        return any(_has_kv_room(node, needed, headroom) for node in _receivers(fleet))
+
+    def kv_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """That a request will come to hold; most answers are much shorter than they may be."""
+        decodes = _receivers(self._fleet())
+        if not decodes:
+            return num_prompt_tokens
+        return num_prompt_tokens + int(min(max_tokens, decodes[0].shared.output_tokens))
+
+    def prefill_s(self, num_prompt_tokens: int) -> float:
+        """From when a prefill node begins with a prompt until the first token."""
+        fleet = self._fleet()
+        prefills = fleet.prefills or fleet.self_prefilling
+        base, per_token = _mean_line(prefills) if prefills else (0.0, 0.0)
+        return base + per_token * num_prompt_tokens
+
+    def wait_s(
+        self, num_requests: float, num_prompt_tokens: float, num_kv_tokens: float, *, last: int = 0
+    ) -> float:
+        """Until so many more requests, with so many tokens in all, have their first tokens.
+
+        Args:
+            last: prompt tokens of a request behind all these, to wait for as well: it is one
+                node's work, and not shared by all.
+        """
+        fleet = self._fleet()
+        prefills, decodes = fleet.prefills or fleet.self_prefilling, _receivers(fleet)
+        if not prefills or not decodes:
+            return 0.0
+        work_s = sum(node.prefill_queue_s for node in prefills)
+        base, per_token = _mean_line(prefills)
+        work_s += num_requests * base + num_prompt_tokens * per_token
+        room = sum(_room(node) for node in decodes)
+        num_free = sum(node.num_free_tokens for node in decodes) - room * _KV_HEADROOM
+        num_held = max(room - num_free, 1.0)
+        # A decode node gives back what it holds about once in the time that a request stays.
+        room_s = (num_kv_tokens - num_free) * decodes[0].shared.residence_s / num_held
+        last_s = base + per_token * last if last else 0.0
+        return self.bias * (max(work_s / len(prefills), room_s, 0.0) + last_s)
+
+    def decode_s(self, max_tokens: int) -> float:
+        """From the first token of an answer to its last, if it is as long as lately long ones."""
+        decodes = _receivers(self._fleet())
+        if not decodes:
+            return 0.0
+        lately = decodes[0].shared
+        num_tokens = min(max_tokens, lately.long_output_tokens)
+        # It stays from its second token, which it may have to await for a step, to its last.
+        return (num_tokens + 1) * lately.residence_s / max(lately.output_tokens - 2, 1.0)
+
+    def note_wait(self, estimated_s: float, actual_s: float) -> None:
+        """A first token came so long after its request; `wait_s` had said, but for the bias, ..."""
+        if estimated_s < _LEAST_WAIT_S:
+            return
+        low, high = _BIAS_LIMITS
+        error = min(max(actual_s / estimated_s, low), high) - self.bias
+        self.bias += (_BIAS_UP if error > 0 else _BIAS_DOWN) * error
+
+
+def _mean_line(prefills: Sequence[NodeLoad]) -> tuple[float, float]:
+    """Seconds per prompt and per token of one node."""
+    base = sum(node.prefill.base for node in prefills) / len(prefills)
+    return base, sum(node.prefill.per_unit for node in prefills) / len(prefills)
+
+
+def _receivers(fleet: Fleet) -> Sequence[NodeLoad]:
+    """Decode nodes of the fleet; those that no prefill node reaches, where there is no pair."""
+    return fleet.decodes or fleet.self_prefilling
+
+
+def _room(node: NodeLoad) -> int:
+    return node.num_blocks * node.block_size
+
+
+def _left_s(node: NodeLoad, now: float) -> float:
+    """Until a prefill node has nothing more to do, when the prompt in front goes on as expected."""
+    begun_s = max(now - node.prefill_progress_at, 0.0)
+    return node.prefill_queue_s - min(begun_s, node.prefill_front_s)
+
+
+def _has_kv_room(node: NodeLoad, num_tokens: int, headroom: float) -> bool:
+    if not node.num_batch:  # nothing there that could ever make room
+        return True
+    return node.num_free_tokens - headroom * _room(node) >= num_tokens

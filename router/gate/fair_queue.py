@@ -1,0 +1,309 @@
+"""FairQueue: which request is next when several tenants wait.
+
+    virtual time: 40
+    tenant a  [ 9 5 5 0 ]   start 52     its own requests: by priority, then by arrival
+    tenant b  [ 3 ]         start 40     <- next: it has had the least for its weight
+
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request that begins moves its tenant's
+start on by its cost in tokens over its weight, and virtual time is the start of who began last. So
+tenants that always wait get tokens in proportion to their weights, one that is alone gets all, and
+one that comes back begins at the virtual time of now: nothing is saved up. What a request cost is
+corrected when it ends. A request more urgent than 0 goes before other tenants' and is charged.
+
+Nothing here knows of nodes, clients or refusals. A request is pushed, begun and ended once each.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from router.gate.ticket import Ticket, charge_of
+
+# A tenant that asked for nothing for so long does not count as one that others have to leave room.
+ACTIVE_S = 60.0
+_MAX_STALE = 64  # entries of a heap that mean nothing any more, and as many as mean something
+
+
+class Waiting(NamedTuple):
+    """How much waits; a part of a request may count."""
+
+    num_requests: float = 0
+    num_prompt_tokens: float = 0
+    num_kv_tokens: float = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """One tenant.
+
+    Attributes:
+        start: virtual time at which its next request begins.
+        heads: a heap, what begins first on top; those without a turn are gone.
+        tails: the same, what begins last on top.
+        charge: of all that wait.
+        outstanding: charge of those that began and have no first token yet.
+        num_open: that wait, or began and did not end.
+        entry: what counts in the order of flows; None while nothing waits.
+        seen_at: when a request of it came last.
+    """
+
+    tenant: str
+    start: int
+    seen_at: float
+    heads: list[Ticket] = field(default_factory=list)
+    tails: list[tuple[int, int, Ticket]] = field(default_factory=list)
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_kv_tokens: int = 0
+    charge: int = 0
+    outstanding: int = 0
+    num_open: int = 0
+    entry: tuple[int, int, int] | None = None
+
+    @property
+    def end(self) -> int:
+        """Virtual time when all that waits has begun."""
+        return self.start + self.charge
+
+    @property
+    def is_active(self) -> bool:
+        return self.num_requests > 0 or self.outstanding > 0
+
+    def head(self) -> Ticket | None:
+        while self.heads and self.heads[0].turn is None:
+            heapq.heappop(self.heads)
+        return self.heads[0] if self.heads else None
+
+    def tail(self) -> Ticket | None:
+        while self.tails and self.tails[0][2].turn is None:
+            heapq.heappop(self.tails)
+        return self.tails[0][2] if self.tails else None
+
+
+class FairQueue:
+    """What waits at one router, by tenant.
+
+    Attributes:
+        num_requests, num_prompt_tokens, num_kv_tokens: of all that waits.
+        virtual_time: grows as requests begin.
+    """
+
+    def __init__(self) -> None:
+        self.num_requests = self.num_prompt_tokens = self.num_kv_tokens = 0
+        self.virtual_time = 0
+        self._flows: OrderedDict[str, _Flow] = OrderedDict()  # who asked last is last
+        # Flows in which something waits, the next one on top; others' entries are stale.
+        self._order: list[tuple[tuple[int, int, int], str]] = []
+        self._outstanding = 0
+        self._num_active = 0
+
+    def tickets(self) -> Iterator[Ticket]:
+        """All that wait, in no order."""
+        for flow in self._flows.values():
+            yield from (ticket for ticket in flow.heads if ticket.turn is not None)
+
+    # ------------------------------------------------------------------ one request
+
+    def push(self, ticket: Ticket) -> None:
+        """Have a request, which has its turn before it, wait. O(log n)."""
+        flow = self._seen(ticket)
+        was_active = flow.is_active
+        flow.start = self._start_of(flow)
+        flow.num_open += 1
+        heapq.heappush(flow.heads, ticket)
+        priority, arrival = ticket.order
+        heapq.heappush(flow.tails, (-priority, -arrival, ticket))
+        self._count(flow, ticket, 1)
+        self._num_active += flow.is_active - was_active
+        self._reorder(flow)
+
+    def head(self) -> Ticket | None:
+        """What begins next; None when nothing waits. O(log n) on average."""
+        while self._order:
+            entry, tenant = self._order[0]
+            flow = self._flows.get(tenant)
+            if flow is not None and flow.entry == entry:
+                return flow.head()
+            heapq.heappop(self._order)
+        return None
+
+    def is_next(self, newcomer: Ticket) -> bool:
+        """Whether a request that comes now would begin before all that wait."""
+        head = self.head()
+        if head is None:
+            return True
+        own = self._flows.get(newcomer.tenant)
+        own_head = own.head() if own is not None else None
+        if own_head is not None and own_head < newcomer:
+            return False
+        entry = self._flows[head.tenant].entry
+        assert entry is not None
+        return (min(newcomer.order[0], 0), self._start_of(own), newcomer.order[1]) < entry
+
+    def begin(self, ticket: Ticket) -> None:
+        """Charge a request's tenant with it; it waited, with its turn until now, or did not."""
+        flow = self._flows[ticket.tenant] if ticket.turn is not None else self._seen(ticket)
+        was_active = flow.is_active
+        if ticket.turn is None:
+            flow.num_open += 1
+            flow.start = self._start_of(flow)
+        # An urgent one began out of turn: those who wait are not where it was.
+        is_alone = not self.num_requests or self.num_requests == flow.num_requests
+        if is_alone or not ticket.is_urgent:
+            self.virtual_time = max(self.virtual_time, flow.start)
+        if ticket.turn is not None:
+            ticket.turn = None
+            self._count(flow, ticket, -1)
+        ticket.is_charged = True
+        flow.start += ticket.charge
+        flow.outstanding += ticket.charge
+        self._outstanding += ticket.charge
+        self._num_active += flow.is_active - was_active
+        self._reorder(flow)
+
+    def note_first_token(self, ticket: Ticket) -> None:
+        """A request that began needs no prefill node any more; harmless when that is known."""
+        if not ticket.has_first_token:
+            ticket.has_first_token = True
+            flow = self._flows[ticket.tenant]
+            was_active = flow.is_active
+            flow.outstanding -= ticket.charge
+            self._outstanding -= ticket.charge
+            self._num_active += flow.is_active - was_active
+
+    def end(self, ticket: Ticket) -> None:
+        """A request that began ended: correct what its tenant was charged with."""
+        self.note_first_token(ticket)
+        flow = self._flows[ticket.tenant]
+        flow.num_open -= 1
+        if ticket.num_tokens_used is not None:
+            flow.start += charge_of(ticket.num_tokens_used, ticket.weight) - ticket.charge
+            self._reorder(flow)
+
+    def remove(self, ticket: Ticket) -> None:
+        """A request that waits goes away; harmless when it does not wait."""
+        if ticket.turn is None:
+            return
+        ticket.turn = None
+        flow = self._flows[ticket.tenant]
+        was_active = flow.is_active
+        flow.num_open -= 1
+        self._count(flow, ticket, -1)
+        self._num_active += flow.is_active - was_active
+        self._reorder(flow)
+
+    # ------------------------------------------------------------------ among tenants
+
+    def last(self, newcomer: Ticket) -> Ticket:
+        """Who is to go when not all can stay: of who waits for most, what would begin last."""
+        own = self._flows.get(newcomer.tenant)
+        own_end = self._start_of(own) + newcomer.charge + (own.charge if own else 0)
+        waiting = [flow for flow in self._flows.values() if flow.num_requests and flow is not own]
+        most = max(waiting, key=lambda flow: flow.end, default=None)
+        if most is None or most.end <= own_end:
+            most = own
+        last = most.tail() if most is not None else None
+        if last is None or (most is own and last < newcomer):
+            return newcomer
+        return last
+
+    def ahead_of(self, newcomer: Ticket) -> Waiting:
+        """What would begin before a request that comes now."""
+        own = self._flows.get(newcomer.tenant)
+        mine = _all(own)
+        charge = newcomer.charge
+        if own is not None and own.num_requests:
+            last = own.tail()
+            charge += own.charge
+            if last is not None and newcomer < last:
+                behind = [t for t in own.heads if t.turn is not None and newcomer < t]
+                mine = Waiting(
+                    mine.num_requests - len(behind),
+                    mine.num_prompt_tokens - sum(t.num_prompt_tokens for t in behind),
+                    mine.num_kv_tokens - sum(t.num_kv_tokens for t in behind),
+                )
+                charge -= sum(t.charge for t in behind)
+        begins_at = self._start_of(own) + charge
+        total = mine
+        for flow in self._flows.values():
+            head = flow.head() if flow is not own else None
+            if head is None or (newcomer.is_urgent and not head.is_urgent):
+                continue
+            share = min(max(begins_at - flow.start, 0) / flow.charge, 1.0)
+            total = Waiting(*(a + share * b for a, b in zip(total, _all(flow), strict=True)))
+        return total
+
+    def leaves_room(self, ticket: Ticket, now: float) -> bool:
+        """Whether a request's tenant should leave some room to others before it goes on.
+
+        That is so when others asked for something lately and it has as much before the prefill
+        nodes as those who have anything there, on average, for its weight.
+        """
+        flow = self._flows.get(ticket.tenant)
+        if flow is None or not flow.outstanding:
+            return False
+        latest = next((one for one in reversed(self._flows.values()) if one is not flow), None)
+        if latest is None or now - latest.seen_at > ACTIVE_S:
+            return False
+        return flow.outstanding * self._num_active >= self._outstanding
+
+    # ------------------------------------------------------------------ inside
+
+    def _start_of(self, flow: _Flow | None) -> int:
+        """Virtual time at which a tenant's next request begins that comes now."""
+        if flow is None:
+            return self.virtual_time
+        return flow.start if flow.num_requests else max(flow.start, self.virtual_time)
+
+    def _seen(self, ticket: Ticket) -> _Flow:
+        """A tenant's flow; those of tenants that were not here for long are dropped."""
+        now = ticket.arrived_at
+        flow = self._flows.get(ticket.tenant)
+        if flow is None:
+            flow = self._flows[ticket.tenant] = _Flow(ticket.tenant, self.virtual_time, now)
+        flow.seen_at = now
+        self._flows.move_to_end(ticket.tenant)
+        oldest = next(iter(self._flows.values()))
+        if now - oldest.seen_at > ACTIVE_S and not oldest.num_open:
+            del self._flows[oldest.tenant]
+        return flow
+
+    def _count(self, flow: _Flow, ticket: Ticket, sign: int) -> None:
+        for one in (self, flow):
+            one.num_requests += sign
+            one.num_prompt_tokens += sign * ticket.num_prompt_tokens
+            one.num_kv_tokens += sign * ticket.num_kv_tokens
+        flow.charge += sign * ticket.charge
+        if len(flow.heads) > 2 * flow.num_requests + _MAX_STALE:
+            flow.heads = [one for one in flow.heads if one.turn is not None]
+            heapq.heapify(flow.heads)
+        if len(flow.tails) > 2 * flow.num_requests + _MAX_STALE:
+            flow.tails = [entry for entry in flow.tails if entry[2].turn is not None]
+            heapq.heapify(flow.tails)
+
+    def _reorder(self, flow: _Flow) -> None:
+        """Put a flow where it belongs among the others."""
+        head = flow.head()
+        entry = None
+        if head is not None:
+            entry = (min(head.order[0], 0), flow.start, head.order[1])
+        if entry == flow.entry:
+            return
+        flow.entry = entry
+        if entry is not None:
+            heapq.heappush(self._order, (entry, flow.tenant))
+        if len(self._order) > 2 * len(self._flows) + _MAX_STALE:
+            self._order = [
+                (one.entry, one.tenant) for one in self._flows.values() if one.entry is not None
+            ]
+            heapq.heapify(self._order)
+
+
+def _all(flow: _Flow | None) -> Waiting:
+    if flow is None:
+        return Waiting()
+    return Waiting(flow.num_requests, flow.num_prompt_tokens, flow.num_kv_tokens)

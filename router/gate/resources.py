@@ -1,0 +1,73 @@
+"""What the router's process uses of what the operating system lets it have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.process import num_descriptors_allowed
+from router.gate.overload import LoopLag, Overload
+
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 2**60  # cgroups of version 1 write a number near 2**63
+_LOOKS_BETWEEN = 5  # of the loop's lag, between two of all else
+
+
+def num_descriptors() -> int:
+    """Descriptors that are open now."""
+    folder = Path("/proc/self/fd")
+    # Since Linux 6.2 its size is their number; else they are to be counted.
+    return folder.stat().st_size or sum(1 for _ in folder.iterdir())
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_limit_bytes(root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
+    """What the process may use: the least limit of its control groups, or the machine's memory."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    try:
+        lines = own.read_text(encoding="ascii").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2: a limit on any folder above counts, too
+            folder = root / path.lstrip("/")
+            limits += [_limit_in(one / "memory.max") for one in (folder, *folder.parents)]
+        elif "memory" in controllers.split(","):
+            group = root / "memory" / path.lstrip("/")
+            limits += [_limit_in(one / "memory.limit_in_bytes") for one in (group, *group.parents)]
+    return min(limits)
+
+
+def _limit_in(file: Path) -> int:
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return _UNLIMITED
+    return int(text) if text.isdecimal() else _UNLIMITED
+
+
+async def watch_resources(
+    overload: Overload, connections_in_use: Callable[[], float], memory_limit: int = 0
+) -> None:
+    """Tell ``overload`` of all signals until it is cancelled.
+
+    Args:
+        connections_in_use: share of the connections at work.
+        memory_limit: bytes; 0: of the control group or machine.
+    """
+    lag = LoopLag()
+    may_open, may_use = num_descriptors_allowed(), memory_limit or memory_limit_bytes()
+    while True:
+        for _ in range(_LOOKS_BETWEEN):
+            await lag.look()
+            overload.note({"loop_lag": lag.lag_s, "connections": connections_in_use()})
+        overload.note(
+            {"descriptors": num_descriptors() / may_open, "memory": resident_bytes() / may_use}
+        )

@@ -1,1 +1,0 @@
-"""The OpenAI-compatible HTTP API of the router: one more dressing of `router.intake`."""

@@ -1,0 +1,350 @@
+"""Intake: what every public API does with a request: check it, tokenize it, stream its text.
+
+Plain values in and out, so that gRPC and HTTP are two thin dressings of one thing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.detokenizer import Detokenizer
+from baton.errors import BatonError, InvalidRequestError
+from baton.grammar_trials import GrammarTrials
+from baton.identity import ANYBODY, Principal
+from baton.outputs import FinishReason, TextDelta
+from baton.prompt import (
+    check_priority,
+    check_prompt,
+    check_prompt_logprobs,
+    check_sampling_params,
+    check_token_ids,
+    draw_seed,
+)
+from baton.sampling_params import SamplingParams
+from baton.stop_strings import DEFAULT_TEXT, DetokenizeOptions, OutputText
+from baton.structured_output import StructuredOutput
+from baton.tokenizer import Tokenizer
+from router.calls.call import Call, CallOutput
+from router.calls.dispatcher import Dispatcher
+from router.gate.rate_limits import Rate
+from router.intake.cache_salts import CacheSalts
+from router.intake.grammar_checks import GrammarChecks
+from router.intake.long_answers import LongAnswers
+from router.intake.metrics import RouterMetrics
+from router.intake.parsers.choice import OutputParsers
+from router.intake.texts import ChatPrompt, Texts
+from router.intake.usage import OwnPrompts, told
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_SESSION_ID_CHARS = 256
+MAX_CACHE_WORD_CHARS = 256
+_DECODED_AT_ONCE = 1024  # some milliseconds, of any vocabulary
+
+
+Prompt = str | Sequence[int] | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What a client asks for; nothing is checked yet.
+
+    Attributes:
+        prompt: text, token ids or a conversation.
+        request_id: made up when empty.
+        received_at: when it reached the router, by `time.perf_counter`.
+        timeout_s: until the client's deadline; None when it has none.
+        session_id: requests with the same one share a beginning; empty: unknown.
+        priority: where requests wait, smaller goes first.
+        principal: who asks.
+        cache_word: prompts with another one share no cache; empty: none is given.
+        text_options: how tokens become text.
+    """
+
+    prompt: Prompt
+    sampling_params: SamplingParams
+    request_id: str = ""
+    received_at: float
+    timeout_s: float | None = None
+    session_id: str = ""
+    priority: int = 0
+    principal: Principal = ANYBODY
+    cache_word: str = ""
+    text_options: DetokenizeOptions = DEFAULT_TEXT
+
+
+class Intake:
+    """Makes calls of requests and text of their tokens.
+
+    Args:
+        dispatcher: runs the calls.
+        tokenizer: None for a checkpoint without one; it then serves token ids only.
+        vocab_size: of the model.
+        default_timeout_s: for requests that come without a deadline.
+        metrics: count every request.
+        cache_salts: whose cached prompts a request may find; each tenant its own if not given.
+        parsers: what outputs of conversations go through; by the chat template if not given.
+        sampling_defaults: what HTTP clients' requests are sampled with where they do not say.
+        trusts_templates: whether a request may bring a chat template.
+
+    Attributes:
+        tokenizer, cache_salts, parsers, sampling_defaults: as given.
+        long_answers: makes what clients get of many logprobs.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        default_timeout_s: float,
+        metrics: RouterMetrics | None = None,
+        cache_salts: CacheSalts | None = None,
+        parsers: OutputParsers | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
+        trusts_templates: bool = False,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self.tokenizer = tokenizer
+        self._metrics = metrics or RouterMetrics()
+        self.cache_salts = cache_salts or CacheSalts()
+        self.long_answers = LongAnswers()
+        self.parsers = parsers or OutputParsers(tokenizer)
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self._trusts_templates = trusts_templates
+        self._own_prompts = OwnPrompts(self.cache_salts)
+        self._vocab_size = vocab_size
+        self._default_timeout_s = default_timeout_s
+        self._texts: Texts | None = None
+        self._grammar_checks: GrammarChecks | None = None
+        if tokenizer is not None:
+            self._texts = Texts(tokenizer, dispatcher.pool.max_model_len)
+            self._grammar_checks = GrammarChecks(GrammarTrials(tokenizer.folder))
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or are in progress."""
+        return self._dispatcher.num_open
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens, prompt and output, of a request."""
+        return self._dispatcher.pool.max_model_len
+
+    def rates_of(self, principal: Principal) -> dict[str, Rate]:
+        """What is left of the limits of a caller; empty if it has none."""
+        return self._dispatcher.admission.rates_of(principal)
+
+    def check_key(self, principal: Principal) -> None:
+        """Raise OverloadedError if a caller can have no request now, whatever it is."""
+        self._dispatcher.admission.check_key(principal)
+
+    def start(self) -> None:
+        """Start what reads long texts and conversations, so that the first need not wait for it.
+
+        (What reads grammars starts with the first: few routers get any.)
+        """
+        if self._texts is not None:
+            self._texts.start()
+
+    def close(self) -> None:
+        """End the processes that read texts and grammars, and the thread of long answers."""
+        self.long_answers.close()
+        for part in (self._texts, self._grammar_checks):
+            if part is not None:
+                part.close()
+
+    async def accept(self, request: GenerationRequest) -> Call:
+        """Check everything a client can get wrong; raises InvalidRequestError."""
+        with self._metrics.accepting():
+            return await self._check(request)
+
+    async def _check(self, request: GenerationRequest) -> Call:
+        self.check_key(request.principal)  # before anything costs time
+        check_name("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
+        check_name("session_id", request.session_id, MAX_SESSION_ID_CHARS)
+        check_name("cache_salt", request.cache_word, MAX_CACHE_WORD_CHARS)
+        principal = request.principal
+        most_urgent = principal.limits.most_urgent_priority if principal.tenant else None
+        check_priority(request.priority, most_urgent)
+        params = request.sampling_params
+        check_sampling_params(params, vocab_size=self._vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
+        if params.structured_output is not None:
+            await self._check_structured_output(params.structured_output, principal)
+        if params.seed is None:
+            # Drawn here, so that both nodes (and a retry) sample the same.
+            params = dataclasses.replace(params, seed=draw_seed())
+        token_ids = await self.tokenize(request.prompt, principal)
+        max_model_len = self._dispatcher.pool.max_model_len
+        check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=max_model_len)
+        check_prompt_logprobs(params, len(token_ids))
+        timeout_s = request.timeout_s
+        return Call(
+            request_id=request.request_id or uuid.uuid4().hex,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            received_at=request.received_at,
+            timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
+            session_id=request.session_id,
+            priority=request.priority,
+            principal=principal,
+            cache_salt=self.cache_salts.of(principal, request.cache_word),
+            cache_word=request.cache_word,
+            text_options=request.text_options,
+        )
+
+    async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
+        """Run a call; ending the iteration early cancels it. Raises what the dispatcher does."""
+        text = None
+        if self.tokenizer is not None:
+            text = OutputText(self.tokenizer, call.sampling_params, call.text_options)
+        num_own = self._own_prompts.num_tokens(call)
+        try:
+            with self._metrics.running() as record:
+                async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+                    async for item in outputs:
+                        delta = self._text_delta(call, item, text)
+                        if delta.output_index == 0:
+                            self._own_prompts.note(call)
+                        if delta.finish_reason is None:
+                            yield delta
+                            continue
+                        record.finish(delta)  # not always the nodes' end: they know no text
+                        assert delta.receipt is not None
+                        yield dataclasses.replace(delta, receipt=told(delta.receipt, num_own))
+                        return
+        except BatonError as error:
+            if error.receipt is not None:
+                error.receipt = told(error.receipt, num_own)
+            raise
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        principal: Principal = ANYBODY,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """Token ids of a prompt, not checked against the model.
+
+        Args:
+            principal: whose prompt it is.
+            add_special_tokens: to a text, as the checkpoint does.
+
+        Raises what `Texts.encode` does.
+        """
+        max_model_len = self.max_model_len
+        if not isinstance(prompt, str | ChatPrompt):
+            limit = max_model_len - 1
+            if len(prompt) > limit:
+                raise InvalidRequestError(
+                    "prompt", f"must have at most {limit} tokens, got {len(prompt)}"
+                )
+            return list(prompt)
+        if self.tokenizer is None or self._texts is None:
+            raise InvalidRequestError(
+                "prompt", "this checkpoint has no tokenizer.json: give token ids"
+            )
+        caller = principal.tenant
+        if isinstance(prompt, str):
+            return await self._texts.encode(
+                prompt,
+                max_model_len=max_model_len,
+                caller=caller,
+                add_special_tokens=add_special_tokens,
+            )
+        if not prompt.messages:
+            raise InvalidRequestError("chat", "must have at least 1 message, got 0")
+        if prompt.template is not None and not self._trusts_templates:
+            raise InvalidRequestError(
+                "chat_template",
+                "is the operator's choice here, not a request's (--trust-request-chat-template)",
+            )
+        return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
+
+    async def tokenize_only(
+        self, prompt: Prompt, principal: Principal, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids for who wants nothing else: they count in its key's limits like a request.
+
+        Raises OverloadedError, and what `tokenize` does.
+        """
+        admission = self._dispatcher.admission
+        admission.charge(principal)
+        token_ids = await self.tokenize(prompt, principal, add_special_tokens=add_special_tokens)
+        admission.charge_tokens(principal, len(token_ids) - 1)
+        return token_ids
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a prompt's token ids; lets others in between.
+
+        Raises InvalidRequestError when they are none of the model's, too many, or have no texts.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError("tokens", "this checkpoint has no tokenizer.json")
+        if len(token_ids) > self.max_model_len:
+            raise InvalidRequestError(
+                "tokens", f"must have at most {self.max_model_len}, got {len(token_ids)}"
+            )
+        check_token_ids("tokens", token_ids, self._vocab_size)
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
+        texts = []
+        for start in range(0, len(token_ids), _DECODED_AT_ONCE):
+            texts.append(detokenizer.push(token_ids[start : start + _DECODED_AT_ONCE]))
+            await asyncio.sleep(0)
+        return "".join([*texts, detokenizer.push((), last=True)])
+
+    def _text_delta(self, call: Call, item: CallOutput, text: OutputText | None) -> TextDelta:
+        """New tokens with what they add to the text; ends the output where a stop string does."""
+        output = item.output
+        finish_reason, receipt = output.finish_reason, item.receipt
+        token_ids = output.token_ids
+        piece = ""
+        if text is not None:
+            piece = text.push(
+                token_ids,
+                last=finish_reason is not None,
+                ended_by_token=finish_reason is FinishReason.STOP,
+            )
+        if text is not None and text.stopped:
+            finish_reason = FinishReason.STOP
+            token_ids = token_ids[: text.num_tokens - output.output_index]
+            receipt = dataclasses.replace(
+                receipt or self._dispatcher.receipt(call),
+                num_output_tokens=text.num_tokens,
+            )
+        return TextDelta(
+            output.request_id,
+            output.output_index,
+            token_ids,
+            piece,
+            finish_reason,
+            receipt,
+            output.logprobs[: len(token_ids)],
+            prompt_logprobs=output.prompt_logprobs,
+            stop_string=text.stop_string if text is not None else None,
+        )
+
+    async def _check_structured_output(
+        self, structured_output: StructuredOutput, principal: Principal
+    ) -> None:
+        if self._grammar_checks is None:
+            raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
+        await self._grammar_checks.check(structured_output, caller=principal.tenant)
+
+
+def check_name(field: str, name: str, limit: int) -> None:
+    """Raise InvalidRequestError unless a client's name for something can be sent and logged."""
+    if len(name) > limit:
+        raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(name)}")
+    # (Bytes that are no UTF-8 come from HTTP headers as surrogates, which are not printable.)
+    if not name.isprintable():
+        raise InvalidRequestError(field, f"must have printable characters only, got {name!a}")

@@ -1,0 +1,304 @@
+"""RouterMetrics: what the router counts, for Prometheus. A request is looked at when it ends.
+
+Names are Prometheus' own: ``_total`` only grows, times are seconds. Knows no API: whoever takes
+requests in and streams them says so here; `/metrics` serves the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.connection_limits import ConnectionCounts
+from baton.errors import BatonError, status_name
+from baton.link import NodeRole
+from baton.outputs import Receipt, TextDelta
+from router.calls.suspects import Suspects
+from router.fleet.node import Node
+from router.fleet.node_pool import NodePool
+from router.gate.admission import Admission
+from router.gate.overload import Overload
+
+_PREFIX = "baton_router"
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+_REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_NODE_STATES = ("ready", "joined", "draining", "spared", "not_serving", "lost")
+
+
+class RequestRecord:
+    """What becomes of one request; see `RouterMetrics.running`."""
+
+    def __init__(self) -> None:
+        self.outcome = "cancelled"
+        self.receipt: Receipt | None = None
+
+    def finish(self, delta: TextDelta) -> None:
+        """Its last delta is about to be given to its client."""
+        assert delta.finish_reason is not None
+        self.outcome = delta.finish_reason.value
+        self.receipt = delta.receipt
+
+
+class RouterMetrics:
+    """Counters of one router, in a registry of their own.
+
+    Args:
+        pool: whose nodes are counted when somebody asks.
+        admission: whose queue is looked at then.
+        overload: whose level and signals are looked at then.
+        suspects: whose quarantine is.
+    """
+
+    def __init__(
+        self,
+        pool: NodePool | None = None,
+        admission: Admission | None = None,
+        overload: Overload | None = None,
+        suspects: Suspects | None = None,
+    ) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._requests = Counter(
+            f"{_PREFIX}_requests",
+            "Requests that ended: stop, length, abort, cancelled, or the error's status.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._open = Gauge(f"{_PREFIX}_requests_open", "Requests in progress.", registry=registry)
+        self._tokens = {
+            kind: Counter(f"{_PREFIX}_{kind}_tokens", text, registry=registry)
+            for kind, text in (
+                ("prompt", "Prompt tokens of requests that finished."),
+                ("cached_prompt", "Those of them that a prefix cache had."),
+                ("output", "Output tokens of requests that finished."),
+            )
+        }
+        self._attempts = Counter(
+            f"{_PREFIX}_attempts", "Attempts of requests that finished.", registry=registry
+        )
+        self._ttft = Histogram(
+            f"{_PREFIX}_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self._time_per_token = Histogram(
+            f"{_PREFIX}_inter_token_latency_seconds",
+            "Mean time between a request's tokens; one observation per request.",
+            buckets=_TOKEN_S,
+            registry=registry,
+        )
+        self._total = Histogram(
+            f"{_PREFIX}_request_seconds",
+            "From a request's arrival to its last token.",
+            buckets=_REQUEST_S,
+            registry=registry,
+        )
+        if pool is not None:
+            registry.register(_NodeCollector(pool))
+        if admission is not None:
+            registry.register(_AdmissionCollector(admission))
+        if overload is not None:
+            registry.register(_OverloadCollector(overload))
+        if suspects is not None:
+            registry.register(_SuspectsCollector(suspects))
+
+    def show_connections(self, counts: ConnectionCounts) -> None:
+        """Show from now on what connections over HTTP there are."""
+        self._registry.register(_ConnectionCollector(counts))
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    @contextmanager
+    def accepting(self) -> Iterator[None]:
+        """Around the checks of a request: counts those that are refused."""
+        try:
+            yield
+        except BatonError as error:
+            self._requests.labels(status_name(error).lower()).inc()
+            raise
+
+    @contextmanager
+    def running(self) -> Iterator[RequestRecord]:
+        """Around a request that was accepted: counts it, however it ends."""
+        record = RequestRecord()
+        self._open.inc()
+        try:
+            yield record
+        except BatonError as error:
+            record.outcome = status_name(error).lower()
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            raise  # cancelled, or finished and not read behind its end
+        except BaseException:
+            record.outcome = "internal"
+            raise
+        finally:
+            self._open.dec()
+            self._requests.labels(record.outcome).inc()
+            if record.receipt is not None:
+                self._observe(record.receipt)
+
+    def _observe(self, receipt: Receipt) -> None:
+        self._tokens["prompt"].inc(receipt.num_prompt_tokens)
+        self._tokens["cached_prompt"].inc(receipt.num_cached_tokens)
+        self._tokens["output"].inc(receipt.num_output_tokens)
+        self._attempts.inc(receipt.num_attempts)
+        self._ttft.observe(receipt.ttft_s)
+        self._total.observe(receipt.total_s)
+        if receipt.num_output_tokens > 1:
+            self._time_per_token.observe(receipt.time_per_token_s)
+
+
+class _NodeCollector(Collector):
+    """Nodes by role and state, counted when they are asked for."""
+
+    def __init__(self, pool: NodePool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterable[Metric]:
+        counts = {(role, state): 0 for role in NodeRole for state in _NODE_STATES}
+        fleet = self._pool.fleet
+        usable = (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)
+        ready = {node.engine_id for node in usable}
+        for node in self._pool.nodes:
+            state = _state(node, ready) if self._pool.identity.admits(node) else "not_serving"
+            counts[node.registration.role, state] += 1
+        for registration in self._pool.lost:
+            counts[registration.role, "lost"] += 1
+        family = GaugeMetricFamily(
+            f"{_PREFIX}_nodes",
+            "Nodes; ready: requests can go there; joined: they reach no other node yet; spared: "
+            "they failed lately, or are new and have a first request; not_serving: their model "
+            "is not the one that is served.",
+            labels=["role", "state"],
+        )
+        for (role, state), count in counts.items():
+            family.add_metric([role.value, state], count)
+        yield family
+        yield CounterMetricFamily(
+            f"{_PREFIX}_model_changes",
+            "Times that nodes with other weights took the place of those that had served.",
+            value=self._pool.identity.num_changes_total,
+        )
+
+
+def _state(node: Node, ready: Set[str]) -> str:
+    if node.is_draining:
+        return "draining"
+    if node.engine_id in ready:
+        return "ready"
+    return "spared" if node.health.is_unwanted(node.num_open) else "joined"
+
+
+class _SuspectsCollector(Collector):
+    """Requests that were ended, or refused, because nodes died of them."""
+
+    def __init__(self, suspects: Suspects) -> None:
+        self._suspects = suspects
+
+    def collect(self) -> Iterable[Metric]:
+        suspects = self._suspects
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_requests_quarantined",
+            "Requests that are refused because nodes died of one like it.",
+            value=len(suspects.quarantined),
+        )
+        for name, text, value in (
+            ("poison_requests", "Requests that nodes died of.", suspects.num_ended_total),
+            ("poison_requests_refused", "The like of these.", suspects.num_refused_total),
+        ):
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=value)
+
+
+class _AdmissionCollector(Collector):
+    """What waits before the nodes, and what was refused."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._admission.state()
+        for name, text, value in (
+            ("requests_queued", "Requests that wait for nodes to have room.", state.num_queued),
+            ("queued_prompt_tokens", "Prompt tokens of these.", state.num_queued_tokens),
+            (
+                "expected_wait_seconds",
+                "Until those that wait have their first tokens.",
+                state.expected_wait_s,
+            ),
+        ):
+            yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=value)
+        refused = CounterMetricFamily(
+            f"{_PREFIX}_requests_refused",
+            "Requests that were refused before anything was computed for them.",
+            labels=["reason"],
+        )
+        for reason, count in state.num_refused.items():
+            refused.add_metric([reason], count)
+        yield refused
+
+
+class _OverloadCollector(Collector):
+    """How near the router is to its own limits."""
+
+    def __init__(self, overload: Overload) -> None:
+        self._overload = overload
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._overload.state()
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_overload_level",
+            "0: normal; 1: less urgent requests are refused; 2: all are.",
+            value=state.level,
+        )
+        yield CounterMetricFamily(
+            f"{_PREFIX}_overload_changes", "Changes of the level.", value=state.num_changes
+        )
+        yield CounterMetricFamily(
+            f"{_PREFIX}_overload_refused",
+            "Requests that were refused unread at level 2.",
+            value=state.num_refused,
+        )
+        signals = GaugeMetricFamily(
+            f"{_PREFIX}_overload_signal",
+            "What the level follows: seconds of the event loop's lag, else shares of a limit.",
+            labels=["signal"],
+        )
+        for name, value in state.signals.items():
+            signals.add_metric([name], value)
+        yield signals
+
+
+class _ConnectionCollector(Collector):
+    """Connections over HTTP."""
+
+    def __init__(self, counts: ConnectionCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        counts = self._counts
+        now = GaugeMetricFamily(
+            f"{_PREFIX}_http_connections",
+            "Connections that are open: at work on a request, or waiting for one.",
+            labels=["state"],
+        )
+        now.add_metric(["at_work"], counts.at_work)
+        now.add_metric(["waiting"], counts.open - counts.at_work)
+        yield now
+        ended = CounterMetricFamily(
+            f"{_PREFIX}_http_connections_cut",
+            "Connections that the router ended: there was no room, they made way for another one, "
+            "sent no request in time, or took nothing.",
+            labels=["reason"],
+        )
+        for reason in ("refused", "displaced", "timed_out", "stalled"):
+            ended.add_metric([reason], getattr(counts, reason))
+        yield ended

@@ -1,0 +1,98 @@
+"""OutputParsers: which parsers a model's outputs go through, by its chat template or as told."""
+
+from __future__ import annotations
+
+from baton.registry import Registry
+from baton.tokenizer import Tokenizer
+from router.intake.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, ParserKind
+from router.intake.parsers.base import OutputParser, ParserContext
+from router.intake.parsers.plain import OneCall, PlainText
+from router.intake.parsers.think import ThinkFirst
+
+AUTO, NONE = "auto", "none"
+# What a template says of its model, the first that it says.
+_CALLS = (
+    ("<|channel|>", "openai"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("tool▁call▁begin", "deepseek_v3"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": ', "llama3_json"),
+)
+_REASONING = (("<|channel|>", "openai_gptoss"), ("</think>", "qwen3"))
+_PROMPT_END_TOKENS = 8
+
+
+class OutputParsers:
+    """Makes the parsers of a model's outputs.
+
+    Args:
+        tokenizer: of the checkpoint; None: all is text.
+        tool_call_parser, reasoning_parser: names, ``auto`` or ``none``.
+
+    Attributes:
+        tool_call_parser, reasoning_parser: the names that were found.
+
+    Raises ConfigError for a name that there is not.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+    ) -> None:
+        self._tokenizer = tokenizer
+        source = ""
+        if tokenizer is not None and tokenizer.chat_template is not None:
+            source = tokenizer.chat_template.source(with_tools=True)
+        # Where a template takes no tools, they are told in Hermes' form.
+        of_calls = _CALLS if tokenizer is not None and tokenizer.takes_tools else ()
+        self.tool_call_parser = _named(tool_call_parser, source, of_calls, "hermes")
+        self.reasoning_parser = _named(reasoning_parser, source, _REASONING, NONE)
+        self._calls = _load(TOOL_CALL_PARSERS, self.tool_call_parser)
+        self._reasoning = _load(REASONING_PARSERS, self.reasoning_parser)
+
+    def shown_token_ids(self, *, with_tools: bool) -> frozenset[int]:
+        """Special tokens that must be in an output's text, for they are what is parsed."""
+        kinds = (self._reasoning, self._calls if with_tools else None)
+        names = [name for kind in kinds if kind is not None for name in kind.special_tokens]
+        found = map(self._tokenizer.special_token_id, names) if self._tokenizer else ()
+        return frozenset(token_id for token_id in found if token_id is not None)
+
+    def prompt_end(self, prompt: list[int]) -> str:
+        """What a parser of reasoning looks at of a prompt."""
+        if self._reasoning is None or self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+
+    def make(
+        self, context: ParserContext, *, is_forced: bool = False, is_constrained: bool = False
+    ) -> OutputParser:
+        """A new parser, for one output.
+
+        Args:
+            is_forced: a grammar holds the output to one call.
+            is_constrained: a grammar holds it to something: then it does not think before.
+        """
+        if is_forced:
+            return OneCall()
+        calls = self._calls if context.tools else None
+        reasoning = None if is_constrained else self._reasoning
+        for kind in (reasoning, calls):
+            if kind is not None and kind.takes_all:
+                return kind(context)
+        rest = PlainText() if calls is None else calls(context)
+        return rest if reasoning is None else ThinkFirst(reasoning(context), rest)
+
+
+def _named(given: str, source: str, signs: tuple[tuple[str, str], ...], otherwise: str) -> str:
+    if given != AUTO:
+        return given
+    return next((name for sign, name in signs if sign in source), otherwise)
+
+
+def _load(registry: Registry[ParserKind], name: str) -> ParserKind | None:
+    return None if name == NONE else registry.load(name)

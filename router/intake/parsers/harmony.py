@@ -1,0 +1,70 @@
+"""gpt-oss: an output as messages of channels, in OpenAI's harmony format.
+
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+
+What is analysed is reasoning; what goes to ``functions.NAME`` is a call; the rest is text.
+"""
+
+from __future__ import annotations
+
+import re
+
+from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, Reasoning
+from router.intake.parsers.json_call import SPACE, new_call_id
+from router.intake.parsers.source import ScriptedParser, Source, Steps, as_text
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)
+_TAGS = (START, CHANNEL, MESSAGE, "<|constrain|>", *_ENDS[:3])
+_RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
+_BEGINNINGS = (CHANNEL, START, " to=", "to=")
+
+
+class Harmony(ScriptedParser):
+    """Both a parser of reasoning and of calls, for they are one format."""
+
+    special_tokens = _TAGS
+    takes_all = True
+
+    def __init__(self, context: ParserContext) -> None:
+        super().__init__(_script)
+
+
+def _script(source: Source) -> Steps[None]:
+    begins_with_header = yield from _begins(source)
+    while True:
+        header: list[str] = []
+        if begins_with_header:
+            ending = yield from source.until((MESSAGE,), header.append)
+            text = "".join(header)
+            if not ending:
+                if CHANNEL not in text and START not in text and text.strip():
+                    yield text  # else a header that was cut short
+                return
+        begins_with_header = True
+        tag = yield from _message(source, "".join(header))
+        if not tag:
+            return
+
+
+def _begins(source: Source) -> Steps[bool]:
+    """Whether the output begins with a header; one without is all text."""
+    for text in _BEGINNINGS:
+        if (yield from source.comes(text)):
+            return True
+    return False
+
+
+def _message(source: Source, header: str) -> Steps[str]:
+    """A message behind its header; returns what ended it."""
+    recipient = _RECIPIENT.search(header)
+    if recipient:
+        blanks = yield from source.match(SPACE)
+        if (yield from source.peek()) == "{":
+            yield CallBegins(recipient[1], new_call_id())
+            return (yield from source.until(_ENDS, CallArguments))
+        if blanks:
+            yield blanks
+    if "analysis" in header:
+        return (yield from source.until(_ENDS, Reasoning))
+    return (yield from source.until(_ENDS, as_text))

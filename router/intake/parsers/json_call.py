@@ -1,0 +1,227 @@
+"""A call as a JSON object, ``{"name": ..., "arguments": {...}}``, read while it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Collection
+
+from router.intake.parsers.base import CallArguments, CallBegins, Part
+from router.intake.parsers.source import Source, Steps
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+SPACE = re.compile(r"[ \t\r\n]*")
+# Outside of strings: what may be there and means nothing here.
+_PLAIN = re.compile(r"[^\"{}\[\]<>();`|#$&=\\'@!?^%~]*")
+_IN_STRING = re.compile(r'[^"\\]*')
+_SCALAR = re.compile(r"[^\"{}\[\],<>\s]*")
+_CLOSES = {"}": "{", "]": "["}
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex}"
+
+
+def call_steps(
+    source: Source,
+    *,
+    names: Collection[str] | None = None,
+    make_id: Callable[[], str] = new_call_id,
+) -> Steps[str | None]:
+    """Read a call; returns None when there was one, or what was consumed and is none.
+
+    A call has begun with its name and the ``{`` of its arguments: then it is one, whatever comes.
+
+    Args:
+        names: of functions that may be called; any if not given.
+    """
+    return (yield from _CallReader(source, names, make_id).steps())
+
+
+class _CallReader:
+    def __init__(
+        self, source: Source, names: Collection[str] | None, make_id: Callable[[], str]
+    ) -> None:
+        self._source = source
+        self._names = names
+        self._make_id = make_id
+        self._read: list[str] = []
+        self._name = ""
+        self._arguments: list[str] | None = None  # that came before the name
+        self._has_begun = False
+
+    def steps(self) -> Steps[str | None]:
+        has_ended = yield from self._members()
+        if self._has_begun:
+            return None
+        # Of a function without arguments some models write none.
+        is_call = has_ended and self._name and (self._arguments or self._names is None)
+        if not is_call:
+            return "".join(self._read)
+        yield CallBegins(self._name, self._make_id())
+        yield CallArguments("".join(self._arguments or ["{}"]))
+        return None
+
+    def _members(self) -> Steps[bool]:
+        """Whether there was an object to its end, as far as a call needs one."""
+        if not (yield from self._expect("{")):
+            return False
+        while True:
+            if (yield from self._expect("}")):
+                return True
+            key = yield from self._string()
+            if key is None or not (yield from self._expect(":")):
+                return False
+            if not (yield from self._member(key)):
+                return False
+            if not (yield from self._expect(",")):
+                return (yield from self._expect("}"))
+
+    def _member(self, key: str) -> Steps[bool]:
+        """Read a value; whether a call may have it."""
+        if key == "name" and not self._name:
+            name = yield from self._string()
+            if not name or (self._names is not None and name not in self._names):
+                return False
+            self._name = name
+            return True
+        if key not in ARGUMENT_KEYS or self._has_begun or self._arguments:
+            return (yield from self._skip_value())
+        yield from self._space()
+        first = yield from self._source.peek()
+        if first == '"':
+            return (yield from self._arguments_in_a_string())
+        if first != "{":
+            return False
+        if not self._name:
+            self._arguments = []
+            return (yield from value_steps(self._source, self._keep_arguments))
+        yield CallBegins(self._name, self._make_id())
+        self._has_begun = True
+        return (yield from value_steps(self._source, CallArguments))
+
+    def _arguments_in_a_string(self) -> Steps[bool]:
+        """Some models write the arguments as OpenAI's API has them: JSON in a string."""
+        text = yield from self._string()
+        try:
+            is_object = isinstance(json.loads(text or ""), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if is_object and text:
+            self._arguments = [text]
+        return is_object
+
+    def _keep_arguments(self, text: str) -> Part | None:
+        assert self._arguments is not None
+        self._arguments.append(text)
+        return self._keep(text)
+
+    def _keep(self, text: str) -> Part | None:
+        if not self._has_begun:
+            self._read.append(text)
+        return None
+
+    def _space(self) -> Steps[None]:
+        self._keep((yield from self._source.match(SPACE)))
+
+    def _expect(self, sign: str) -> Steps[bool]:
+        yield from self._space()
+        if not (yield from self._source.take(sign)):
+            return False
+        self._keep(sign)
+        return True
+
+    def _string(self) -> Steps[str | None]:
+        """The next value, if it is a string."""
+        yield from self._space()
+        if (yield from self._source.peek()) != '"':
+            return None
+        parts: list[str] = []
+
+        def keep(text: str) -> Part | None:
+            parts.append(text)
+            return self._keep(text)
+
+        if not (yield from value_steps(self._source, keep)):
+            return None
+        try:
+            value = json.loads("".join(parts), strict=False)
+            value.encode()  # half a surrogate pair can be sent to nobody
+        except (ValueError, RecursionError):
+            return None
+        return str(value)
+
+    def _skip_value(self) -> Steps[bool]:
+        yield from self._space()
+        return (yield from value_steps(self._source, self._keep))
+
+
+def value_steps(source: Source, take: Callable[[str], Part | None]) -> Steps[bool]:
+    """Consume a JSON value as it comes; returns whether it came to its end.
+
+    What can be no JSON ends it; that is not consumed.
+
+    Args:
+        take: gets the text, piece by piece; what it returns is a part of the output.
+    """
+    first = yield from source.peek()
+    if first not in ('"', "{", "["):
+        scalar = yield from source.match(_SCALAR)
+        if scalar and (part := take(scalar)) is not None:
+            yield part
+        return bool(scalar)
+    state = _ValueState()
+    while text := (yield from source.chunk()):
+        length = state.read(text)
+        source.skip(length)
+        if length and (part := take(text[:length])) is not None:
+            yield part
+        if state.has_ended:
+            return True
+        if length < len(text):
+            return False
+    return False
+
+
+class _ValueState:
+    """Where in a JSON value a reader is."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._in_string = False
+        self._escaped = False
+        self.has_ended = False
+
+    def read(self, text: str) -> int:
+        """How much of the text belongs to the value."""
+        position = 0
+        while position < len(text) and not self.has_ended:
+            if self._escaped:
+                self._escaped = False
+                position += 1
+                continue
+            pattern = _IN_STRING if self._in_string else _PLAIN
+            run = pattern.match(text, position)
+            assert run is not None  # it matches nothing, too
+            position = run.end()
+            if position == len(text):
+                break
+            if not self._sign(text[position]):
+                break
+            position += 1
+        return position
+
+    def _sign(self, sign: str) -> bool:
+        """Go on behind a sign that means something; False where it cannot be."""
+        if self._in_string:
+            self._escaped = sign == "\\"
+            self._in_string = self._escaped
+        elif sign == '"':
+            self._in_string = True
+        elif sign in "{[":
+            self._open.append(sign)
+        elif not self._open or _CLOSES.get(sign) != self._open.pop():
+            return False
+        self.has_ended = not self._open and not self._in_string
+        return True

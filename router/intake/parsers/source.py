@@ -1,0 +1,182 @@
+"""Source: an output that comes in pieces, for parsers that are written as if it were all there.
+
+A parser is a generator: it yields parts, and `MORE` where it cannot go on without more text. What
+it asks for is answered the same however the text was cut, and no text is looked at twice but the
+beginning of a marker.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Generator, Iterator
+from typing import ClassVar, Final, TypeVar
+
+from router.intake.parsers.base import CallArguments, CallBegins, Part
+
+
+class _More:
+    """More text is needed."""
+
+
+MORE: Final = _More()
+T = TypeVar("T")
+Step = Part | _More
+Steps = Generator[Step, None, T]
+
+
+class Source:
+    """Text that is not consumed yet."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        self._has_ended = False
+
+    def feed(self, text: str) -> None:
+        """More of it."""
+        self._text = self._text[self._position :] + text
+        self._position = 0
+
+    def end(self) -> None:
+        """There is no more."""
+        self._has_ended = True
+
+    def until(self, markers: tuple[str, ...], take: Callable[[str], Part | None]) -> Steps[str]:
+        """Consume text up to the first of some markers, and that; returns it, or "" at the end.
+
+        No marker may be a part of another one, but of its end.
+
+        Args:
+            take: gets the text before, piece by piece; what it returns is a part of the output.
+        """
+        pattern = _any_of(markers)
+        while True:
+            found = pattern.search(self._text, self._position)
+            end = found.start() if found else len(self._text) - self._num_held(markers)
+            if end > self._position:
+                text = self._text[self._position : end]
+                self._position = end
+                if (part := take(text)) is not None:
+                    yield part
+            if found:
+                self._position = found.end()
+                return found[0]
+            if self._has_ended:
+                return ""
+            yield MORE
+
+    def peek(self, num_chars: int = 1) -> Steps[str]:
+        """The next characters, not consumed; fewer only at the end."""
+        while len(self._text) - self._position < num_chars and not self._has_ended:
+            yield MORE
+        return self._text[self._position : self._position + num_chars]
+
+    def match(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Consume the longest run of characters that a pattern like ``[a-z]*`` describes."""
+        runs = []
+        while True:
+            found = pattern.match(self._text, self._position)
+            if found is not None:
+                runs.append(found[0])
+                self._position = found.end()
+            if self._position < len(self._text) or self._has_ended:
+                return "".join(runs)
+            yield MORE
+
+    def comes(self, text: str) -> Steps[bool]:
+        """Whether exactly this comes next."""
+        for length in range(1, len(text) + 1):
+            if (yield from self.peek(length)) != text[:length]:
+                return False
+        return True
+
+    def take(self, text: str) -> Steps[bool]:
+        """Consume exactly this, if it comes next."""
+        if not (yield from self.comes(text)):
+            return False
+        self._position += len(text)
+        return True
+
+    def chunk(self) -> Steps[str]:
+        """All that is there, not consumed; empty only at the end."""
+        while self._position == len(self._text) and not self._has_ended:
+            yield MORE
+        return self._text[self._position :]
+
+    def skip(self, num_chars: int) -> None:
+        """Consume so many characters that `chunk` or `peek` has shown."""
+        self._position += num_chars
+
+    def _num_held(self, markers: tuple[str, ...]) -> int:
+        """Length of the longest end of the text that a marker begins with."""
+        if self._has_ended:
+            return 0
+        num_there = len(self._text) - self._position
+        for length in range(min(max(map(len, markers)) - 1, num_there), 0, -1):
+            end = self._text[len(self._text) - length :]
+            if any(marker.startswith(end) for marker in markers if len(marker) > length):
+                return length
+        return 0
+
+
+class ScriptedParser:
+    """An output parser of a script, which must consume all that there is.
+
+    Blanks between calls, and behind the last one, are no text.
+
+    Attributes:
+        special_tokens: that it reads: they must be in the text.
+        takes_all: it finds reasoning and calls, both.
+    """
+
+    special_tokens: ClassVar[tuple[str, ...]] = ()
+    takes_all: ClassVar[bool] = False
+
+    def __init__(self, script: Callable[[Source], Steps[None]]) -> None:
+        self._source = Source()
+        self._steps = script(self._source)
+        self._after_call = False  # nothing but blanks came since
+        self._blanks: list[str] = []
+
+    def push(self, text: str) -> Iterator[Part]:
+        if text:
+            self._source.feed(text)
+            yield from self._run()
+
+    def finish(self) -> Iterator[Part]:
+        self._source.end()
+        yield from self._run()
+
+    def _run(self) -> Iterator[Part]:
+        for step in self._steps:
+            if isinstance(step, _More):
+                return
+            if not isinstance(step, str):
+                self._after_call = isinstance(step, CallBegins | CallArguments)
+                self._blanks.clear()
+                yield step
+            elif self._after_call and step.isspace():
+                self._blanks.append(step)
+            else:
+                text = "".join([*self._blanks, step])
+                self._blanks.clear()
+                self._after_call = False
+                yield text
+
+
+def as_text(text: str) -> Part:
+    """What the assistant says."""
+    return text
+
+
+@functools.cache
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
+
+
+def rest_as_text(source: Source) -> Steps[None]:
+    """What is left is what the assistant says."""
+    while text := (yield from source.chunk()):
+        source.skip(len(text))
+        yield text

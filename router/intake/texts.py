@@ -1,0 +1,217 @@
+"""Texts: a client's texts and conversations as token ids, none of which can hold up the router.
+
+What cannot fit is refused by its size first. Short texts are tokenized at once; long ones, and all
+that goes through a chat template, in worker processes, within limits.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.errors import InvalidRequestError
+from baton.tokenizer import Tokenizer
+from baton.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
+from baton.worker_template import Work
+
+# A longer text takes longer to be tokenized than to be sent to a worker and back.
+SHORT_TEXT_CHARS = 4_000
+MAX_MESSAGES = 8_192
+MAX_TOOLS = 1_024
+# Of tools and options, which templates need not write as they came.
+_MAX_EXTRA_BYTES = 2**16
+_MAX_CHAR_BYTES = 6  # in JSON: "\\u0007"
+_TEXT, _BARE_TEXT, _CHAT = b"t", b"b", b"c"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, to be rendered with the checkpoint's chat template.
+
+    Attributes:
+        messages: arguments of tool calls are JSON of objects, as texts.
+        tools: functions that the model may call.
+        template_options: more variables of the template.
+        continues_last: the prompt ends with the text of the last message.
+        template: the client's own, instead of the checkpoint's; None: the checkpoint's.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    continues_last: bool = False
+    template: str | None = None
+
+
+class Texts:
+    """Makes token ids of texts. One event loop's.
+
+    Args:
+        tokenizer: of the checkpoint.
+        max_model_len: most tokens of a request, for the limits of one piece of work.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        # A long prompt takes about 2 microseconds and 400 bytes a token.
+        limits = WorkLimits(
+            cpu_s=2.0 + 2e-5 * max_model_len,
+            wall_s=20.0 + 1e-4 * max_model_len,
+            memory_bytes=128 * 2**20 + 1024 * max_model_len,
+        )
+        options = {"folder": str(tokenizer.folder)}
+        if tokenizer.template_file is not None:
+            options["chat_template"] = str(tokenizer.template_file)
+        self._workers = WorkerProcesses("router.intake.texts:make_work", options, limits)
+
+    def start(self) -> None:
+        """Start the worker processes, so that the first chat need not wait for them."""
+        self._workers.start()
+
+    async def encode(
+        self,
+        text: str,
+        *,
+        max_model_len: int,
+        caller: str = "",
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """Token ids of a text prompt.
+
+        Args:
+            max_model_len: of the requests of now.
+            caller: whose text it is.
+            add_special_tokens: as the checkpoint does.
+
+        Raises what `WorkerProcesses.run` does, and InvalidRequestError when it costs too much.
+        """
+        self._check_num_chars("prompt", len(text), max_model_len)
+        utf8 = _utf8("prompt", text)
+        if len(text) <= SHORT_TEXT_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        kind = _TEXT if add_special_tokens else _BARE_TEXT
+        return await self._run("prompt", kind + utf8, caller)
+
+    async def encode_chat(
+        self, prompt: ChatPrompt, *, max_model_len: int, caller: str = ""
+    ) -> list[int]:
+        """Token ids of a conversation; as `encode`."""
+        check_num_messages(len(prompt.messages))
+        _check_count("tools", len(prompt.tools), MAX_TOOLS)
+        num_chars = sum(len(message.get("content") or "") for message in prompt.messages)
+        self._check_num_chars("messages", num_chars, max_model_len)
+        try:
+            frame = msgspec.json.encode(
+                [
+                    prompt.messages,
+                    prompt.tools,
+                    prompt.template_options,
+                    prompt.continues_last,
+                    prompt.template,
+                ]
+            )
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                "messages", f"must be valid Unicode: {error.reason}"
+            ) from None
+        except RecursionError:
+            raise InvalidRequestError("tools", "are nested too deeply") from None
+        limit = _MAX_EXTRA_BYTES + _MAX_CHAR_BYTES * self._max_chars(max_model_len)
+        if len(frame) > limit:
+            field = "tools" if prompt.tools else "chat_template_kwargs"
+            field = field if prompt.template is None else "chat_template"
+            raise InvalidRequestError(
+                field, f"and messages must have at most {limit} bytes as JSON, got {len(frame)}"
+            )
+        return await self._run("messages", _CHAT + frame, caller)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._workers.close()
+
+    def _check_num_chars(self, field: str, num_chars: int, max_model_len: int) -> None:
+        limit = self._max_chars(max_model_len)
+        if num_chars > limit:
+            raise InvalidRequestError(
+                field, f"must have at most {limit} characters for this model, got {num_chars}"
+            )
+
+    def _max_chars(self, max_model_len: int) -> int:
+        """More cannot fit, however well they are tokenized."""
+        return max_model_len * self._tokenizer.longest_token_chars
+
+    async def _run(self, field: str, frame: bytes, caller: str) -> list[int]:
+        try:
+            answer = await self._workers.run(frame, caller=caller)
+        except WorkLimitError as error:
+            raise InvalidRequestError(field, f"{error} to be tokenized") from None
+        token_ids = array("I")
+        token_ids.frombytes(answer)
+        return token_ids.tolist()
+
+
+def check_num_messages(number: int) -> None:
+    """Raise InvalidRequestError for a conversation that has too many; cheap, so the first check."""
+    _check_count("messages", number, MAX_MESSAGES)
+
+
+def make_work(options: Mapping[str, str]) -> Work:
+    """In a worker template: the function that tokenizes."""
+    template_file = Path(options["chat_template"]) if "chat_template" in options else None
+    tokenizer = Tokenizer(Path(options["folder"]), chat_template=template_file)
+
+    def work(frame: bytes) -> bytes:
+        kind = frame[:1]
+        if kind != _CHAT:
+            text = frame[1:].decode()
+            token_ids = tokenizer.encode_long(text, add_special_tokens=kind == _TEXT)
+        else:
+            messages, tools, template_options, continues_last, template = msgspec.json.decode(
+                frame[1:]
+            )
+            for index, message in enumerate(messages):
+                _parse_arguments(message, f"messages[{index}]")
+            token_ids = tokenizer.encode_chat(
+                messages,
+                tools=tools,
+                template_options=template_options,
+                continues_last=continues_last,
+                template=template,
+            )
+        return array("I", token_ids).tobytes()
+
+    return work
+
+
+def _parse_arguments(message: dict[str, Any], field: str) -> None:
+    """Templates want the object that OpenAI's API sends as a text."""
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        try:
+            arguments = json.loads(call["function"]["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        name = f"{field}.tool_calls[{index}].function.arguments"
+        if not isinstance(arguments, dict):
+            raise InvalidRequestError(name, "must be JSON of an object")
+        _utf8(name, json.dumps(arguments, ensure_ascii=False))
+        call["function"]["arguments"] = arguments
+
+
+def _utf8(field: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            field, f"must be valid Unicode, got half a surrogate pair at {error.start}"
+        ) from None
+
+
+def _check_count(field: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise InvalidRequestError(field, f"must have at most {limit}, got {number}")

@@ -1,0 +1,72 @@
+"""What a chat asks of its output: a call that must be made fits the function's own schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLMatcher
+
+from baton.grammars import load_grammar_tokenizer, make_grammar
+from baton.tokenizer import Tokenizer
+from router.api.http.conversation import forced_call
+from router.api.http.schema import ChatRequest
+
+DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
+TOKENIZER = Tokenizer(DEMO)
+GRAMMAR_TOKENIZER = load_grammar_tokenizer(DEMO / "tokenizer.json", [4095])
+
+
+def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def listing(item: dict[str, Any]) -> dict[str, Any]:
+    """Parameters as Pydantic writes those of a list of models."""
+    return {
+        "type": "object",
+        "properties": {"items": {"type": "array", "items": {"$ref": "#/$defs/Item"}}},
+        "required": ["items"],
+        "additionalProperties": False,
+        "$defs": {"Item": item},
+    }
+
+
+def fits(tools: list[dict[str, Any]], choice: object, call: dict[str, Any]) -> bool:
+    asked = {"model": "m", "messages": [], "tools": tools, "tool_choice": choice}
+    wanted = forced_call(msgspec.convert(asked, ChatRequest))
+    assert wanted is not None
+    matcher = LLMatcher(GRAMMAR_TOKENIZER, make_grammar(wanted))
+    assert not matcher.get_error()
+    token_ids = TOKENIZER.encode(json.dumps(call))
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+NUMBERS = tool("numbers", listing({"type": "integer"}))
+WORDS = tool("words", listing({"enum": ["a", "b"]}))
+NODE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#"}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "words"}}]
+)
+def test_the_references_of_a_functions_schema_are_its_own(choice: object) -> None:
+    tools = [NUMBERS, WORDS]
+    assert fits(tools, choice, {"name": "words", "arguments": {"items": ["a", "b"]}})
+    assert not fits(tools, choice, {"name": "words", "arguments": {"items": [1]}})
+    numbers = {"name": "numbers", "arguments": {"items": [1, 2]}}
+    assert fits(tools, choice, numbers) is (choice == "required")
+
+
+def test_a_schema_that_refers_to_itself_is_not_the_call() -> None:
+    chain = tool("chain", NODE)
+    assert fits([chain], "required", {"name": "chain", "arguments": {"next": {"next": {}}}})
+    call = {"name": "chain", "arguments": {}}
+    assert not fits([chain], "required", {"name": "chain", "arguments": {"next": call}})

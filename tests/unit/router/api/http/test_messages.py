@@ -1,0 +1,82 @@
+"""Unit tests of messages over HTTP: reasoning, and calls of tools as they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.outputs import FinishReason
+from router.intake.parsers.choice import OutputParsers
+from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+THINKS = "<think>\nHm.\n</think>\n\nYes."
+CALLS = 'I look. <tool_call>\n{"name": "f", "arguments": {"x": "größer"}}\n</tool_call>'
+
+
+def deltas_of(text: str) -> list[dict[str, Any]]:
+    return [
+        event["choices"][0]["delta"]
+        for event in events_of(text)
+        if event != "[DONE]" and event["choices"]
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_http(parsers=OutputParsers(TOKENIZER, reasoning_parser="qwen3"))
+async def test_reasoning_has_fields_of_its_own(scene: HttpScene, stream: bool) -> None:
+    answer = scene.post(CHAT, messages=MESSAGES, stream=stream)
+    scene.say(await scene.command(), 0, THINKS, last=FinishReason.STOP)
+    response = await answer
+    if stream:
+        deltas = deltas_of(await response.text())
+        reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        assert "".join(delta.get("reasoning", "") for delta in deltas) == reasoning
+        content = "".join(delta.get("content", "") for delta in deltas)
+    else:
+        message = (await response.json())["choices"][0]["message"]
+        reasoning, content = message["reasoning_content"], message["content"]
+        assert message["reasoning"] == reasoning
+    assert (reasoning, content) == ("Hm.", "Yes.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_http(max_model_len=1000)
+async def test_tools_are_called_though_the_template_takes_none(
+    scene: HttpScene, stream: bool
+) -> None:
+    answer = scene.post(CHAT, messages=MESSAGES, tools=TOOLS, stream=stream)
+    command = await scene.command()
+    prompt = TOKENIZER.decode(command.prompt_token_ids)
+    assert '{"type": "function", "function": {"name": "f"' in prompt
+    scene.say(command, 0, CALLS, last=FinishReason.STOP)
+    response = await answer
+    if stream:
+        text = await response.text()
+        calls = [call for delta in deltas_of(text) for call in delta.get("tool_calls", ())]
+        first, *rest = calls
+        assert first["function"]["name"] == "f"
+        assert first["type"] == "function"
+        assert all(set(call) == {"index", "function"} for call in rest)
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+        finish_reason = events_of(text)[-2]["choices"][0]["finish_reason"]
+    else:
+        choice = (await response.json())["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["message"]["content"] == "I look. "
+        assert set(call) == {"id", "function", "type"}
+        arguments, finish_reason = call["function"]["arguments"], choice["finish_reason"]
+    assert arguments == '{"x": "größer"}'
+    assert finish_reason == "tool_calls"
+
+
+@on_http(parsers=OutputParsers(TOKENIZER, reasoning_parser="deepseek_r1"))
+async def test_what_a_grammar_holds_does_not_think(scene: HttpScene) -> None:
+    answer = scene.post(CHAT, messages=MESSAGES, structured_outputs={"regex": "a"})
+    scene.say(await scene.command(), 0, "a", last=FinishReason.STOP)
+    message = (await (await answer).json())["choices"][0]["message"]
+    assert message["content"] == "a"
+    assert "reasoning" not in message

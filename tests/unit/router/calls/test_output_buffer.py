@@ -1,0 +1,107 @@
+"""Unit tests of OutputBuffer: what is not taken is one piece, and no larger than the output."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import msgspec
+
+from baton.link import NodeRole
+from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.sampling_params import SamplingParams
+from router.calls.output_buffer import OutputBuffer
+from router.calls.wake_ups import WakeUps
+from router.fleet.node import LegDelta
+from tests.fakes.nodes import DECODE_RECEIPT, failure, token, token_1
+from tests.fakes.router_scene import Scene, asynchronous
+
+LOST = LegDelta(NodeRole.DECODE, failure("a", "UNAVAILABLE", "gone", epoch=1))
+
+
+def test_all_that_came_since_the_last_time_is_one_piece() -> None:
+    buffer = OutputBuffer("a", WakeUps())
+    assert buffer.take() is None
+    buffer.add(token_1("a", 10, epoch=1))
+    buffer.add_token(11)
+    assert buffer.take() == RequestOutput("a", 0, (10, 11))
+    assert buffer.take() is None
+    buffer.add_token(12)
+    buffer.add(token("a", 3, 13, epoch=1, finish=FinishReason.STOP))
+    assert buffer.take() == RequestOutput("a", 2, (12, 13), FinishReason.STOP)
+    assert buffer.decode_receipt == DECODE_RECEIPT
+    assert list(buffer.token_ids) == [10, 11, 12, 13]
+
+
+def test_logprobs_stay_with_their_tokens_and_those_of_the_prompt_come_once() -> None:
+    buffer = OutputBuffer("a", WakeUps())
+    one, two, three = (TokenLogprobs(-float(number)) for number in (1, 2, 3))
+    replace = msgspec.structs.replace
+    first = token_1("a", 10, epoch=1)
+    buffer.add(
+        replace(first, output=replace(first.output, logprobs=(one,), prompt_logprobs=(None, two)))
+    )
+    second = token("a", 1, 11, epoch=1)
+    buffer.add(replace(second, output=replace(second.output, logprobs=(two,))))
+    assert buffer.take() == RequestOutput("a", 0, (10, 11), None, (one, two), (None, two))
+    third = token("a", 2, 12, epoch=1)
+    buffer.add(replace(third, output=replace(third.output, logprobs=(three,))))
+    assert buffer.take() == RequestOutput("a", 2, (12,), None, (three,))
+
+
+@asynchronous
+async def test_a_reader_sleeps_until_something_comes() -> None:
+    buffer = OutputBuffer("a", WakeUps())
+    reader = asyncio.create_task(buffer.wait())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    buffer.add_token(1)
+    buffer.add_token(2)
+    await reader
+    await buffer.wait()  # there still is
+    buffer.take()
+    reader = asyncio.create_task(buffer.wait())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    buffer.fail(LOST)
+    await reader
+    assert buffer.failure == LOST
+    assert buffer.take() is None
+
+
+@asynchronous
+async def test_a_reader_that_left_is_nobody_to_wake() -> None:
+    buffer = OutputBuffer("a", WakeUps())
+    reader = asyncio.create_task(buffer.wait())
+    await asyncio.sleep(0)
+    reader.cancel()
+    buffer.add_token(1)
+    await asyncio.gather(reader, return_exceptions=True)
+    await buffer.wait()
+
+
+def test_a_client_that_does_not_read_costs_four_bytes_a_token_and_holds_up_nobody() -> None:
+    num_tokens = 20_000
+
+    async def run() -> None:
+        scene = Scene(max_model_len=2**30)
+        scene.reads.clear()
+        await scene.call("slow", SamplingParams(max_tokens=num_tokens + 1, seed=1))
+        scene.prefill.say(token_1("slow", 0, epoch=scene.epoch))
+        await scene.pause()
+        tracemalloc.start()
+        for index in range(1, num_tokens):
+            scene.decode.say(token("slow", index, index, epoch=scene.epoch))
+            if index % 100 == 0:
+                await asyncio.sleep(0)
+        used_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert used_bytes < 8 * num_tokens  # an array grows by more than it needs
+        scene.reads.set()
+        await scene.pause()
+        assert [len(item.output.token_ids) for item in scene.outputs] == [1, num_tokens - 1]
+        scene.decode.say(token("slow", num_tokens, 1, epoch=scene.epoch, finish=FinishReason.STOP))
+        await scene.end()
+        assert len(scene.token_ids) == num_tokens + 1
+
+    asyncio.run(run())

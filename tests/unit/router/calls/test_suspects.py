@@ -1,0 +1,237 @@
+"""Requests that end nodes, and those that only happen to be there (ADR 0027)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import Counter
+from typing import TypeVar
+
+import pytest
+
+from baton.errors import NotFoundError, PoisonRequestError
+from baton.link import DecodeCommand, NodeRole, PrefillCommand
+from baton.outputs import FinishReason
+from baton.sampling_params import SamplingParams
+from router.calls.dispatcher import Dispatcher
+from router.calls.retry_budget import RetryOptions
+from router.calls.suspects import MAX_HISTORIES, MAX_QUARANTINED, Suspects
+from router.fleet.lost_nodes import LostNodes
+from router.policies.least_tokens import LeastTokens
+from tests.fakes.nodes import HandNode, join_pair, make_pool, token
+from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.virtual_clock import VirtualClock
+
+Command = TypeVar("Command")
+
+KILLER, BYSTANDERS = [666], 24
+MAX_TOKENS = 40
+PAUSE_S = 0.2
+
+
+class Cluster:
+    """Two prefill and eight decode nodes that compute a token of each of their requests now and
+    then; a decode node that computes the killer's ends."""
+
+    def __init__(self, *, kills_at: int, role: NodeRole = NodeRole.DECODE) -> None:
+        self.pool = make_pool()
+        pairs = [join_pair(self.pool, number) for number in range(8)]
+        self.prefills, self.decodes = [p for p, _ in pairs], [d for _, d in pairs]
+        for prefill in self.prefills:
+            for decode in self.decodes:
+                prefill.reach(decode)
+        options = RetryOptions(trial_pause_s=PAUSE_S, first_pause_s=0.001, longest_pause_s=0.01)
+        self.dispatcher = Dispatcher(self.pool, LeastTokens(), options)
+        self.kills_at, self.role = kills_at, role
+        self.num_killed = 0
+        self._num_seen: Counter[str] = Counter()
+        self._running: list[tuple[HandNode, DecodeCommand, int]] = []
+
+    def step(self) -> None:
+        """Compute every prompt that came, and a token of every request that decodes."""
+        for hand in self.prefills:
+            for command in self._new(hand, PrefillCommand):
+                if not self._kills(hand, command, 0):
+                    index = len(command.output_token_ids)
+                    hand.say(token(command.request_id, index, index, epoch=command.epoch))
+        running, self._running = self._running, []
+        for hand, decode, index in running:
+            if hand.node not in self.pool.nodes or self._kills(hand, decode, index):
+                continue
+            is_last = index == MAX_TOKENS - 1
+            finish = FinishReason.LENGTH if is_last else None
+            hand.say(token(decode.request_id, index, index, epoch=decode.epoch, finish=finish))
+            if not is_last and decode.epoch in hand.node.legs:
+                self._running.append((hand, decode, index + 1))
+        for hand in self.decodes:
+            for decode in self._new(hand, DecodeCommand):
+                self._running.append((hand, decode, len(decode.output_token_ids) + 1))
+
+    def _new(self, hand: HandNode, kind: type[Command]) -> list[Command]:
+        """Commands that the node has not seen yet."""
+        num_seen = self._num_seen[hand.engine_id]
+        found = hand.of(kind)
+        self._num_seen[hand.engine_id] = len(found)
+        return found[num_seen:]
+
+    def _kills(self, hand: HandNode, command: PrefillCommand | DecodeCommand, index: int) -> bool:
+        role = hand.node.registration.role
+        kills = command.prompt_token_ids == KILLER and role is self.role and index >= self.kills_at
+        if kills and hand.node in self.pool.nodes:
+            self.num_killed += 1
+            hand.leave()
+        return kills
+
+    async def run(self, *prompts: list[int]) -> list[BaseException | None]:
+        """Calls to their ends; what each raised."""
+        calls = [
+            asyncio.create_task(self._call(f"{number}", prompt))
+            for number, prompt in enumerate(prompts)
+        ]
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0.001)
+            self.step()
+        return [call.exception() for call in calls]
+
+    async def _call(self, request_id: str, prompt: list[int]) -> None:
+        params = SamplingParams(max_tokens=MAX_TOKENS, seed=1)
+        call = dataclasses.replace(Scene.make(request_id, params), prompt_token_ids=prompt)
+        async with contextlib.aclosing(self.dispatcher.run(call)) as outputs:
+            token_ids = [t async for one in outputs for t in one.output.token_ids]
+        assert token_ids == list(range(MAX_TOKENS))
+
+
+def bystanders() -> list[list[int]]:
+    return [[number] for number in range(1, BYSTANDERS + 1)]
+
+
+@pytest.mark.parametrize(
+    ("kills_at", "role", "most"),
+    [
+        (1, NodeRole.DECODE, 2),
+        (4, NodeRole.DECODE, 2),
+        (20, NodeRole.DECODE, 3),
+        (0, NodeRole.PREFILL, 2),
+    ],
+)
+def test_a_request_that_ends_its_nodes_is_ended_and_the_others_go_on(
+    kills_at: int, role: NodeRole, most: int
+) -> None:
+    @asynchronous
+    async def run() -> None:
+        cluster = Cluster(kills_at=kills_at, role=role)
+        killer, *others = await cluster.run(KILLER, *bystanders())
+        assert isinstance(killer, PoisonRequestError)
+        assert others == [None] * BYSTANDERS
+        assert cluster.num_killed <= most
+        # The same again, under another name, reaches no node; others do.
+        again, *others = await cluster.run(KILLER, *bystanders())
+        assert isinstance(again, PoisonRequestError)
+        assert "it is refused for" in str(again)
+        assert others == [None] * BYSTANDERS
+        assert cluster.num_killed <= most
+        assert not cluster.dispatcher.suspects._trials
+
+    run()
+
+
+@asynchronous
+async def test_a_request_whose_nodes_die_at_once_with_others_is_not_ended() -> None:
+    """Both nodes that it was on die, of something else."""
+    scene = Scene(options=RetryOptions(trial_pause_s=0.1), num_prefill=1, num_decode=3)
+    await scene.call(params=SamplingParams(max_tokens=4, seed=1))
+    for number in range(2):
+        hand = await _found_with_leg(scene.decodes)
+        scene.prefill.say(token("a", number, number, epoch=scene.epoch))
+        await scene.pause()
+        hand.leave()
+        scene.join("d", 8, incarnation=number).leave()
+        await scene.pause()
+    hand = await _found_with_leg(scene.decodes)
+    epoch = scene.epoch
+    scene.prefill.say(token("a", 2, 2, epoch=epoch))
+    hand.say(token("a", 3, 3, epoch=epoch, finish=FinishReason.LENGTH))
+    await scene.end()
+    assert scene.dispatcher.suspects.quarantined == []
+
+
+async def _found_with_leg(hands: list[HandNode]) -> HandNode:
+    while (hand := _hand_with_leg(hands)) is None:  # noqa: ASYNC110  # it is in other objects
+        await asyncio.sleep(0.005)
+    return hand
+
+
+def _hand_with_leg(hands: list[HandNode]) -> HandNode | None:
+    return next((hand for hand in hands if hand.node.legs and hand.node in hand.pool.nodes), None)
+
+
+@asynchronous
+async def test_a_node_that_an_operator_removes_is_nobodys_fault() -> None:
+    scene = Scene(options=RetryOptions(trial_pause_s=60), num_prefill=1, num_decode=3)
+    await scene.call()
+    for _ in range(2):
+        hand = _hand_with_leg(scene.decodes)
+        assert hand is not None
+        scene.pool.expel(hand.node.name)
+        await scene.pause()
+    assert _hand_with_leg(scene.decodes) is not None  # at once: nobody is under suspicion
+
+
+def make_suspects(clock: VirtualClock) -> Suspects:
+    return Suspects(LostNodes(clock), quarantine_s=60, clock=clock)
+
+
+def refused(suspects: Suspects, prompt: list[int], **changes: object) -> bool:
+    call = dataclasses.replace(Scene.make(), prompt_token_ids=prompt, **changes)  # type: ignore[arg-type]
+    try:
+        suspects.check(call)
+    except PoisonRequestError:
+        return True
+    return False
+
+
+def test_only_the_like_of_it_is_refused_and_only_for_a_while() -> None:
+    clock = VirtualClock()
+    suspects = make_suspects(clock)
+    call = Scene.make()
+    suspects.quarantine(call, suspects.fingerprint(call))
+    other_seed = dataclasses.replace(call.sampling_params, seed=99)
+    assert refused(suspects, [1, 2, 3])
+    assert refused(suspects, [1, 2, 3], request_id="other", sampling_params=other_seed)
+    assert not refused(suspects, [1, 2, 4])
+    hot = dataclasses.replace(call.sampling_params, temperature=0.5)
+    assert not refused(suspects, [1, 2, 3], sampling_params=hot)
+    other = dataclasses.replace(call.principal, tenant="other")
+    assert not refused(suspects, [1, 2, 3], principal=other)
+    (one,) = suspects.quarantined
+    assert one.num_refused == suspects.num_refused_total == 2
+    clock.advance(61)
+    assert suspects.quarantined == []
+    assert not refused(suspects, [1, 2, 3])
+
+
+def test_operators_release_one_or_all() -> None:
+    suspects = make_suspects(VirtualClock())
+    for number in range(3):
+        call = dataclasses.replace(Scene.make(), prompt_token_ids=[number])
+        suspects.quarantine(call, suspects.fingerprint(call))
+    first = suspects.quarantined[0].fingerprint
+    assert suspects.release(first[:12]) == 1
+    with pytest.raises(NotFoundError, match="nothing is quarantined as"):
+        suspects.release(first)
+    assert suspects.release("") == 2
+    assert suspects.quarantined == []
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    suspects = make_suspects(VirtualClock())
+    call = Scene.make()
+    for number in range(MAX_HISTORIES + 10):
+        suspects.note_lost_with(f"{number}", {f"d{number}"})
+        suspects.admit({f"d{number}"})
+        if number < MAX_QUARANTINED + 10:
+            suspects.quarantine(call, f"{number}")
+    assert len(suspects.quarantined) == MAX_QUARANTINED
+    assert len(suspects._lost_with) == MAX_HISTORIES
+    assert len(suspects._num_suspects) <= MAX_HISTORIES + 1

@@ -1,0 +1,231 @@
+"""Unit tests of NodeLoad: what is counted, what a node's own account corrects, what is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from baton.link import NodeBeat, NodeRole
+from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
+from tests.fakes.fleets import FleetBook
+from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool, token, token_1
+
+
+@pytest.fixture
+def book() -> FleetBook:
+    return FleetBook(2, 2)
+
+
+def queue_tokens(load: NodeLoad, num_requests: int) -> float:
+    """Tokens that a queue stands for, besides so much per request."""
+    return (load.prefill_queue_s - num_requests * load.prefill.base) / load.prefill.per_unit
+
+
+def test_prompts_that_are_open_are_a_queue_until_they_are_computed(book: FleetBook) -> None:
+    load = book["p0"]
+    assert load.prefill_queue_s == 0
+    load.note_opened(1000, num_uncomputed=1000)
+    load.note_opened(500, num_uncomputed=500)
+    assert queue_tokens(load, 2) == pytest.approx(1500)
+    load.note_computed(1000, 1000)
+    assert queue_tokens(load, 1) == pytest.approx(500)
+    load.note_closed(0)
+    load.note_closed(500, num_uncomputed=500)
+    assert (load.prefill_queue_s, load.num_open_requests, load.num_open_tokens) == (0, 0, 0)
+
+
+def test_what_a_node_reports_beyond_that_is_in_the_queue_too(book: FleetBook) -> None:
+    """Other routers' requests, or a prompt that was thought to be cached."""
+    load = book["p0"]
+    load.note_opened(100, num_uncomputed=100)
+    load.note_beat(NodeBeat(num_uncomputed_tokens=900))
+    assert queue_tokens(load, 1) == pytest.approx(900)
+    load.note_beat(NodeBeat(num_uncomputed_tokens=10))  # it has not seen ours yet, or has begun
+    assert queue_tokens(load, 1) == pytest.approx(100)
+
+
+def test_room_is_what_is_free_without_what_is_on_its_way(book: FleetBook) -> None:
+    load = book["d0"]
+    total = load.num_blocks * load.block_size
+    assert load.num_free_tokens == total
+    load.note_opened(1200, num_arriving=1000)
+    assert load.num_free_tokens == total - 1000
+    load.note_begun(1000, 0)
+    load.note_beat(NodeBeat(num_running=1, num_free_blocks=100))
+    assert load.num_free_tokens == 1600
+    load.note_closed(1200, begun=True)
+    assert load.num_batch == 1  # as it said last; the next beat knows
+
+
+def test_more_context_and_more_requests_make_steps_longer(book: FleetBook) -> None:
+    few, many = book["d0"], book["d1"]
+    few.note_opened(1200, num_arriving=1000)
+    for _ in range(5):
+        many.note_opened(220, num_arriving=200)
+    assert few.step_units < many.step_units
+    assert few.step_base_s < many.step_base_s
+
+
+def test_prompts_that_share_steps_are_charged_with_the_time_once(book: FleetBook) -> None:
+    load = book["p0"]
+    for _ in range(2):
+        load.note_opened(300, num_uncomputed=300)
+    shared_before = load.prefill.num_measured
+    book.now = 1.0
+    receipt = type(PREFILL_RECEIPT)(
+        queue_s=0, prefill_s=1.0, num_chunks=1, num_computed_tokens=300, num_cached_tokens=0
+    )
+    load.note_prefilled([receipt, receipt])
+    assert load.prefill.num_measured == shared_before + 2
+    before = load.prefill.base + 300 * load.prefill.per_unit
+    for _ in range(100):
+        book.now += 1.0
+        load.note_prefilled([receipt, receipt])
+    after = load.prefill.base + 300 * load.prefill.per_unit
+    assert after > before
+    assert after == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_step_is_the_time_between_messages_and_a_pause_is_none(book: FleetBook) -> None:
+    load = book["d0"]
+    load.note_opened(120, num_arriving=100)
+    load.note_begun(100, 0)
+    for _ in range(200):
+        book.now += 0.05
+        load.note_step()
+    load.step.refresh()
+    assert load.step.base + load.step.per_unit * load.step_units == pytest.approx(0.05, rel=0.1)
+    measured = load.step.num_measured
+    load.note_closed(120, begun=True)
+    book.now += 0.5
+    load.note_opened(120, num_arriving=100)
+    load.note_begun(100, 0)
+    load.note_step()
+    assert load.step.num_measured == measured
+
+
+def test_what_is_on_its_way_does_not_flatten_the_line_of_steps(book: FleetBook) -> None:
+    """Of much that is placed here only what decodes makes steps longer."""
+    load, draw = book["d0"], random.Random(1)
+    num_decoding = 0
+    for _ in range(400):
+        for _ in range(draw.randint(0, 3)):  # these wait for their prompts all the time
+            load.note_opened(1000, num_arriving=1000)
+        if num_decoding < 30 and draw.random() < 0.2:
+            load.note_opened(1000, num_arriving=1000)
+            load.note_begun(1000, 0)
+            num_decoding += 1
+        book.now += 0.010 + 0.0005 * num_decoding
+        load.note_step()
+    load.step.refresh()
+    assert load.step.base == pytest.approx(0.010, rel=0.05)
+    assert load.step.per_unit * (REQUEST_UNITS + 1000) == pytest.approx(0.0005, rel=0.1)
+
+
+def test_steps_in_which_a_prompt_is_computed_are_not_measured(book: FleetBook) -> None:
+    load = book["d0"]
+    load.note_opened(120, num_arriving=100)
+    load.note_begun(100, 0)
+    load.note_step()
+    load.note_opened(5000, num_uncomputed=5000, num_arriving=5000)
+    book.now += 0.4
+    load.note_step()
+    assert load.step.num_measured == 0
+
+
+def test_other_routers_requests_make_steps_longer_too(book: FleetBook) -> None:
+    load = book["d0"]
+    alone = load.step_units
+    num_free = load.num_blocks - 10 * 100 // load.block_size
+    load.note_beat(NodeBeat(num_running=10, num_free_blocks=num_free))
+    assert load.step_units == pytest.approx(alone + 10 * (REQUEST_UNITS + 100), rel=0.02)
+    load.note_beat(NodeBeat(num_free_blocks=load.num_blocks))
+    assert load.step_units == alone
+
+
+def test_a_prompt_computed_on_a_decode_node_is_measured_there(book: FleetBook) -> None:
+    load = book["d0"]
+    load.note_opened(120, num_uncomputed=100, num_arriving=100)
+    assert load.prefill_queue_s > 0
+    book.now += 3.0
+    load.note_begun(100, 100)
+    assert load.prefill_queue_s == 0
+    assert load.prefill.num_measured == 1
+
+
+def test_a_prompt_that_ends_uncomputed_on_a_busy_decode_node_leaves_its_queue(
+    book: FleetBook,
+) -> None:
+    """A client leaves, say, while others decode there."""
+    load = book["d0"]
+    load.note_opened(120, num_arriving=100)
+    load.note_begun(100, 0)
+    load.note_opened(5020, num_uncomputed=5000, num_arriving=5000)
+    load.note_closed(5020, num_uncomputed=5000, num_arriving=5000)
+    assert (load.prefill_queue_s, load.num_uncomputed_requests) == (0, 0)
+
+
+def test_a_node_of_low_weight_looks_busier_and_slower(book: FleetBook) -> None:
+    light, heavy = book["p0"], book["p1"]
+    light.weight = 0.25
+    assert light.prefill_s_per_token == 4 * heavy.prefill_s_per_token
+
+
+def test_receipts_teach_the_usual_output_and_how_long_it_takes(book: FleetBook) -> None:
+    before = book.shared.output_tokens
+    book["d0"].note_decoded(DECODE_RECEIPT, 0.5)  # 3 tokens
+    assert book.shared.output_tokens < before
+    assert book.shared.residence_s < 4.0
+
+
+def test_a_pool_feeds_all_of_this_from_what_nodes_say() -> None:
+    pool = make_pool()
+    prefill, decode = join_pair(pool)
+
+    class Reader:
+        def take(self, item: object) -> None:
+            pass
+
+        def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+            pass
+
+    prefill.node.open_leg("a", 1, 30, Reader(), num_uncomputed=30)
+    decode.node.open_leg("a", 1, 40, Reader(), num_arriving=30)
+    arriving = decode.node.load.num_free_tokens
+    prefill.say(token_1("a", 5, epoch=1))
+    assert prefill.node.load.prefill.num_measured == 1
+    decode.say(token("a", 1, 6, epoch=1))
+    assert decode.node.load.num_free_tokens == arriving + 30
+    decode.say(token("a", 2, 7, epoch=1))
+    assert decode.node.load.step.num_measured == 1
+    pool.take(decode.node, NodeBeat(num_uncomputed_tokens=7))
+    assert decode.node.load.prefill_queue_s > 0
+
+
+def test_answers_that_were_cut_do_not_make_long_ones_forgotten(book: FleetBook) -> None:
+    load, before = book["d0"], book.shared.long_output_tokens
+    load.note_decoded(DECODE_RECEIPT, 0.5, is_cut=True)  # 3 tokens
+    assert book.shared.long_output_tokens == before
+    load.note_decoded(DECODE_RECEIPT, 0.5)
+    assert book.shared.long_output_tokens < before
+
+
+def test_a_line_sees_tokens_and_not_who_shared_a_step(book: FleetBook) -> None:
+    """Each of two prompts of a step takes its own time, though both are heard of at once."""
+    load = book["p0"]
+    draw = random.Random(1)
+    for _ in range(200):
+        receipts = [
+            dataclasses.replace(PREFILL_RECEIPT, prefill_s=9.0, num_computed_tokens=num_tokens)
+            for num_tokens in draw.choices((400, 1600), k=draw.randint(1, 2))
+        ]
+        for receipt in receipts:
+            load.note_opened(1, num_uncomputed=receipt.num_computed_tokens)
+        book.now += sum(0.02 + receipt.num_computed_tokens / 5000 for receipt in receipts)
+        load.note_prefilled(receipts)
+        for receipt in receipts:
+            load.note_computed(1, receipt.num_computed_tokens)
+    assert load.prefill.per_unit == pytest.approx(1 / 5000, rel=0.05)
+    assert load.prefill.base == pytest.approx(0.02, abs=0.01)

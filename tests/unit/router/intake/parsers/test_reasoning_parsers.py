@@ -1,0 +1,51 @@
+"""Unit tests of parsers of reasoning."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.intake.parsers.base import ParserContext, Reasoning
+from router.intake.parsers.think import Think, ThinkFirst
+from tests.fakes.parsed_outputs import Found, make_parser, parse
+
+CASES: list[tuple[str, str, str, Found]] = [
+    ("qwen3", "", "<think>\nHm.\n</think>\n\nYes.", [Reasoning("Hm."), "Yes."]),
+    ("qwen3", "", "Yes. <think>no</think>", ["Yes. <think>no</think>"]),
+    ("qwen3", "", "\n\nYes", ["\n\nYes"]),
+    ("qwen3", "", "<think>\n\n</think>\n\nYes", ["Yes"]),
+    ("qwen3", "assistant\n<think>\n", "Hm.\n\nYes?\n</think>\nYes.",
+     [Reasoning("Hm.\n\nYes?"), "Yes."]),
+    ("qwen3", "<think>\n\n</think>\n\n", "Yes.", ["Yes."]),
+    ("qwen3", "", "<think>\nHm. <b", [Reasoning("Hm. <b")]),
+    ("qwen3", "", "<thin", ["<thin"]),
+    ("deepseek_r1", "", "Hm.</think>Yes.", [Reasoning("Hm."), "Yes."]),
+    ("deepseek_r1", "", "<think>Hm.</think>Yes.", [Reasoning("Hm."), "Yes."]),
+    ("deepseek_r1", "<think>\n\n</think>", "Yes.", ["Yes."]),
+    ("openai_gptoss", "", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+     "final<|message|>Yes.", [Reasoning("Hm."), "Yes."]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "prompt_end", "text", "expected"), CASES)
+def test_reasoning_and_text_wherever_the_output_is_cut(
+    name: str, prompt_end: str, text: str, expected: Found
+) -> None:
+    assert parse(make_parser(name, prompt_end), [text]) == expected
+    assert parse(make_parser(name, prompt_end), text) == expected
+    for cut in range(len(text)):
+        assert parse(make_parser(name, prompt_end), [text[:cut], text[cut:]]) == expected
+
+
+def test_reasoning_is_shown_as_it_comes() -> None:
+    parser = make_parser("qwen3")
+    assert list(parser.push("<think>")) == []
+    assert list(parser.push("So")) == [Reasoning("So")]
+    assert list(parser.push(", then\n")) == [Reasoning(", then")]
+
+
+def test_calls_behind_reasoning_are_found_and_those_in_it_are_not() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    hermes = make_parser("hermes")
+    parser = ThinkFirst(Think(ParserContext()), hermes)
+    found = parse(parser, [f"<think>{call}</think>\n{call}"])
+    assert found == [Reasoning(call), ("f", "{}")]

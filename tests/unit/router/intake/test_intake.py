@@ -1,0 +1,99 @@
+"""Unit tests of intake: what of a request reaches its call, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.errors import InvalidRequestError
+from baton.identity import ANYBODY, Limits, Principal
+from baton.sampling_params import SamplingParams
+from baton.structured_output import StructuredOutput
+from baton.tokenizer import Tokenizer
+from router.calls.dispatcher import Dispatcher
+from router.intake.intake import GenerationRequest, Intake
+from router.policies.least_tokens import LeastTokens
+from tests.fakes.nodes import make_pool
+from tests.fakes.router_scene import asynchronous
+
+TOKENIZER = Tokenizer(Path(__file__).parents[4] / "examples" / "demo_model")
+REQUEST = GenerationRequest(
+    prompt=[1, 2, 3],
+    sampling_params=SamplingParams(max_tokens=1),
+    received_at=0.0,
+    session_id="s",
+    priority=-7,
+    principal=Principal(name="alice", tenant="a", limits=Limits(most_urgent_priority=-7)),
+)
+
+
+def make_intake() -> Intake:
+    dispatcher = Dispatcher(make_pool(), LeastTokens())
+    return Intake(dispatcher, None, vocab_size=10, default_timeout_s=60.0)
+
+
+@asynchronous
+async def test_a_call_knows_its_session_priority_and_client() -> None:
+    call = await make_intake().accept(REQUEST)
+    assert (call.session_id, call.priority, call.principal.name) == ("s", -7, "alice")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("request_id", "x" * 129, "must have at most 128 characters, got 129"),
+        ("session_id", "x" * 257, "must have at most 256 characters, got 257"),
+        ("priority", -8, "must be -7 or more with this API key, got -8"),
+        ("priority", 2**31, "must be -2147483648 to 2147483647, got 2147483648"),
+    ],
+)
+def test_what_is_out_of_its_limit_is_named(field: str, value: object, problem: str) -> None:
+    @asynchronous
+    async def run() -> None:
+        with pytest.raises(InvalidRequestError, match=f"^{field}: {problem}$"):
+            await make_intake().accept(replace(REQUEST, **{field: value}))  # type: ignore[arg-type]
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"type":"integer","multipleOf":99999989}'),
+        ("grammar", "\n" * 65_000),
+        ("regex", "("),
+    ],
+)
+def test_a_grammar_that_cannot_be_had_is_refused_here_and_named(kind: str, text: str) -> None:
+    """The first one ended the nodes, the second held up router and nodes for a minute each."""
+    dispatcher = Dispatcher(make_pool(), LeastTokens())
+    intake = Intake(dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
+
+    def asking(kind: str, text: str) -> GenerationRequest:
+        structured_output = StructuredOutput(**{kind: text})  # type: ignore[arg-type]  # by name
+        params = SamplingParams(max_tokens=1, structured_output=structured_output)
+        return replace(REQUEST, sampling_params=params)
+
+    @asynchronous
+    async def run() -> None:
+        for _ in range(3):  # found out once
+            with pytest.raises(InvalidRequestError) as caught:
+                await intake.accept(asking(kind, text))
+            assert caught.value.field == f"structured_output.{kind}"
+        await intake.accept(asking("regex", "[a-z]+"))
+
+    run()
+    intake.close()
+
+
+@asynchronous
+async def test_who_is_not_told_otherwise_may_wait_longer_and_not_go_before_others() -> None:
+    keyed = replace(REQUEST, principal=Principal(name="alice", tenant="alice"))
+    with pytest.raises(InvalidRequestError, match=r"^priority: must be 0 or more with this"):
+        await make_intake().accept(replace(keyed, priority=-1))
+    assert (await make_intake().accept(replace(keyed, priority=5))).priority == 5
+    # Without keys there is one tenant, and what is urgent is its own affair.
+    anybody = replace(REQUEST, principal=ANYBODY, priority=-(2**31))
+    assert (await make_intake().accept(anybody)).priority == -(2**31)

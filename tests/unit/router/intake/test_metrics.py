@@ -1,0 +1,154 @@
+"""Unit tests of the router's metrics: every request is counted once, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from baton.connection_limits import ConnectionCounts
+from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError, OverloadedError
+from baton.link import NodeRole
+from baton.outputs import FinishReason, Receipt, TextDelta
+from router.calls.suspects import Suspects
+from router.gate.admission import Admission
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
+from router.gate.overload import Overload
+from router.intake.metrics import RouterMetrics
+from tests.fakes.nodes import (
+    DECODE_RECEIPT,
+    PREFILL_RECEIPT,
+    HandNode,
+    join_pair,
+    make_pool,
+    make_registration,
+)
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "openai_api.md"
+RECEIPT = Receipt(
+    num_prompt_tokens=10,
+    num_output_tokens=5,
+    ttft_s=0.2,
+    total_s=0.6,
+    prefill_node="p0",
+    decode_node="d0",
+    prefill=PREFILL_RECEIPT,
+    decode=DECODE_RECEIPT,
+    num_attempts=2,
+)
+
+
+def values(metrics: RouterMetrics) -> dict[str, float]:
+    lines = (line for line in metrics.text().decode().splitlines() if not line.startswith("#"))
+    pairs = (line.rpartition(" ") for line in lines)
+    return {name.removeprefix("baton_router_"): float(value) for name, _, value in pairs}
+
+
+def test_every_metric_is_described_in_the_document() -> None:
+    pool = make_pool()
+    admission = Admission(Capacity(lambda: pool.fleet))
+    metrics = RouterMetrics(pool, admission, Overload(), Suspects(pool.lost_nodes))
+    metrics.show_connections(ConnectionCounts())
+    text = metrics.text().decode()
+    exported = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    documented = set(re.findall(r"^\| `(baton_\w+)` \|", DOCUMENT.read_text(), re.MULTILINE))
+    assert {name for name in exported if not name.endswith("_created")} == documented
+
+
+def test_a_finished_request_is_counted_with_its_tokens_and_times() -> None:
+    metrics = RouterMetrics()
+    with metrics.running() as record:
+        assert values(metrics)["requests_open"] == 1
+        record.finish(TextDelta("a", 4, (1,), "x", FinishReason.LENGTH, RECEIPT))
+    found = values(metrics)
+    assert found['requests_total{outcome="length"}'] == 1
+    assert found["requests_open"] == 0
+    assert (found["prompt_tokens_total"], found["output_tokens_total"]) == (10, 5)
+    assert found["attempts_total"] == 2
+    assert found["time_to_first_token_seconds_sum"] == 0.2
+    assert found["inter_token_latency_seconds_sum"] == pytest.approx(0.1)
+    assert found["request_seconds_count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (NodeUnavailableError("x"), "unavailable"),
+        (BatonError("x"), "internal"),
+        (KeyError("x"), "internal"),
+        (GeneratorExit(), "cancelled"),
+        (asyncio.CancelledError(), "cancelled"),
+    ],
+)
+def test_a_request_that_fails_is_counted_by_how(error: BaseException, outcome: str) -> None:
+    metrics = RouterMetrics()
+    with pytest.raises(type(error)), metrics.running():
+        raise error
+    found = values(metrics)
+    assert found[f'requests_total{{outcome="{outcome}"}}'] == 1
+    assert found["requests_open"] == 0
+    assert found["time_to_first_token_seconds_count"] == 0
+
+
+def test_a_finished_request_that_is_not_read_behind_its_end_is_finished() -> None:
+    metrics = RouterMetrics()
+    running = metrics.running()
+    running.__enter__().finish(TextDelta("a", 4, (1,), "x", FinishReason.STOP, RECEIPT))
+    assert not running.__exit__(GeneratorExit, GeneratorExit(), None)  # it goes on
+    assert values(metrics)['requests_total{outcome="stop"}'] == 1
+
+
+def test_a_refused_request_is_counted() -> None:
+    metrics = RouterMetrics()
+    with pytest.raises(InvalidRequestError), metrics.accepting():
+        raise InvalidRequestError("n", "is wrong")
+    assert values(metrics)['requests_total{outcome="invalid_argument"}'] == 1
+
+
+def test_nodes_are_counted_by_role_and_state_as_of_now() -> None:
+    pool = make_pool()
+    metrics = RouterMetrics(pool)
+    join_pair(pool)
+    silent = HandNode(pool, make_registration("d1", NodeRole.DECODE))
+    found = values(metrics)
+    assert found['nodes{role="prefill",state="ready"}'] == 1
+    assert found['nodes{role="decode",state="ready"}'] == 1
+    assert found['nodes{role="decode",state="joined"}'] == 1
+    for _ in range(10):
+        pool.count_missed_beats()
+    assert silent.engine_id not in [node.engine_id for node in pool.nodes]
+    found = values(metrics)
+    assert found['nodes{role="decode",state="lost"}'] == 2
+    assert found['nodes{role="decode",state="ready"}'] == 0
+
+
+def test_a_node_that_failed_is_counted_as_spared() -> None:
+    pool = make_pool()
+    join_pair(pool, 0)
+    (p1, d1) = join_pair(pool, 1)
+    p1.node.health.spare("ill")
+    found = values(RouterMetrics(pool))
+    assert found['nodes{role="prefill",state="spared"}'] == 1
+    assert found['nodes{role="prefill",state="ready"}'] == 1
+    assert d1.engine_id in [node.engine_id for node in pool.nodes]
+
+
+def test_refusals_are_counted_by_reason() -> None:
+    admission = Admission(
+        Capacity(lambda: make_pool().fleet), AdmissionOptions(max_open_requests=1)
+    )
+
+    async def fill() -> None:
+        sizes = {"num_prompt_tokens": 1, "max_tokens": 1, "timeout_s": 1.0}
+        async with admission.enter(**sizes):  # type: ignore[arg-type]
+            with pytest.raises(OverloadedError):
+                async with admission.enter(**sizes):  # type: ignore[arg-type]
+                    pass
+
+    asyncio.run(fill())
+    found = values(RouterMetrics(admission=admission))
+    assert found['requests_refused_total{reason="open_requests"}'] == 1
+    assert found["requests_queued"] == 0
