@@ -38,7 +38,8 @@ def main(zensical: str, mermaid: str) -> int:
         mermaid: path of the library that draws diagrams, which browsers would load from elsewhere.
     """
     stage(Path(mermaid))
-    done = subprocess.run([zensical, "build", "--clean", "--strict"], cwd=BUILD, check=False)
+    program = Path(zensical).absolute()  # not resolved: it may be a link into an environment
+    done = subprocess.run([program, "build", "--clean", "--strict"], cwd=BUILD, check=False)
     if done.returncode:
         return done.returncode
     findings = [*foreign_loads(BUILD / "site"), *dead_links(BUILD / "site")]
