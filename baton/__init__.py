@@ -1,4 +1,9 @@
-"""Baton's ground: what every program and every client stands on. Never imports torch."""
+"""Baton: the names that users import. What is heavy is imported when it is first asked for.
+
+    from baton import LLM, Client, SamplingParams
+
+Below it is the ground that every program and every client stands on. Only `LLM` needs torch.
+"""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -15,7 +20,9 @@ from baton.version import __version__
 
 if TYPE_CHECKING:
     from baton.client import AsyncClient, Client
+    from engine import LLM as LLM
 
+# Without LLM: `from baton import *` works without torch.
 __all__ = [
     "AsyncClient",
     "BatonError",
@@ -30,10 +37,29 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import the clients, and gRPC with them, when somebody asks for one: workers never do."""
-    if name not in ("AsyncClient", "Client"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from baton import client
+def _import_llm() -> Any:
+    """Import our engine, and no `engine.py` that lies where Python looks first."""
+    from baton.own_packages import prefer_own_packages, warn_of_hidden_files
 
-    return getattr(client, name)
+    prefer_own_packages()
+    from engine import LLM
+
+    warn_of_hidden_files()
+    return LLM
+
+
+if not TYPE_CHECKING:  # a checker knows the names of above, and that there are no others
+
+    def __getattr__(name: str) -> Any:
+        """Import what is heavy when somebody asks for it: gRPC for clients, torch for `LLM`.
+
+        Raises:
+            ModuleNotFoundError: `LLM` without the extra that it needs, which the message names.
+        """
+        if name == "LLM":
+            return globals().setdefault(name, _import_llm())
+        if name in ("AsyncClient", "Client"):
+            from baton import client
+
+            return getattr(client, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

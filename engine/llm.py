@@ -1,6 +1,6 @@
 """LLM: the engine in one process, no network. The reference that the split system must equal.
 
-from engine import LLM
+from baton import LLM
 LLM("examples/demo_model").generate(["def read_config(path):"])
 """
 

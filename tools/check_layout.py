@@ -31,7 +31,6 @@ PACKAGES = {
 GENERATED = "baton/v1"
 # As packages these would shadow others of that name (Hugging Face `kernels`, `proto-plus`).
 NO_PACKAGE = ("kernels", "proto", "tests", "benchmarks", "deploy", "docs", "examples")
-MAP = "docs/architecture.md"
 MAX_FILES = 14  # in a package, beside its sub-packages and its __init__.py
 MAX_DEPTH = 2  # of a package below its room
 CROWDED = {"baton", "baton/cli", "engine", "kvconnector", "loadtest", "sim_node"}  # not divided yet
@@ -42,9 +41,6 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)")
 _CHANGELOG_VERSION = re.compile(r"^## \[?(\d+\.\d+\.\d+[^\]\s]*)", re.MULTILINE)
-_FOLDER = re.compile(r"`([\w/]+)/`")
-_FIRST_CELL = re.compile(r"^\| (`.+?) \|", re.MULTILINE)
-_SOURCE_FILE = re.compile(r"`([\w/]+\.py)`")
 _VERSION = re.compile(r'^__version__ = "(.+)"', re.MULTILINE)
 
 
@@ -56,7 +52,6 @@ def main(root: Path) -> int:
         *source_findings(root),
         *names_owned_by_others(),
         *broken_links(root),
-        *map_findings(root),
         *version_findings(root),
     ]
     for finding in findings:
@@ -142,38 +137,6 @@ def broken_links(root: Path) -> Iterator[str]:
                 continue
             if not (path.parent / relative).exists():
                 yield f"{path.relative_to(root)}: the link to {target} leads nowhere"
-
-
-def map_findings(root: Path) -> Iterator[str]:
-    """The map of the house has every source file, and none that is gone."""
-    if not (root / MAP).exists():
-        return
-    listed = set()
-    for name, path in _files_on_map(root):
-        listed.add(path)
-        if path is None:
-            yield f"{MAP}: {name} is not there"
-    for folder in PACKAGES.values():
-        for path in sorted((root / folder).rglob("*.py")):
-            name = path.relative_to(root).as_posix()
-            is_on_map = path.name != "__init__.py" and not name.startswith(f"{GENERATED}/")
-            if is_on_map and path not in listed:
-                yield f"{MAP}: has no line for {name}"
-
-
-def _files_on_map(root: Path) -> Iterator[tuple[str, Path | None]]:
-    """Files that the tables name, below the folders of their heading or beside the one before."""
-    text = (root / MAP).read_text(encoding="utf-8")
-    for room in text.split("\n**`")[1:]:
-        heading, _, rest = room.partition("**")
-        folders = [root / folder for folder in _FOLDER.findall(f"`{heading}")]
-        for row in _FIRST_CELL.findall(rest.partition("\n## ")[0]):
-            before: Path | None = None
-            for name in _SOURCE_FILE.findall(row):
-                beside = [before.parent] if before else []
-                places = [folder / name for folder in (*beside, *folders, root)]
-                before = next((place for place in places if place.exists()), None)
-                yield name, before
 
 
 def version_findings(root: Path) -> Iterator[str]:

@@ -11,6 +11,7 @@ import typer.main
 
 from baton.cli.command_line import HELP_NAMES, CommandLine
 from baton.cli.lazy_commands import Entry, lazy_group, registry_of
+from baton.own_packages import prefer_own_packages
 from baton.version import __version__
 
 _ENTRIES = {
@@ -82,6 +83,7 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `baton` command."""
+    prefer_own_packages()
     words = sys.argv[1:]
     if words[1:] and words[-1] in HELP_NAMES and (text := help_of(words[:-1])):
         typer.echo(text)

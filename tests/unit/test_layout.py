@@ -52,7 +52,7 @@ def test_every_package_says_that_it_is_typed() -> None:
 def test_without_the_extra_the_engine_says_which_one_it_needs(missing: str) -> None:
     code = (
         f"import sys\nsys.modules[{missing!r}] = None\n"
-        "try: from engine import LLM\nexcept ImportError as error: print(error)"
+        "try: from baton import LLM\nexcept ImportError as error: print(error)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

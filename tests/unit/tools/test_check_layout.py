@@ -8,8 +8,6 @@ import pytest
 
 from tools import check_layout
 
-MAP = "# Map\n\n**`baton/`: the ground.**\n\n| file | job |\n|---|---|\n| `version.py` | v |\n"
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -18,7 +16,6 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "baton" / "version.py").write_text('"""Version."""\n\n__version__ = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## [1.2.3] - unreleased\n")
-    (tmp_path / "docs" / "architecture.md").write_text(MAP)
     (tmp_path / "docs" / "a.md").write_text("[c](../CHANGELOG.md#x) [w](https://e.org/no) [h](#h)")
     return tmp_path
 
@@ -48,8 +45,6 @@ def test_nothing_to_find(root: Path, capsys: pytest.CaptureFixture[str]) -> None
             "baton/__init__.py:2: f has 61 lines",
         ),
         ("docs/b.md", "see [this](gone.md)\n", "gone.md leads nowhere"),
-        ("baton/new.py", '"""New."""', "docs/architecture.md: has no line for baton/new.py"),
-        ("docs/architecture.md", MAP + "| `gone.py` | - |\n", "gone.py is not there"),
         ("CHANGELOG.md", "## [1.2.2] - today\n## [1.2.3] - before\n", "is 1.2.2"),
         ("CHANGELOG.md", "nothing\n", "is none"),
     ],
@@ -65,9 +60,8 @@ def test_each_finding_is_one_line(
 
 
 def test_how_many_files_lie_beside_each_other(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check_layout, "MAP", "none.md")
     package = root / "models"
     (package / "layers").mkdir(parents=True)
     for path in (package / "__init__.py", package / "layers" / "__init__.py"):
@@ -79,17 +73,6 @@ def test_how_many_files_lie_beside_each_other(
     (package / "more.py").write_text('"""One more."""')
     (line,) = findings(root, capsys)
     assert line == "models: 15 files beside each other, at most 14; divide it"
-
-
-def test_files_on_the_map_may_be_below_their_heading_or_beside_the_one_before(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("baton/cli/a.py", "baton/cli/b.py", "router/c.py"):
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text('"""One."""\n')
-    rows = "| `cli/a.py`, `b.py` | two |\n\n**`router/`: one.**\n\n| `router/c.py` | c |\n"
-    (root / "docs" / "architecture.md").write_text(MAP + rows)
-    assert findings(root, capsys) == []
 
 
 @pytest.mark.parametrize(

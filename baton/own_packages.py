@@ -1,0 +1,75 @@
+"""Finds Baton's own packages beside `baton`, whatever else the path has of their names.
+
+Baton is installed as several packages (`engine`, `models`, `router`, ...). A user may well have a
+file of such a name in the folder where Python looks first.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+# All that the distribution installs beside `baton`.
+NAMES = (
+    "router", "prefill_node", "decode_node", "sim_node", "loadtest", "engine", "kvconnector",
+    "models", "baton_kernels",
+)  # fmt: skip
+_HOME = Path(__file__).absolute().parents[1]
+# In a checkout the kernels' package lies in a folder of its own.
+_PLACES = (_HOME, _HOME / "kernels")
+
+
+class _OwnPackages(MetaPathFinder):
+    """Answers for Baton's names alone."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a package of ours where we lie."""
+        if path is not None or fullname not in NAMES:
+            return None
+        return PathFinder.find_spec(fullname, [str(place) for place in _PLACES])
+
+
+def prefer_own_packages() -> None:
+    """From now on import Baton's packages from where `baton` was imported from.
+
+    Raises:
+        ImportError: something else was imported under one of their names.
+    """
+    for name in NAMES:
+        if (module := sys.modules.get(name)) is None:
+            continue
+        if (other := _other_origin(module.__spec__)) is not None:
+            raise ImportError(
+                f"{other} was imported as {name!r}, the name of a package of Baton: "
+                f"rename it, or use Baton in a process of its own",
+                name=name,
+            )
+    if not any(isinstance(finder, _OwnPackages) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OwnPackages())
+
+
+def warn_of_hidden_files() -> None:
+    """Warn of each file of the user that cannot be imported beside Baton, as we have its name."""
+    for name in NAMES:
+        if (other := _other_origin(PathFinder.find_spec(name))) is not None:
+            warnings.warn(
+                f"{other} cannot be imported beside Baton, which has a package {name!r}: rename it",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _other_origin(spec: ModuleSpec | None) -> str | None:
+    """The file or folder that a name stands for, unless it is ours."""
+    if spec is None:
+        return None
+    origin = spec.origin or next(iter(spec.submodule_search_locations or ()), spec.name)
+    package = Path(origin).resolve().parent
+    return None if package.parent in [place.resolve() for place in _PLACES] else origin

@@ -1,0 +1,250 @@
+"""Says how large the house is, per package, and writes what pages say of it.
+
+    python -m tools.house            print per package: files, lines, lengths of functions
+    python -m tools.house --write    write the generated parts of PAGES: packages, day path, ...
+    python -m tools.house --check    find what is old in those pages; `make check` runs this
+
+Generated stubs do not count. Lines of a function are those of its own code, as check_layout counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.check_layout import GENERATED, PACKAGES, function_lines
+
+MAP = "docs/architecture.md"
+DAY_PATH = "docs/day_path.md"
+DECISIONS = "docs/adr/README.md"
+DAY_PATH_LINES = 6_000  # what one person reads in a day
+# By how much a page's number of lines may be off before the page is stale.
+TOLERANCE = 0.1
+# Between them is what this program writes into a page.
+BEGIN, END = "<!-- written by tools/house.py -->", "<!-- end -->"
+# What is read, in this order, by names of classes and functions: files are found by them.
+READ = (
+    "CompletionDialect", "Exchange", "Intake", "Dispatcher", "OpenCall", "Attempt", "Cost",
+    "Node:router", "NodeLinkService", "PrefillCommand", "RouterLink",
+    "PrefillNode", "PushTracker", "DecodeNode", "Reservations",
+    "BlockPush", "Start:kvconnector", "Sender", "Transfer", "Receiver", "Peers", "Endpoint",
+    "KVLayout",
+    "Engine", "Scheduler", "WaitingRoom", "SchedulerOutput", "Request:engine", "KVCacheManager",
+    "BlockPool", "InputBatch", "BlockTable", "ModelRunner", "DecoderForCausalLM",
+    "Attention:models", "AttentionMetadata", "CpuAttention", "sample:engine",
+)  # fmt: skip
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_ROW = re.compile(r"^\| `([^`]+)` \| (.*?) \| (\d+) \| ([\d,]+) \|$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A folder of modules, without the folders in it."""
+
+    name: str
+    sentence: str
+    num_files: int
+    num_lines: int
+    function_p90: int
+    parameters_p90: int
+
+
+def packages(root: Path) -> list[Package]:
+    """All packages, rooms before what is in them."""
+    return [_package(name, sorted((root / name).glob("*.py"))) for name in package_names(root)]
+
+
+def package_names(root: Path) -> list[str]:
+    """Their folders."""
+    found = []
+    for room in PACKAGES.values():
+        for folder in sorted({path.parent for path in (root / room).rglob("*.py")}):
+            name = folder.relative_to(root).as_posix()
+            if name != GENERATED:
+                found.append(name)
+    return found
+
+
+def _package(name: str, files: list[Path]) -> Package:
+    functions = [
+        node for file in files for node in ast.walk(_tree(file)) if isinstance(node, _Function)
+    ]
+    init = next((file for file in files if file.name == "__init__.py"), None)
+    return Package(
+        name=name,
+        sentence=_first_sentence(init) if init else "",
+        num_files=len(files),
+        num_lines=sum(_num_lines(file) for file in files),
+        function_p90=_p90([function_lines(node) for node in functions]),
+        parameters_p90=_p90([_num_parameters(node) for node in functions]),
+    )
+
+
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _num_lines(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def _num_parameters(function: _Function) -> int:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return sum(1 for argument in named if argument.arg not in ("self", "cls"))
+
+
+def _p90(values: list[int]) -> int:
+    return sorted(values)[int(0.9 * (len(values) - 1))] if values else 0
+
+
+def _first_sentence(file: Path) -> str:
+    """What a module says of itself in its first paragraph."""
+    paragraph = (ast.get_docstring(_tree(file)) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split()).replace("``", "`").replace("|", "\\|")
+
+
+def day_path(root: Path) -> Iterator[tuple[str, str, int]]:
+    """Of each file to read: its path, its sentence, its lines; a name that is nowhere raises."""
+    seen = set()
+    for name in READ:
+        file = _file_of(root, *name.split(":"))
+        if file not in seen:
+            seen.add(file)
+            yield file.relative_to(root).as_posix(), _first_sentence(file), _num_lines(file)
+
+
+def _file_of(root: Path, name: str, room: str = "") -> Path:
+    places = [root / room] if room else [root / folder for folder in PACKAGES.values()]
+    files = sorted(file for place in places for file in place.rglob("*.py"))
+    defining = [
+        file
+        for file in files
+        if f" {name}" in file.read_text(encoding="utf-8")  # parsing takes long
+        and any(
+            isinstance(node, ast.ClassDef | _Function) and node.name == name
+            for node in _tree(file).body
+        )
+        and not file.relative_to(root).as_posix().startswith(f"{GENERATED}/")
+    ]
+    if len(defining) != 1:
+        raise ValueError(f"{name} of the day path is defined in {len(defining)} files")
+    return defining[0]
+
+
+def map_table(root: Path) -> str:
+    """The packages as docs/architecture.md has them."""
+    found = packages(root)
+    num_files, num_lines = (sum(p.num_files for p in found), sum(p.num_lines for p in found))
+    rows = [f"| `{p.name}` | {p.sentence} | {p.num_files} | {p.num_lines:,} |" for p in found]
+    head = ["| package | what it is | files | lines |", "|---|---|---:|---:|"]
+    total = (
+        f"Together {num_files:,} files, {num_lines:,} lines, without the stubs in `{GENERATED}`."
+    )
+    return "\n".join([*head, *rows, "", total])
+
+
+def day_path_table(root: Path) -> str:
+    """The files of the day path, in the order in which to read them."""
+    found = list(day_path(root))
+    rows = [f"| `{path}` | {sentence} | 1 | {lines:,} |" for path, sentence, lines in found]
+    total = sum(lines for *_, lines in found)
+    over = total - DAY_PATH_LINES
+    limit = f"{over:,} more than that" if over > 0 else "it fits"
+    head = ["| file | what it does | files | lines |", "|---|---|---:|---:|"]
+    size = f"Together {len(found)} files, {total:,} lines"
+    return "\n".join([*head, *rows, "", f"{size}; the aim is {DAY_PATH_LINES:,}: {limit}."])
+
+
+def decisions(root: Path) -> str:
+    """The decisions, one line each, by number."""
+    files = sorted((root / DECISIONS).parent.glob("[0-9]*.md"))
+    titles = [file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for file in files]
+    return "\n".join(f"* [{title}]({file.name})" for title, file in zip(titles, files, strict=True))
+
+
+PAGES = {MAP: map_table, DAY_PATH: day_path_table, DECISIONS: decisions}
+
+
+def write(root: Path) -> None:
+    """Write the generated part of each page."""
+    for page, make in PAGES.items():
+        before, _, after = _parts(root, page)
+        (root / page).write_text(f"{before}\n\n{make(root)}\n\n{after}", encoding="utf-8")
+
+
+def _parts(root: Path, page: str) -> tuple[str, str, str]:
+    """A page before, in and behind what this program writes."""
+    text = (root / page).read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    written, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no place between {BEGIN!r} and {END!r}")
+    return before + begin, written, end + after
+
+
+def findings(root: Path) -> Iterator[str]:
+    """What the pages say that is not so; lines may differ by a tenth."""
+    for page, make in PAGES.items():
+        _, written, _ = _parts(root, page)
+        old, new = _rows(written), _rows(make(root))
+        for name in old.keys() - new.keys():
+            yield f"{page}: {name} is not there"
+        for name in new.keys() - old.keys():
+            yield f"{page}: has no line for {name}"
+        for name in old.keys() & new.keys():
+            sentence, files, lines = old[name]
+            new_sentence, new_files, new_lines = new[name]
+            is_same = (sentence, files) == (new_sentence, new_files)
+            if not is_same or abs(lines - new_lines) > TOLERANCE * new_lines:
+                yield f"{page}: the line for {name} is old; run: make house"
+
+
+def _rows(written: str) -> dict[str, tuple[str, int, int]]:
+    """What a generated part says of what: sentence, files, lines; a list has neither."""
+    rows = {
+        name: (sentence, int(files), int(lines.replace(",", "")))
+        for name, sentence, files, lines in _ROW.findall(written)
+    }
+    return rows or {line: ("", 0, 0) for line in written.splitlines() if line.startswith("* ")}
+
+
+def show(root: Path) -> None:
+    """Print the packages, and how long the day path is."""
+    table = Table("package", "files", "lines", "function p90", "parameters p90", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for p in packages(root):
+        numbers = (p.num_files, p.num_lines, p.function_p90, p.parameters_p90)
+        table.add_row(p.name, *map(str, numbers))
+    console = Console()
+    console.print(table)
+    console.print(map_table(root).splitlines()[-1], day_path_table(root).splitlines()[-1])
+
+
+def main(root: Path, words: list[str]) -> int:
+    """Do what the command line says; returns the exit code."""
+    if words == ["--write"]:
+        write(root)
+    elif words == ["--check"]:
+        found = sorted(findings(root))
+        for finding in found:
+            print(finding)
+        return 1 if found else 0
+    else:
+        show(root)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parents[1], sys.argv[1:]))
