@@ -17,7 +17,8 @@ if [ "${1:-}" = --unpack ]; then
     for wheel in "$wheels"/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
     PYTHONPATH=$site:.:kernels exec "$python" -c "
 import importlib
-for name in ('engine', 'baton.cli.app', 'nixl', 'pytest', 'pytest_timeout'):
+for name in ('engine', 'baton.cli.app', 'nixl', 'pytest', 'pytest_timeout', 'flashinfer',
+             'flash_attn_interface'):
     try:
         importlib.import_module(name)
         print(f'{name}: imported')
@@ -35,6 +36,11 @@ nodes="grpcio protobuf googleapis-common-protos grpcio-health-checking grpcio-re
     aiohttp aiosignal aiohappyeyeballs attrs frozenlist multidict propcache yarl idna uvloop"
 tests="pytest pluggy iniconfig pytest-timeout pytest-xdist execnet hypothesis sortedcontainers"
 nixl="nixl nixl-cu13"
+# To compare attention with; FlashInfer compiles its kernels there, with nvcc and ninja. Its newer
+# wheels are 62 MB. FlashAttention 3 has no release: lay a wheel that was built elsewhere in
+# build/wheels, and it is unpacked like the others.
+peers="flashinfer-python<0.6.4 apache-tvm-ffi<0.2 ninja einops filelock requests
+    charset-normalizer urllib3 certifi tabulate tqdm nvidia-ml-py"
 
 platforms=()
 for glibc in 17 24 26 27 28 31 34 35 39; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
@@ -46,7 +52,7 @@ download() {
 }
 
 mkdir -p "$wheels"
-for name in $engine $nodes $tests $nixl; do
+for name in $engine $nodes $tests $nixl $peers; do
     version=$("$python" -c "
 import importlib.metadata, sys
 try:
