@@ -3,6 +3,7 @@
 # (Python 3.12, Linux x86-64): wheels in build/wheels, which git ignores, 48 MiB at most.
 #
 #   tools/gpu_wheelhouse.sh [PYTHON]              here: download, in the versions that PYTHON has
+#   tools/gpu_wheelhouse.sh --peers [PYTHON]      with FlashInfer in NIXL's place: both are too much
 #   tools/gpu_wheelhouse.sh --unpack [PYTHON]     there: unpack into build/gpu_site, then
 #   PYTHONPATH=build/gpu_site python3 benchmarks/gpu_suite.py
 set -euo pipefail
@@ -27,6 +28,8 @@ for name in ('engine', 'baton.cli.app', 'nixl', 'pytest', 'pytest_timeout', 'fla
 "
 fi
 
+with_peers=
+if [ "${1:-}" = --peers ]; then with_peers=1; shift; fi
 python=${1:-.venv/bin/python}
 engine="msgspec xxhash llguidance jinja2 markupsafe tokenizers safetensors huggingface-hub
     rich markdown-it-py mdurl pygments"
@@ -52,7 +55,13 @@ download() {
 }
 
 mkdir -p "$wheels"
-for name in $engine $nodes $tests $nixl $peers; do
+if [ "$with_peers" ]; then
+    rm -f "$wheels"/nixl*.whl
+    extra=$peers
+else
+    extra=$nixl
+fi
+for name in $engine $nodes $tests $extra; do
     version=$("$python" -c "
 import importlib.metadata, sys
 try:
@@ -64,7 +73,7 @@ done
 
 # NIXL's wheel brings parts that nothing here uses: expert parallelism for three releases of torch,
 # plugins for storage and their libraries. UCX and what it is linked with stay.
-"$python" - "$wheels"/nixl_cu13-*.whl <<'PYTHON'
+[ "$with_peers" ] || "$python" - "$wheels"/nixl_cu13-*.whl <<'PYTHON'
 import re, sys, zipfile
 from pathlib import Path
 
