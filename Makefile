@@ -78,7 +78,7 @@ chaos: setup ## kill, stop and restart real processes under load; JSON in benchm
 resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON in benchmarks/results (some 7 minutes)
 	$(BIN)/python benchmarks/resilience.py
 
-kernels: setup .venv-triton/.ready ## compile the Triton kernels for sm_80 and sm_90 with both releases, no GPU needed; JSON in benchmarks/results
+kernels: setup .venv-triton/.ready ## compile the Triton kernels for sm_80 to sm_90 with both releases, no GPU needed; JSON in benchmarks/results
 	$(BIN)/python tools/compile_kernels.py
 	PYTHONPATH=.venv-triton $(BIN)/python tools/compile_kernels.py
 

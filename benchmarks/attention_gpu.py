@@ -5,9 +5,11 @@
 
 A library gets the keys and values of each request side by side, which costs it no paging: torch's
 `scaled_dot_product_attention` (flash and cuDNN; decodes with the query heads of a KV head as its
-queries) and, where they can be imported, FlashAttention 2 and 3; it says which it had. Calls that
-follow each other are of different layers, so that keys and values come from memory and not from
-the cache.
+queries) and, where they can be imported, FlashAttention 2 and 3. FlashInfer, where it can be, gets
+the pages that ours gets. It compiles its kernels when first called (with nvcc and ninja; or has
+them in `flashinfer_jit_cache`), which is not timed. The last lines say which peers there were and
+which were missing, a row why one refused. Calls that follow each other are of different layers, so
+that keys and values come from memory and not from the cache.
 `--dry-run` runs all of it on tiny shapes on a CPU through Triton's interpreter; nothing is written.
 """
 
@@ -50,7 +52,11 @@ from baton_kernels.attention.base import AttentionMetadata  # noqa: E402
 Call = Callable[[], Tensor]
 # By name: modules with flash_attn_func and flash_attn_with_kvcache. FlashAttention 3 has no release
 # on the package index; a wheel that was built elsewhere is carried like the others.
-PEERS = {"FlashAttention 2": "flash_attn", "FlashAttention 3": "flash_attn_interface"}
+FLASH_ATTENTIONS = {"FlashAttention 2": "flash_attn", "FlashAttention 3": "flash_attn_interface"}
+FLASHINFER = "FlashInfer"
+PEERS = {**FLASH_ATTENTIONS, FLASHINFER: "flashinfer"}
+# Its splits of keys are merged through this; its documentation takes 128 MiB.
+FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
 BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
 PREFILLS = ((2048, 0), (4096, 0), (8192, 0), (16384, 0), (2048, 6144), (2048, 14336))
@@ -118,8 +124,17 @@ def metadata_of(cell: Cell, device: str) -> tuple[AttentionMetadata, Tensor]:
     return metadata, table
 
 
-def measure_cell(cell: Cell, device: str) -> tuple[float, dict[str, float]]:
-    """Microseconds of one layer: ours, and those of every library that can."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Microseconds of one layer."""
+
+    ours: float
+    theirs: dict[str, float]
+    refusals: dict[str, str]  # of libraries that have no kernel here: why
+
+
+def measure_cell(cell: Cell, device: str) -> Measured:
+    """Time ours, and every library that can."""
     metadata, table = metadata_of(cell, device)
     shape = (2, cell.num_kv_heads, cell.block_size, cell.head_dim)
     # Block-major, all layers inside a block.
@@ -136,18 +151,31 @@ def measure_cell(cell: Cell, device: str) -> tuple[float, dict[str, float]]:
     backend.plan(metadata)
     found = layer(cache[:, 0])()
     ours = median_us([layer(kv_cache) for kv_cache in cache.unbind(1)], device)
-    side_by_side = [_gathered(kv_cache, table, cell) for kv_cache in cache.unbind(1)]
-    del cache
-    theirs = {}
-    for name, library in libraries(cell):
+    theirs: dict[str, float] = {}
+    refusals: dict[str, str] = {}
+
+    def measure_library(name: str, calls: list[Call]) -> None:
         try:
-            expected = library(query, *side_by_side[0])
-            theirs[name] = median_us([partial(library, query, *kv) for kv in side_by_side], device)
-        except RuntimeError:  # this library has no kernel for the shape
-            continue
+            expected = calls[0]()
+            theirs[name] = median_us(calls, device)
+        except (RuntimeError, ImportError, OSError) as error:
+            # It has no kernel for the shape, or cannot compile one here.
+            refusals[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return
         if (excess := excess_error(found, expected, ATOL, RTOL)) > 0:
             raise RuntimeError(f"differs from {name} by {excess:.3g} more than rounding explains")
-    return ours, theirs
+
+    if FLASHINFER in peers()[0]:
+        for name, use_tensor_cores in ((FLASHINFER, False), (f"{FLASHINFER} tensor cores", True)):
+            if use_tensor_cores and cell.query_len > 1:
+                continue  # prompts are always computed with them
+            run = _flashinfer(cell, metadata, table, device, use_tensor_cores)
+            measure_library(name, [partial(run, query, kv) for kv in cache.unbind(1)])
+    side_by_side = [_gathered(kv_cache, table, cell) for kv_cache in cache.unbind(1)]
+    del cache
+    for name, library in libraries(cell):
+        measure_library(name, [partial(library, query, *kv) for kv in side_by_side])
+    return Measured(ours, theirs, refusals)
 
 
 def _gathered(kv_cache: Tensor, table: Tensor, cell: Cell) -> tuple[Tensor, Tensor]:
@@ -168,7 +196,8 @@ def libraries(cell: Cell) -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tenso
     else:
         yield "sdpa", _sdpa(cell, SDPBackend.MATH)
     for name in peers()[0]:
-        yield name, _flash_attn(cell, PEERS[name])
+        if name in FLASH_ATTENTIONS:
+            yield name, _flash_attn(cell, FLASH_ATTENTIONS[name])
 
 
 def peers() -> tuple[list[str], list[str]]:
@@ -220,6 +249,48 @@ def _flash_attn(cell: Cell, module_name: str) -> Callable[[Tensor, Tensor, Tenso
     return run
 
 
+def _flashinfer(
+    cell: Cell, metadata: AttentionMetadata, table: Tensor, device: str, use_tensor_cores: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of query and pages, planned by its first call as its engine does once per step.
+
+    Its layout "HND" is ours: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, and blocks
+    may lie apart.
+    """
+    planned: list[Callable[[Tensor, Tensor], Tensor]] = []
+
+    def plan() -> Callable[[Tensor, Tensor], Tensor]:
+        flashinfer = importlib.import_module(PEERS[FLASHINFER])
+        workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        blocks = table.shape[1]
+        starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device)
+        last_page_len = cell.seq_len - (blocks - 1) * cell.block_size
+        pages = (
+            starts * blocks,
+            table.flatten().to(torch.int32),
+            torch.full((cell.batch,), last_page_len, dtype=torch.int32, device=device),
+        )
+        sizes = (cell.num_heads, cell.num_kv_heads, cell.head_dim, cell.block_size)
+        types = {"q_data_type": cell.dtype, "kv_data_type": cell.dtype}
+        if cell.query_len == 1:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "HND", use_tensor_cores=use_tensor_cores
+            )
+            wrapper.plan(*pages, *sizes, **types)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+            wrapper.plan(metadata.query_start_loc, *pages, *sizes, causal=True, **types)
+        run: Callable[[Tensor, Tensor], Tensor] = wrapper.run
+        return run
+
+    def run(query: Tensor, kv_cache: Tensor) -> Tensor:
+        if not planned:
+            planned.append(plan())
+        return planned[0](query, kv_cache)
+
+    return run
+
+
 # ------------------------------------------------------------------ the two parts
 
 
@@ -260,15 +331,18 @@ def measure(device: str) -> Iterator[Row]:
         if cell.query_len > 1:
             what = f"prefill {cell.query_len} behind {cell.prefix}"
         try:
-            ours, theirs = measure_cell(cell, device)
+            found = measure_cell(cell, device)
         except (RuntimeError, TritonError) as error:
             yield {"what": what, "failed": str(error)}
             continue
-        row = _row(what, ours, theirs)
+        row = _row(what, found.ours, found.theirs)
         if cell.query_len > 1:
-            yield {**row, "TFLOP/s": round(cell.flops / ours / 1e6, 1)}
+            row["TFLOP/s"] = round(cell.flops / found.ours / 1e6, 1)
         else:
-            yield {**row, "of copy": round(gb_per_s(cell.kv_bytes, ours) / copied, 2)}
+            row["of copy"] = round(gb_per_s(cell.kv_bytes, found.ours) / copied, 2)
+        if found.refusals:
+            row["refused"] = "; ".join(f"{name}: {why}" for name, why in found.refusals.items())
+        yield row
 
 
 def _row(what: str, ours: float, theirs: dict[str, float]) -> Row:
@@ -301,9 +375,14 @@ def main() -> int:
     rows = list(measure(device))
     Console(width=110).print(table_of(rows))
     print(f"decode, library / ours, geometric mean: {geometric_mean(rows)}")
+    here, missing = peers()
+    print(
+        f"peers beside torch: {', '.join(here) or 'none'}; missing: {', '.join(missing) or 'none'}"
+    )
     if not arguments.dry_run:
         environment["gpu"] = torch.cuda.get_device_name(device)
-        write_results("attention_gpu", environment, {"rows": rows})
+        peer_list: dict[str, list[str]] = {"here": here, "missing": missing}
+        write_results("attention_gpu", environment, {"peers": peer_list, "rows": rows})
     return 1 if any("failed" in row for row in rows) else 0
 
 

@@ -5,9 +5,10 @@
 
 Cases are the ``AOT_CASES`` of the modules of `baton_kernels.triton`. Types are Triton's, ``i32:16``
 means divisible by 16; pointers are, as torch allocates them. Numbers of registers and spilled bytes
-are those of the ptxas inside Triton's wheel. Releases differ: what is written is kept for each, and
-each is compared with its own. Another one than the installed is used from a folder of its own, with
-``PYTHONPATH=FOLDER`` (`make kernels`).
+are those of the ptxas inside Triton's wheel. Pending groups: with how many copies to shared memory
+still under way a loop with products waits for its own; with 0 it waits for all. Releases differ:
+what is written is kept for each, and each is compared with its own. Another one than the installed
+is used from a folder of its own, with ``PYTHONPATH=FOLDER`` (`make kernels`).
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "kernels_aot.json"
 PACKAGE = "baton_kernels.triton"
-ARCHITECTURES = {"sm_80": 80, "sm_90": 90}
+ARCHITECTURES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90}
 # A patch release may allocate registers a little differently.
 REGISTERS_SLACK = 8
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _STACK = re.compile(r"(\d+) bytes stack frame")
+_LABEL = re.compile(r"^\s*(\$L\w+):")
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+);")
+_PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)\b")
+_WAIT = re.compile(r"\bcp\.async\.wait_group\s+(\d+);")
 
 Figures = dict[str, int]
 Found = dict[str, dict[str, Figures]]  # case -> architecture -> figures
@@ -77,7 +82,7 @@ def compile_all(only: str) -> Found:
         for case in cases_of(module)
         if only in case.name
         for architecture, capability in ARCHITECTURES.items()
-        if capability >= case.min_capability
+        if capability in case.capabilities
     ]
     found: Found = {}
     num_processes = len(os.sched_getaffinity(0))
@@ -111,11 +116,31 @@ def _set_up(cache: str) -> None:
 
 
 def _compile(module: str, name: str, architecture: str) -> Figures:
+    (case,) = (case for case in cases_of(module) if case.name == name)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        compiled = compile_case(case, ARCHITECTURES[architecture])
+    log = said.getvalue()
+    used, spilled, stack = _USED.search(log), _SPILLED.search(log), _STACK.search(log)
+    if not (used and spilled and stack):
+        raise RuntimeError(f"{name}: ptxas said nothing of what it used: {log!r}")
+    pending = pending_groups(compiled.asm["ptx"])
+    return ({} if pending is None else {"pending_groups": pending}) | {
+        "registers": int(used[1]),
+        "spill_bytes": int(spilled[1]) + int(spilled[2]),
+        "stack_bytes": int(stack[1]),
+        "shared_bytes": compiled.metadata.shared,
+        "num_warps": case.num_warps,
+        "num_stages": case.num_stages,
+    }
+
+
+def compile_case(case: AotCase, capability: int) -> Any:
+    """What Triton makes of it: ``asm["ptx"]``, ``metadata``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    (case,) = (case for case in cases_of(module) if case.name == name)
     types = dict(case.signature)
     aligned = [
         index
@@ -128,25 +153,26 @@ def _compile(module: str, name: str, architecture: str) -> Figures:
         dict(case.constants),
         {(index,): [["tt.divisibility", 16]] for index in aligned},
     )
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        compiled = triton.compile(
-            source,
-            target=GPUTarget("cuda", ARCHITECTURES[architecture], 32),
-            options={"num_warps": case.num_warps, "num_stages": case.num_stages},
-        )
-    log = said.getvalue()
-    used, spilled, stack = _USED.search(log), _SPILLED.search(log), _STACK.search(log)
-    if not (used and spilled and stack):
-        raise RuntimeError(f"{name}: ptxas said nothing of what it used: {log!r}")
-    return {
-        "registers": int(used[1]),
-        "spill_bytes": int(spilled[1]) + int(spilled[2]),
-        "stack_bytes": int(stack[1]),
-        "shared_bytes": compiled.metadata.shared,
-        "num_warps": case.num_warps,
-        "num_stages": case.num_stages,
-    }
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+    )
+
+
+def pending_groups(ptx: str) -> int | None:
+    """The least that a loop with matrix products waits with; None: none waits for copies."""
+    labels: dict[str, int] = {}
+    found = []
+    lines = ptx.splitlines()
+    for number, line in enumerate(lines):
+        if label := _LABEL.match(line):
+            labels[label[1]] = number
+        elif (branch := _BRANCH.search(line)) and branch[1] in labels:
+            loop = "\n".join(lines[labels[branch[1]] : number])
+            if _PRODUCT.search(loop):
+                found += [int(wait) for wait in _WAIT.findall(loop)]
+    return min(found, default=None)
 
 
 def differences(
@@ -171,16 +197,22 @@ def differences(
                     f"{name} on {architecture}: {figure}: {known[figure]} are written, "
                     f"got {figures[figure]}"
                 )
+        pending, before = figures.get("pending_groups"), known.get("pending_groups")
+        if (pending or 0) < (before or 0):
+            yield f"{name} on {architecture}: pending_groups: {before} are written, got {pending}"
     for name in sorted(set(recorded) - set(found) if complete else ()):
         yield f"{name}: is in {RECORD.name}, but no module has this case"
 
 
 def table_of(found: Found) -> Table:
     """One row per case and architecture."""
-    columns = ("registers", "spill_bytes", "stack_bytes", "shared_bytes", "num_warps", "num_stages")
+    columns = (
+        "registers", "spill_bytes", "stack_bytes", "shared_bytes", "pending_groups", "num_warps",
+        "num_stages",
+    )  # fmt: skip
     table = Table("kernel", "for", *(column.replace("_", " ") for column in columns))
     for name, architecture, figures in _rows(found):
-        table.add_row(name, architecture, *(str(figures[column]) for column in columns))
+        table.add_row(name, architecture, *(str(figures.get(column, "")) for column in columns))
     return table
 
 

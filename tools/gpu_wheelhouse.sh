@@ -3,6 +3,7 @@
 # (Python 3.12, Linux x86-64): wheels in build/wheels, which git ignores, 48 MiB at most.
 #
 #   tools/gpu_wheelhouse.sh [PYTHON]              here: download, in the versions that PYTHON has
+#   tools/gpu_wheelhouse.sh --peers [PYTHON]      with FlashInfer in NIXL's place: both are too much
 #   tools/gpu_wheelhouse.sh --unpack [PYTHON]     there: unpack into build/gpu_site, then
 #   PYTHONPATH=build/gpu_site python3 benchmarks/gpu_suite.py
 set -euo pipefail
@@ -17,7 +18,8 @@ if [ "${1:-}" = --unpack ]; then
     for wheel in "$wheels"/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
     PYTHONPATH=$site:.:kernels exec "$python" -c "
 import importlib
-for name in ('engine', 'baton.cli.app', 'nixl', 'pytest', 'pytest_timeout'):
+for name in ('engine', 'baton.cli.app', 'nixl', 'pytest', 'pytest_timeout', 'flashinfer',
+             'flash_attn_interface'):
     try:
         importlib.import_module(name)
         print(f'{name}: imported')
@@ -26,6 +28,8 @@ for name in ('engine', 'baton.cli.app', 'nixl', 'pytest', 'pytest_timeout'):
 "
 fi
 
+with_peers=
+if [ "${1:-}" = --peers ]; then with_peers=1; shift; fi
 python=${1:-.venv/bin/python}
 engine="msgspec xxhash llguidance jinja2 markupsafe tokenizers safetensors huggingface-hub
     rich markdown-it-py mdurl pygments"
@@ -35,6 +39,11 @@ nodes="grpcio protobuf googleapis-common-protos grpcio-health-checking grpcio-re
     aiohttp aiosignal aiohappyeyeballs attrs frozenlist multidict propcache yarl idna uvloop"
 tests="pytest pluggy iniconfig pytest-timeout pytest-xdist execnet hypothesis sortedcontainers"
 nixl="nixl nixl-cu13"
+# To compare attention with; FlashInfer compiles its kernels there, with nvcc and ninja. Its newer
+# wheels are 62 MB. FlashAttention 3 has no release: lay a wheel that was built elsewhere in
+# build/wheels, and it is unpacked like the others.
+peers="flashinfer-python<0.6.4 apache-tvm-ffi<0.2 ninja einops filelock requests
+    charset-normalizer urllib3 certifi tabulate tqdm nvidia-ml-py"
 
 platforms=()
 for glibc in 17 24 26 27 28 31 34 35 39; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
@@ -46,7 +55,13 @@ download() {
 }
 
 mkdir -p "$wheels"
-for name in $engine $nodes $tests $nixl; do
+if [ "$with_peers" ]; then
+    rm -f "$wheels"/nixl*.whl
+    extra=$peers
+else
+    extra=$nixl
+fi
+for name in $engine $nodes $tests $extra; do
     version=$("$python" -c "
 import importlib.metadata, sys
 try:
@@ -58,7 +73,7 @@ done
 
 # NIXL's wheel brings parts that nothing here uses: expert parallelism for three releases of torch,
 # plugins for storage and their libraries. UCX and what it is linked with stay.
-"$python" - "$wheels"/nixl_cu13-*.whl <<'PYTHON'
+[ "$with_peers" ] || "$python" - "$wheels"/nixl_cu13-*.whl <<'PYTHON'
 import re, sys, zipfile
 from pathlib import Path
 

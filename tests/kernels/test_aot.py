@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import os
+import pkgutil
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -11,10 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import baton_kernels.triton
+from baton_kernels.triton.attention_tile import PagedShape
+from baton_kernels.triton.tile_sizes import shared_kib, varlen_tile
+from tools.compile_kernels import pending_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "compile_kernels.py"
 RECORD = ROOT / "benchmarks" / "results" / "kernels_aot.json"
+SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227}  # that a program may have
 
 
 def run_tool(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
@@ -52,8 +65,119 @@ def test_the_oldest_release_of_triton_and_the_installed_one_are_recorded() -> No
 def test_what_is_recorded_does_not_spill_where_it_should_be_fast(release: str) -> None:
     kernels = recorded_releases()[release]["kernels"]
     assert len(kernels) > 10
-    spilling = [name for name, found in kernels.items() if found["sm_90"]["spill_bytes"]]
-    assert spilling == []
+    hopper = {name: found["sm_90"] for name, found in kernels.items() if "sm_90" in found}
+    assert len(hopper) > 10
+    assert [name for name, found in hopper.items() if found["spill_bytes"]] == []
+
+
+@pytest.mark.parametrize("release", recorded_releases())
+def test_prompts_wait_for_one_tile_while_the_next_is_on_its_way(release: str) -> None:
+    """Groups of copies: keys, values and a piece of the block table are one tile's."""
+    found = [
+        (name, architecture, figures["pending_groups"])
+        for name, by_architecture in recorded_releases()[release]["kernels"].items()
+        for architecture, figures in by_architecture.items()
+        # float32 has its own short pipeline, and 99 KiB hold one tile of 256 dimensions.
+        if name.startswith("varlen_attention") and "fp32" not in name
+        if not ("d256" in name and "99 KiB" in name)
+    ]
+    assert len({name for name, _, _ in found}) > 15
+    assert {architecture for _, architecture, _ in found} == set(SHARED_KIB)
+    assert [case for case in found if case[2] < 3] == []
+
+
+@pytest.mark.parametrize("release", recorded_releases())
+def test_no_kernel_wants_more_shared_memory_than_there_is(release: str) -> None:
+    too_large = [
+        (name, architecture, figures["shared_bytes"])
+        for name, by_architecture in recorded_releases()[release]["kernels"].items()
+        for architecture, figures in by_architecture.items()
+        if figures["shared_bytes"] > SHARED_KIB[architecture] * 1024
+    ]
+    assert too_large == []
+
+
+@pytest.mark.parametrize("release", recorded_releases())
+def test_what_is_recorded_is_cut_as_the_kernels_are_now(release: str) -> None:
+    recorded = {
+        (name, architecture): (figures["num_warps"], figures["num_stages"])
+        for name, by_architecture in recorded_releases()[release]["kernels"].items()
+        for architecture, figures in by_architecture.items()
+    }
+    assert recorded == {
+        (case.name, f"sm_{capability}"): (case.num_warps, case.num_stages)
+        for module in pkgutil.iter_modules(baton_kernels.triton.__path__)
+        for case in getattr(
+            importlib.import_module(f"baton_kernels.triton.{module.name}"), "AOT_CASES", ()
+        )
+        for capability in case.capabilities
+    }
+
+
+def test_a_device_with_less_shared_memory_gets_a_shorter_pipeline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = PagedShape(num_kv_heads=8, group=4, head_dim=256, block_size=16)
+    for index, capability, kib, stages in (
+        (0, (8, 0), 163, 5), (1, (8, 6), 99, 3), (2, (8, 9), 99, 3), (3, (9, 0), 227, 5),
+        (4, (12, 0), 99, 3), (5, (13, 7), 99, 3),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        shared_kib.cache_clear()
+        has = shared_kib(torch.device("cuda", index))
+        assert (has, varlen_tile(shape, 2, has).num_stages) == (kib, stages)
+    shared_kib.cache_clear()
+
+
+LOOP = """
+$L__BB0_3:
+    cp.async.wait_group {waits};
+    bar.sync 0;
+    {product}
+    @%p1 bra $L__BB0_3;
+    cp.async.wait_group 0;
+"""
+
+
+def test_pending_groups_are_those_of_loops_with_products() -> None:
+    product = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{%r1}};"
+    copying = LOOP.format(waits=0, product="add.f32 %f1, %f1, %f2;")
+    assert pending_groups(copying) is None
+    hopper = LOOP.format(waits=2, product="wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ..")
+    assert pending_groups(copying + hopper.replace("BB0_3", "BB0_4")) == 2
+    old = LOOP.format(waits=1, product=product)
+    assert pending_groups(hopper + old.replace("BB0_3", "BB0_5")) == 1
+
+
+PRINT_PTX = """
+from baton_kernels.triton.decode_attention import AOT_CASES
+from tools.compile_kernels import compile_case
+print(compile_case(AOT_CASES[0], 90).asm["ptx"])
+"""
+
+
+def test_parts_are_written_before_they_are_counted_and_read_after() -> None:
+    """By all threads of a program, of which one counts."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    folders = (environment.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "kernels"))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    ptx = subprocess.run(
+        [sys.executable, "-c", PRINT_PTX],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    of_memory = re.compile(
+        r"st\.global|bar\.sync|atom\.global\.gpu\.acq_rel\.add|ld\.global\.cg|\batom|\bred\."
+    )
+    found = [key for key, _ in itertools.groupby(of_memory.findall(ptx))]
+    count = found.index("atom.global.gpu.acq_rel.add")
+    assert found[count - 2 : count] == ["st.global", "bar.sync"]
+    assert found[count + 1] == "bar.sync"
+    assert "ld.global.cg" not in found[:count]
+    assert "ld.global.cg" in found[count:]
+    assert len([key for key in found if key.startswith(("atom", "red"))]) == 1
 
 
 def test_check_finds_a_kernel_that_got_worse(tmp_path: Path) -> None:

@@ -14,11 +14,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from triton.runtime.interpreter import GridExecutor, interpreter_builder
+
 from baton_kernels import reference
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.attention.triton import TritonAttention
+from baton_kernels.triton import decode_attention
 from baton_kernels.triton.attention_tile import PagedShape
-from baton_kernels.triton.decode_attention import DecodeBuffers, launch_plan, merge_parts
+from baton_kernels.triton.decode_attention import DecodeBuffers, launch_plan
+from baton_kernels.triton.fp8 import has_fp8
 from baton_kernels.triton.tile_plan import plan_tiles
 from baton_kernels.triton.varlen_attention import Tiles, launch_tiles
 from tests.numerics.paged import make_cache, make_metadata, make_tables
@@ -290,19 +294,82 @@ def test_a_row_may_see_no_key_of_a_part() -> None:
     layer.check(out, window=4)
 
 
-def test_merging_many_parts() -> None:
-    num_heads, head_dim, counts = 3, 80, [0, 37, 1, 2]
-    first_slot = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    num_slots = sum(counts)
-    part_out = torch.randn(num_slots, num_heads, head_dim)
-    part_lse = torch.randn(num_slots, num_heads) * 20
-    query_start_loc = torch.tensor([0, 0, 1, 2, 3], dtype=torch.int32)
-    out = torch.full((3, num_heads, head_dim), 7.0)
-    merge_parts[num_heads, len(counts)](
-        out, part_out, part_lse, query_start_loc, first_slot, HEAD_DIM=head_dim, D=128, PARTS=16
-    )
-    for row, request in ((0, 1), (2, 3)):
-        slots = slice(int(first_slot[request]), int(first_slot[request + 1]))
-        weights = (part_lse[slots] * torch.log(torch.tensor(2.0))).softmax(0)  # [parts, num_heads]
-        torch.testing.assert_close(out[row], (weights.unsqueeze(-1) * part_out[slots]).sum(0))
-    assert torch.equal(out[1], torch.full_like(out[1], 7.0)), "was written by its only part"
+# Heads that are and that are no power of two, and how many parts of them are merged at once.
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "at_once"), [(3, 80, 8), (1, 256, 16), (5, 64, 8)]
+)
+def test_merging_many_parts(
+    num_heads: int, head_dim: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_attention, "num_multiprocessors", lambda device: 6)
+    lens = ([1, 0, 1], [2400, 0, 20])
+    layer = Layer(lens, num_heads=num_heads, num_kv_heads=1, head_dim=head_dim)
+    backend = TritonAttention()
+    out = layer.run(backend)
+    (buffers,) = backend._buffers.values()
+    firsts = buffers.first_slot.tolist()
+    assert firsts[1] - firsts[0] > at_once
+    layer.check(out)
+
+
+def shuffle_programs(monkeypatch: pytest.MonkeyPatch, num_slots: int) -> None:
+    """The interpreter runs programs in order; a GPU finishes them in any."""
+    order = torch.randperm(num_slots, device="cpu").tolist()
+    set_grid_idx = interpreter_builder.set_grid_idx
+
+    def shuffled(x: int, y: int, z: int) -> None:
+        is_planning = interpreter_builder.grid_dim[1] != num_slots
+        set_grid_idx(x, y if is_planning else order[y], z)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", shuffled)
+
+
+@pytest.mark.parametrize("cache", [torch.float32, reference.FP8], ids=["float32", "float8"])
+def test_the_last_part_to_arrive_merges(
+    cache: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever it is, and once more with the same buffers, as a graph is replayed."""
+    if device.type == "cuda" and not (cache == torch.float32 or has_fp8(device)):
+        pytest.skip("this GPU has no float8")
+    layer = Layer(([1, 1, 1, 0], [500, 3, 300, 0]), num_padding=1)
+    # Numbers that are float8 as they are: the interpreter converts no others.
+    exact = layer.kv_cache.where(layer.kv_cache.isnan(), layer.kv_cache.sign())
+    layer.kv_cache = exact.to(cache)
+    backend = TritonAttention()
+    first = layer.run(backend)
+    layer.check(first)
+    assert torch.equal(first[3:], torch.zeros_like(first[3:]))
+    (buffers,) = backend._buffers.values()
+    parts = buffers.work[:, 3].tolist()
+    assert parts[0] > 2, "nothing was split"
+    assert 1 in parts, "all was split"
+    for _ in range(2):
+        assert not buffers.arrived.any(), "the next launch would merge too early"
+        if device.type == "cpu":
+            shuffle_programs(monkeypatch, len(buffers.work))
+        again = layer.run(backend)
+        torch.testing.assert_close(again, first, rtol=0, atol=0)
+        monkeypatch.undo()
+    assert not buffers.arrived.any()
+
+
+def test_a_layer_of_decodes_is_one_launch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many nodes a CUDA graph has of it, whatever is split."""
+    if device.type == "cuda":
+        pytest.skip("launches are counted in the interpreter")
+    launched: list[str] = []
+    call = GridExecutor.__call__
+
+    def count(self: GridExecutor, *arguments: object, **options: object) -> object:
+        launched.append(self.fn.__name__)
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", count)
+    layer = Layer(([1, 1], [300, 3]))
+    backend = TritonAttention()
+    backend.plan(layer.metadata)
+    for _ in range(2):  # layers
+        backend.run(layer.query, layer.kv_cache, layer.metadata, scale=SCALE)
+    assert launched == ["plan_decodes", *["decode_attention"] * 2]

@@ -27,4 +27,4 @@ class AotCase:
     constants: Mapping[str, int | float | bool | str | None]  # of the "constexpr" arguments
     num_warps: int = 4
     num_stages: int = 2
-    min_capability: int = 80  # older GPUs are not compiled for
+    capabilities: tuple[int, ...] = (80, 90)  # of the GPUs it is compiled for

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,24 +64,11 @@ class PagedShape:
 
 @dataclass(frozen=True, slots=True)
 class TileSize:
-    """How one kernel is cut for one head size."""
+    """How one kernel is cut for one head size, see ``tile_sizes``."""
 
     tokens: int  # keys per tile
     num_warps: int
     num_stages: int  # steps of the pipeline: the block table takes up to two, the rest is tiles
-
-
-def choose_tile(sizes: Mapping[int, TileSize], shape: PagedShape, element_size: int) -> TileSize:
-    """The entry of a head size; ``sizes`` is for two bytes per element, as models have.
-
-    float32 has no tensor cores (TensorFloat-32 is something else), so all it gets is to be right.
-    Keys that are converted take registers: a shorter pipeline, where they would be spilled.
-    """
-    size = sizes[shape.padded_head_dim]
-    if element_size <= 2:
-        is_large = shape.is_fp8 and shape.padded_head_dim == 256
-        return replace(size, num_stages=min(size.num_stages, 4)) if is_large else size
-    return TileSize(max(16, size.tokens // 4), size.num_warps, 1 if shape.is_fp8 else 2)
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -177,6 +164,7 @@ def aot_case(
     pointers: Mapping[str, str],
     constants: Mapping[str, int | float | bool | None],
     tile: TileSize,
+    capabilities: tuple[int, ...] = (80, 90),
 ) -> AotCase:
     """A case of one of the attention kernels, whose other arguments have the same types in all."""
     types = {"score_scale": "fp32", "cap": "fp32"}
@@ -184,7 +172,8 @@ def aot_case(
     types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    min_capability = 89 if FP8 in pointers.values() else 80
+    if FP8 in pointers.values():
+        capabilities = tuple(capability for capability in capabilities if capability >= 89)
     return AotCase(
-        name, kernel, signature, constants, tile.num_warps, tile.num_stages, min_capability
+        name, kernel, signature, constants, tile.num_warps, tile.num_stages, capabilities
     )

@@ -4,7 +4,7 @@ Flash-Decoding (Dao et al., 2023, pytorch.org/blog/flash-decoding): all query he
 are one tile, the tokens of a request are shared out to as many programs as fill the GPU. How
 they are shared out is decided on the device, by ``plan_decodes``, from the lengths of all
 requests: one long request among short ones is split finely, and no launch depends on a length,
-so that a CUDA graph may hold all of it::
+so that a CUDA graph may hold all of it. Whichever part of a request ends last merges them::
 
     slot        0       1       2       3       4       5..
     work      r0 part 0  r0 part 1  r0 part 2  r1  r3   -        r2 has no decode
@@ -28,7 +28,6 @@ from baton_kernels.triton.attention_tile import (
     PagedShape,
     TileSize,
     aot_case,
-    choose_tile,
     fold,
     key_offsets,
     load_rows,
@@ -37,19 +36,13 @@ from baton_kernels.triton.attention_tile import (
     scaled_scores,
     score_factors,
 )
+from baton_kernels.triton.tile_sizes import decode_tile
 
-# By padded head size. With 5 stages two tiles are in flight, 64 KiB, which three programs per SM
-# are enough to saturate the memory of an H200 with (latency times bandwidth: 30 KiB per SM).
-_TILE_SIZES = {
-    16: TileSize(128, 4, 5),
-    32: TileSize(128, 4, 5),
-    64: TileSize(128, 4, 5),
-    128: TileSize(64, 4, 5),
-    256: TileSize(32, 4, 5),
-}
+# With two tiles in flight, 64 KiB, three programs per processor are enough to saturate the memory
+# of an H200 (latency times bandwidth: 30 KiB per processor).
 _PROGRAMS_PER_SM = 3
 _MIN_PART_TOKENS = 128  # splitting finer costs more in merging than it gains
-_PARTS_AT_ONCE = 16  # that merge_parts loads
+_MERGED_AT_ONCE = 4096  # numbers that merge_parts loads: 32 registers of a thread
 _NO_WINDOW = 2**31 - 1
 
 
@@ -99,16 +92,57 @@ def plan_decodes(
     tl.store(work + slots * 4 + 2, 0, mask=idle)
 
 
+@triton.jit
+def merge_parts(
+    part_out,  # [num_slots, num_heads, HEAD_DIM] float32
+    part_lse,  # [num_slots, num_heads] float32
+    first_slot,  # of the request
+    num_parts,
+    kv_head,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,  # GROUP rounded up
+    PARTS: tl.constexpr,  # at once
+):
+    """Weigh all parts of one request and KV head; returns ``[HEADS, D]``."""
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, D)
+    highest = tl.full([HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, D], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        present = (part < num_parts)[:, None] & (heads < GROUP)[None, :]  # [PARTS, HEADS]
+        rows = (first_slot + part)[:, None] * NUM_HEADS + (kv_head * GROUP + heads)[None, :]
+        in_tile = present[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+        pointers = part_out + rows[:, :, None] * HEAD_DIM + dims[None, None, :]
+        # Other processors wrote them: not from the cache of this one.
+        lse = tl.load(part_lse + rows, mask=present, other=-float("inf"), cache_modifier=".cg")
+        values = tl.load(pointers, mask=in_tile, other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        anchor = tl.where(heads < GROUP, new_highest, 0.0)
+        weights = tl.exp2(lse - anchor[None, :])
+        shrink = tl.exp2(highest - anchor)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * values, 0)
+        highest = new_highest
+    return acc / tl.where(heads < GROUP, total, 1.0)[:, None]
+
+
 @triton.jit(do_not_specialize=["num_requests", "num_tokens", "table_stride"])
 def decode_attention(
     out,  # [num_tokens, num_heads, HEAD_DIM]
     part_out,  # [num_slots, num_heads, HEAD_DIM] float32, normalized
     part_lse,  # [num_slots, num_heads] float32, log2 of the sum of weights
+    arrived,  # [num_requests, NUM_KV_HEADS] int32, zero before and after
     query,  # [num_tokens, num_heads, HEAD_DIM], strided tokens
     kv_cache,  # [num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], strided blocks
     block_table,  # [num_requests, max_blocks] int32
     query_start_loc,  # [num_requests + 1] int32
     work,  # [num_slots, 4] int32, of plan_decodes
+    first_slot,  # [num_requests + 1] int32, likewise
     score_scale,
     cap,
     num_requests,
@@ -123,10 +157,15 @@ def decode_attention(
     M: tl.constexpr,  # GROUP rounded up
     D: tl.constexpr,  # HEAD_DIM rounded up
     TILE: tl.constexpr,  # keys at once
+    HEADS: tl.constexpr,  # GROUP rounded up, for merging
+    PARTS: tl.constexpr,  # merged at once
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Grid (NUM_KV_HEADS, num_slots): one KV head of one part of one request."""
+    """Grid (NUM_KV_HEADS, num_slots): one KV head of one part of one request.
+
+    Whoever is the last of a request's parts to arrive merges all of them.
+    """
     kv_head = tl.program_id(0)
     slot = tl.program_id(1)
     rows = tl.arange(0, M)
@@ -170,47 +209,21 @@ def decode_attention(
         tl.store(part_out + slot * token_size + places, result, mask=in_tile)
         lse = part_lse + slot * (NUM_KV_HEADS * GROUP) + heads
         tl.store(lse, highest + tl.log2(total), mask=rows < GROUP)
-
-
-@triton.jit
-def merge_parts(
-    out,  # [num_tokens, num_heads, HEAD_DIM]
-    part_out,  # [num_slots, num_heads, HEAD_DIM] float32
-    part_lse,  # [num_slots, num_heads] float32
-    query_start_loc,  # [num_requests + 1] int32
-    first_slot,  # [num_requests + 1] int32
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Grid (num_heads, num_requests): weigh the parts of one head; none if it was not split."""
-    head = tl.program_id(0)
-    num_heads = tl.num_programs(0)
-    request = tl.program_id(1)
-    first = tl.load(first_slot + request)
-    end = tl.load(first_slot + request + 1)
-    if end - first <= 1:
-        return
-    dims = tl.arange(0, D)
-    highest = -float("inf")
-    total = 0.0
-    acc = tl.zeros([D], tl.float32)
-    for slot in range(first, end, PARTS):
-        places = (slot + tl.arange(0, PARTS)) * num_heads + head
-        present = slot + tl.arange(0, PARTS) < end
-        lse = tl.load(part_lse + places, mask=present, other=-float("inf"))
-        in_tile = present[:, None] & (dims < HEAD_DIM)[None, :]
-        pointers = part_out + places[:, None] * HEAD_DIM + dims[None, :]
-        parts = tl.load(pointers, mask=in_tile, other=0.0)
-        new_highest = tl.maximum(highest, tl.max(lse))
-        weights = tl.exp2(lse - new_highest)
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights)
-        acc = acc * shrink + tl.sum(weights[:, None] * parts, 0)
-        highest = new_highest
-    token = tl.load(query_start_loc + request).to(tl.int64)
-    pointers = out + (token * num_heads + head) * HEAD_DIM + dims
-    tl.store(pointers, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+        # One thread counts: the barrier puts what all threads stored before its release, and its
+        # acquire puts what the other parts stored before the loads of the last one.
+        tl.debug_barrier()
+        counter = arrived + request * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
+            tl.store(counter, 0)  # for the next launch; no other part of this one is to come
+            merged = merge_parts(
+                part_out, part_lse, tl.load(first_slot + request), parts, kv_head,
+                NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, D, HEADS, PARTS,
+            )  # fmt: skip
+            group = tl.arange(0, HEADS)
+            in_group = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+            merged_places = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
+            merged_out = out + token * token_size + merged_places
+            tl.store(merged_out, merged.to(out.dtype.element_ty), mask=in_group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +234,7 @@ class DecodeBuffers:
     first_slot: Tensor  # [num_requests + 1] int32
     part_out: Tensor  # [num_slots, num_heads, head_dim] float32
     part_lse: Tensor  # [num_slots, num_heads] float32
+    arrived: Tensor  # [num_requests, num_kv_heads] int32: parts of a launch; zero between two
 
     @classmethod
     def allocate(cls, num_requests: int, shape: PagedShape, device: torch.device) -> DecodeBuffers:
@@ -232,6 +246,7 @@ class DecodeBuffers:
             torch.empty(num_requests + 1, dtype=torch.int32, device=device),
             torch.empty(num_slots, num_heads, shape.head_dim, device=device),
             torch.empty(num_slots, num_heads, device=device),
+            torch.zeros(num_requests, shape.num_kv_heads, dtype=torch.int32, device=device),
         )
 
 
@@ -250,7 +265,7 @@ def launch_plan(
     """Fill ``work`` and ``first_slot`` for :func:`launch_decodes`; no tensor is read here."""
     spare = spare_slots(shape, metadata.seq_lens.device)
     num_slots = metadata.num_requests + spare
-    tile = choose_tile(_TILE_SIZES, shape, element_size)
+    tile = decode_tile(shape, element_size)
     plan_decodes[1,](
         buffers.work,
         buffers.first_slot,
@@ -288,18 +303,20 @@ def launch_decodes(
         soft_cap: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    tile = choose_tile(_TILE_SIZES, shape, query.element_size())
+    tile = decode_tile(shape, query.element_size())
     num_slots = metadata.num_requests + spare_slots(shape, query.device)
     score_scale, cap = score_factors(scale, soft_cap)
     decode_attention[shape.num_kv_heads, num_slots](
         out,
         buffers.part_out,
         buffers.part_lse,
+        buffers.arrived,
         query,
         kv_cache,
         metadata.block_table,
         metadata.query_start_loc,
         buffers.work,
+        buffers.first_slot,
         score_scale,
         cap,
         metadata.num_requests,
@@ -311,21 +328,12 @@ def launch_decodes(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    merge_parts[shape.num_kv_heads * shape.group, metadata.num_requests](
-        out,
-        buffers.part_out,
-        buffers.part_lse,
-        metadata.query_start_loc,
-        buffers.first_slot,
-        HEAD_DIM=shape.head_dim,
-        D=shape.padded_head_dim,
-        PARTS=_PARTS_AT_ONCE,
-    )
 
 
 def _constants(
     shape: PagedShape, element_size: int, has_soft_cap: bool
 ) -> dict[str, int | float | bool | None]:
+    heads = 1 << (shape.group - 1).bit_length()
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
@@ -333,7 +341,9 @@ def _constants(
         "BLOCK_SIZE": shape.block_size,
         "M": padded_side(shape.group),
         "D": shape.padded_head_dim,
-        "TILE": choose_tile(_TILE_SIZES, shape, element_size).tokens,
+        "TILE": decode_tile(shape, element_size).tokens,
+        "HEADS": heads,
+        "PARTS": max(_MERGED_AT_ONCE // (heads * shape.padded_head_dim), 1),
         "HAS_SOFT_CAP": has_soft_cap,
         "IEEE": element_size == 4,
     }
@@ -346,12 +356,13 @@ def _aot_case(
     element_size = 4 if dtype == "fp32" else 2
     parts = dict.fromkeys(("part_out", "part_lse"), "fp32")
     tables = dict.fromkeys(("block_table", "query_start_loc", "work"), "i32")
+    tables |= dict.fromkeys(("first_slot", "arrived"), "i32")
     return aot_case(
         f"decode_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{fp8_suffix(cache)}",
         decode_attention,
         dict.fromkeys(("out", "query"), dtype) | {"kv_cache": cache or dtype} | parts | tables,
         _constants(shape, element_size, has_soft_cap=False),
-        choose_tile(_TILE_SIZES, shape, element_size),
+        decode_tile(shape, element_size),
     )
 
 
@@ -367,14 +378,6 @@ AOT_CASES = (
         plan_decodes,
         dict.fromkeys(("work", "first_slot", "query_start_loc", "seq_lens"), "i32"),
         {"TILE": 64, "MIN_PART_TOKENS": _MIN_PART_TOKENS, "REQUESTS": 256, "SLOTS": 512},
-        TileSize(64, 4, 2),
-    ),
-    aot_case(
-        "merge_parts d128 bf16",
-        merge_parts,
-        {"out": "bf16", "part_out": "fp32", "part_lse": "fp32"}
-        | {"query_start_loc": "i32", "first_slot": "i32"},
-        {"HEAD_DIM": 128, "D": 128, "PARTS": _PARTS_AT_ONCE},
         TileSize(64, 4, 2),
     ),
 )

@@ -291,7 +291,7 @@ def _case(
         signature,
         constants,
         num_warps=2,
-        min_capability=89 if cache == FP8 else 80,
+        capabilities=(90,) if cache == FP8 else (80, 90),
     )
 
 

@@ -22,28 +22,21 @@ from baton_kernels.triton.attention_tile import (
     PagedShape,
     TileSize,
     aot_case,
-    choose_tile,
     fold,
     key_offsets,
     load_rows,
     num_multiprocessors,
-    padded_side,
     scaled_scores,
     score_factors,
 )
 from baton_kernels.triton.tile_plan import plan_tiles
-
-# By padded head size: the largest tiles that do not spill registers and stay below 99 KiB of
-# shared memory, which the smallest GPUs of capability 8.0 and newer have.
-_TILE_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64}  # query tokens times heads
-_TILE_SIZES = {
-    16: TileSize(128, 8, 3),
-    32: TileSize(128, 8, 3),
-    64: TileSize(128, 8, 3),
-    128: TileSize(64, 8, 3),
-    256: TileSize(32, 8, 3),  # with 4 warps Triton 3.6 spills
-}
-
+from baton_kernels.triton.tile_sizes import (
+    LEAST_SHARED_KIB,
+    SHARED_KIB,
+    shared_kib,
+    varlen_rows,
+    varlen_tile,
+)
 
 _MERGED_ROWS = 16  # of a tile, per program of merge_tiles
 
@@ -239,12 +232,6 @@ class Tiles:
     num_slots: int
 
 
-def tile_rows(shape: PagedShape, element_size: int) -> int:
-    """Rows of a tile: tokens times query heads of one KV head; see ``choose_tile`` for float32."""
-    rows = _TILE_ROWS[shape.padded_head_dim] // (1 if element_size <= 2 else 4)
-    return max(rows, padded_side(shape.group))
-
-
 def plan_step(
     metadata: AttentionMetadata,
     shape: PagedShape,
@@ -256,8 +243,8 @@ def plan_step(
     plan = plan_tiles(
         metadata.query_lens,
         metadata.seq_lens_host,
-        tokens_per_tile=tile_rows(shape, element_size) // shape.group,
-        keys_per_step=choose_tile(_TILE_SIZES, shape, element_size).tokens,
+        tokens_per_tile=varlen_rows(shape, element_size) // shape.group,
+        keys_per_step=varlen_tile(shape, element_size, shared_kib(device)).tokens,
         block_size=shape.block_size,
         num_programs=-(-num_multiprocessors(device) // shape.num_kv_heads),
         sliding_window=sliding_window,
@@ -293,9 +280,9 @@ def launch_tiles(
         soft_cap: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    tile = choose_tile(_TILE_SIZES, shape, query.element_size())
+    tile = varlen_tile(shape, query.element_size(), shared_kib(query.device))
     score_scale, cap = score_factors(scale, soft_cap)
-    num_rows = tile_rows(shape, query.element_size())
+    num_rows = varlen_rows(shape, query.element_size())
     slots = (tiles.num_slots, shape.num_kv_heads, num_rows)
     part_out = torch.empty(*slots, shape.head_dim, device=query.device)
     part_lse = torch.empty(slots, device=query.device)
@@ -315,7 +302,9 @@ def launch_tiles(
         query.stride(0),
         metadata.block_table.stride(0),
         kv_cache.stride(0),
-        **_constants(shape, query.element_size(), sliding_window is not None, soft_cap is not None),
+        **_constants(
+            shape, tile, query.element_size(), sliding_window is not None, soft_cap is not None
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -337,16 +326,16 @@ def launch_tiles(
 
 
 def _constants(
-    shape: PagedShape, element_size: int, has_window: bool, has_soft_cap: bool
+    shape: PagedShape, tile: TileSize, element_size: int, has_window: bool, has_soft_cap: bool
 ) -> dict[str, int | float | bool | None]:
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
         "BLOCK_SIZE": shape.block_size,
-        "M": tile_rows(shape, element_size),
+        "M": varlen_rows(shape, element_size),
         "D": shape.padded_head_dim,
-        "TILE": choose_tile(_TILE_SIZES, shape, element_size).tokens,
+        "TILE": tile.tokens,
         "HAS_WINDOW": has_window,
         "HAS_SOFT_CAP": has_soft_cap,
         "IEEE": element_size == 4,
@@ -362,18 +351,24 @@ def _aot_case(
     *,
     has_window: bool = False,
     has_soft_cap: bool = False,
+    is_small: bool = False,
 ) -> AotCase:
     shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, 16, bool(cache))
     element_size = 4 if dtype == "fp32" else 2
     tables = dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "parts"), "i32")
     tables |= dict.fromkeys(("part_out", "part_lse"), "fp32")
     options = fp8_suffix(cache) + " window" * has_window + " soft_cap" * has_soft_cap
+    tile = varlen_tile(
+        shape, element_size, LEAST_SHARED_KIB if is_small else min(SHARED_KIB.values())
+    )
     return aot_case(
-        f"varlen_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{options}",
+        f"varlen_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{options}"
+        + f" {LEAST_SHARED_KIB} KiB" * is_small,
         varlen_attention,
         dict.fromkeys(("out", "query"), dtype) | {"kv_cache": cache or dtype} | tables,
-        _constants(shape, element_size, has_window, has_soft_cap),
-        choose_tile(_TILE_SIZES, shape, element_size),
+        _constants(shape, tile, element_size, has_window, has_soft_cap),
+        tile,
+        (86, 89) if is_small else (80, 90),
     )
 
 
@@ -386,6 +381,9 @@ AOT_CASES = (
     _aot_case(128, dtype="fp32"),
     *(_aot_case(head_dim, cache=FP8) for head_dim in (64, 80, 128, 256)),
     *(_aot_case(128, dtype=dtype, cache=FP8) for dtype in ("fp16", "fp32")),
+    *(_aot_case(head_dim, is_small=True) for head_dim in (64, 128, 256)),
+    _aot_case(128, has_window=True, is_small=True),
+    _aot_case(256, 16, has_window=True, has_soft_cap=True, is_small=True),
     aot_case(
         "merge_tiles d128 bf16",
         merge_tiles,

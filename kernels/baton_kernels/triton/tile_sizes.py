@@ -1,0 +1,79 @@
+"""How both attention kernels are cut, by head size and by what the device has of shared memory.
+
+Chosen by what the compiled code says of itself (``tools/compile_kernels.py``), not by times.
+Refuses to know: kernels, steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from baton_kernels.triton.attention_tile import PagedShape, TileSize, padded_side
+
+# KiB of shared memory that a program may have, by compute capability (the CUDA C++ Programming
+# Guide's table of technical specifications). Others of 8.0 and newer have 99, as 8.6, 8.9, 12.0.
+SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+LEAST_SHARED_KIB = 99
+
+# All by padded head size. With 5 stages a tile of keys and values is on its way while the one
+# before it is waited for (``cp.async.wait_group 3``); with 3 or 4 none is, see `TileSize`.
+_DECODE = {  # three programs per processor, which have 72 KiB each
+    16: TileSize(128, 4, 5),
+    32: TileSize(128, 4, 5),
+    64: TileSize(128, 4, 5),
+    128: TileSize(64, 4, 5),
+    256: TileSize(32, 4, 5),
+}
+# Keys that are converted take registers: a shorter pipeline, where they would be spilled.
+_DECODE_FP8 = _DECODE | {256: TileSize(32, 4, 4)}
+
+_VARLEN_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64}  # query tokens times heads
+# Half the rows with 4 warps would let two programs share a processor of 9.0, but each key would be
+# read twice as often, and 64 operations per byte are more than the L2 cache has bandwidth for.
+_VARLEN = {  # 130 KiB and less
+    16: TileSize(128, 8, 5),
+    32: TileSize(128, 8, 5),
+    64: TileSize(128, 8, 5),
+    128: TileSize(64, 8, 5),
+    256: TileSize(32, 8, 5),  # with 4 warps Triton 3.6 spills
+}
+_VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3)}  # 97 KiB and less on 8.6 and 8.9
+
+
+@functools.cache
+def shared_kib(device: torch.device) -> int:
+    """KiB of shared memory that a program may have on this device; the interpreter has enough."""
+    if device.type != "cuda":
+        return max(SHARED_KIB.values())
+    return SHARED_KIB.get(torch.cuda.get_device_capability(device), LEAST_SHARED_KIB)
+
+
+def decode_tile(shape: PagedShape, element_size: int) -> TileSize:
+    """Of requests with one new token; fits every device."""
+    return _choose(_DECODE_FP8 if shape.is_fp8 else _DECODE, shape, element_size)
+
+
+def varlen_tile(shape: PagedShape, element_size: int, shared_kib: int) -> TileSize:
+    """Of prompt chunks, on a device with so many KiB of shared memory per program."""
+    sizes = _VARLEN if shared_kib >= min(SHARED_KIB.values()) else _VARLEN_SMALL
+    return _choose(sizes, shape, element_size)
+
+
+def varlen_rows(shape: PagedShape, element_size: int) -> int:
+    """Rows of a tile of queries: tokens times query heads of one KV head; see ``_choose``."""
+    rows = _VARLEN_ROWS[shape.padded_head_dim] // (1 if element_size <= 2 else 4)
+    return max(rows, padded_side(shape.group))
+
+
+def _choose(sizes: Mapping[int, TileSize], shape: PagedShape, element_size: int) -> TileSize:
+    """The entry of a head size; ``sizes`` is for two bytes per element, as models have.
+
+    float32 has no tensor cores (TensorFloat-32 is something else), so all it gets is to be right.
+    """
+    size = sizes[shape.padded_head_dim]
+    if element_size <= 2:
+        return size
+    return TileSize(max(16, size.tokens // 4), size.num_warps, 1 if shape.is_fp8 else 2)
