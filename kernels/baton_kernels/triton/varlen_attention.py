@@ -9,6 +9,7 @@ Refuses to know: how the host cuts a step into tiles, requests with one new toke
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ from baton_kernels.triton.attention_tile import (
     scaled_scores,
     score_factors,
 )
+from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.tile_plan import plan_tiles
 
 # By padded head size: the largest tiles that do not spill registers and stay below 99 KiB of
@@ -43,8 +45,6 @@ _TILE_SIZES = {
     128: TileSize(64, 8, 3),
     256: TileSize(32, 8, 3),  # with 4 warps Triton 3.6 spills
 }
-
-
 _MERGED_ROWS = 16  # of a tile, per program of merge_tiles
 
 
@@ -293,47 +293,49 @@ def launch_tiles(
         soft_cap: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    tile = choose_tile(_TILE_SIZES, shape, query.element_size())
     score_scale, cap = score_factors(scale, soft_cap)
     num_rows = tile_rows(shape, query.element_size())
     slots = (tiles.num_slots, shape.num_kv_heads, num_rows)
     part_out = torch.empty(*slots, shape.head_dim, device=query.device)
     part_lse = torch.empty(slots, device=query.device)
-    varlen_attention[shape.num_kv_heads, len(tiles.parts)](
-        out,
-        query,
-        kv_cache,
-        metadata.block_table,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        tiles.parts,
-        part_out,
-        part_lse,
-        score_scale,
-        cap,
-        sliding_window or 0,
-        query.stride(0),
-        metadata.block_table.stride(0),
-        kv_cache.stride(0),
-        **_constants(shape, query.element_size(), sliding_window is not None, soft_cap is not None),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+    table, starts = metadata.block_table, metadata.query_start_loc
+    attend, merge = _launchers(
+        shape, query.element_size(), sliding_window is not None, soft_cap is not None
     )
-
+    attend(
+        (shape.num_kv_heads, len(tiles.parts)),
+        (out, query, kv_cache, table, starts, metadata.seq_lens, tiles.parts, part_out, part_lse),
+        (
+            score_scale, cap, sliding_window or 0, query.stride(0), table.stride(0),
+            kv_cache.stride(0),
+        ),
+    )  # fmt: skip
     if tiles.num_slots:
-        merge_tiles[shape.num_kv_heads, len(tiles.merges), num_rows // _MERGED_ROWS](
-            out,
-            part_out,
-            part_lse,
-            metadata.query_start_loc,
-            tiles.merges,
-            NUM_KV_HEADS=shape.num_kv_heads,
-            GROUP=shape.group,
-            HEAD_DIM=shape.head_dim,
-            M=num_rows,
-            D=shape.padded_head_dim,
-            ROWS=_MERGED_ROWS,
+        merge(
+            (shape.num_kv_heads, len(tiles.merges), num_rows // _MERGED_ROWS),
+            (out, part_out, part_lse, starts, tiles.merges),
         )
+
+
+@functools.cache
+def _launchers(
+    shape: PagedShape, element_size: int, has_window: bool, has_soft_cap: bool
+) -> tuple[Launcher, Launcher]:
+    """What launches `varlen_attention` and `merge_tiles`."""
+    tile = choose_tile(_TILE_SIZES, shape, element_size)
+    return (
+        Launcher(
+            varlen_attention,
+            **_constants(shape, element_size, has_window, has_soft_cap),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        ),
+        Launcher(
+            merge_tiles,
+            NUM_KV_HEADS=shape.num_kv_heads, GROUP=shape.group, HEAD_DIM=shape.head_dim,
+            M=tile_rows(shape, element_size), D=shape.padded_head_dim, ROWS=_MERGED_ROWS,
+        ),
+    )  # fmt: skip
 
 
 def _constants(
