@@ -31,6 +31,22 @@ PARAMETER_TYPES: Mapping[str, torch.dtype] = {
 }
 
 
+def kernel_parameters(parameters: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.generic]]:
+    """`PARAMETER_TYPES` on the host, but for the keys: the same as long as a request lives.
+
+    Args:
+        parameters: `[num_requests]` of `sampling_input.PARAMETERS`.
+    """
+    temperatures = parameters["temperature"]
+    clipped = temperatures.clip(LEAST_TEMPERATURE, LARGEST_TEMPERATURE)
+    return {
+        "temperatures": np.where(temperatures == 0, 0, clipped).astype(np.float32),
+        "top_k": parameters["top_k"].clip(0, 2**31 - 1).astype(np.int32),
+        "top_p": parameters["top_p"].clip(LEAST_TOP_P, 1).astype(np.float32),
+        "min_p": parameters["min_p"].astype(np.float32),
+    }
+
+
 def kernel_arrays(
     parameters: npt.NDArray[np.void], keys: npt.NDArray[np.uint32]
 ) -> dict[str, npt.NDArray[np.generic]]:
@@ -40,15 +56,7 @@ def kernel_arrays(
         parameters: `[num_requests]` of `sampling_input.PARAMETERS`.
         keys: `[num_requests, 2]`, contiguous.
     """
-    temperatures = parameters["temperature"]
-    clipped = temperatures.clip(LEAST_TEMPERATURE, LARGEST_TEMPERATURE)
-    return {
-        "temperatures": np.where(temperatures == 0, 0, clipped).astype(np.float32),
-        "top_k": parameters["top_k"].clip(0, 2**31 - 1).astype(np.int32),
-        "top_p": parameters["top_p"].clip(LEAST_TOP_P, 1).astype(np.float32),
-        "min_p": parameters["min_p"].astype(np.float32),
-        "keys": keys.view(np.int32),
-    }
+    return {**kernel_parameters(parameters), "keys": keys.view(np.int32)}
 
 
 def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ a row that nobody reads. Refuses to know: requests, models, what a graph is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
 from engine.block_table import BlockTable
-from engine.device_sampling import PARAMETER_TYPES, kernel_arrays
+from engine.device_sampling import PARAMETER_TYPES
 from engine.sampling_input import SamplingInput
 
 _ALIGNMENT = 16  # bytes; what vector loads want
@@ -114,6 +114,7 @@ class GraphInputs:
             for _ in range(num_groups)
         )
         self._staging = 0
+        self._counted = np.arange(capacity + 1)
 
     def _section_sizes(self, num_groups: int) -> dict[str, tuple[torch.dtype, int]]:
         capacity = self._capacity
@@ -143,6 +144,7 @@ class GraphInputs:
         token_ids: Ints,
         positions: Ints,
         block_tables: Sequence[BlockTable],
+        kernel_parameters: Mapping[str, npt.NDArray[np.generic]],
         sampling: SamplingInput,
     ) -> StagedStep:
         """Write a step into the staging buffer that the step before does not use.
@@ -152,6 +154,7 @@ class GraphInputs:
             token_ids: `[num_requests]`; negative where the step before samples it.
             positions: `[num_requests]`, of these tokens.
             block_tables: of each KV cache group.
+            kernel_parameters: `PARAMETER_TYPES` but for the keys, each by row.
         """
         self._staging = 1 - self._staging
         arrays = self._arrays[self._staging]
@@ -160,23 +163,23 @@ class GraphInputs:
         assert size is not None, f"{num_requests} requests, but {self.sizes[-1]} are captured"
 
         def write(name: str, values: npt.NDArray[np.generic], padding: int) -> None:
-            arrays[name][:num_requests] = values
-            arrays[name][num_requests:size] = padding
+            array = arrays[name]
+            array[:num_requests] = values
+            if num_requests < size:
+                array[num_requests:size] = padding
 
-        on_host = self._num_rows + np.arange(num_requests)
+        on_host = self._counted[:num_requests] + self._num_rows
         write("token_ids", np.maximum(token_ids, 0), 0)
         write("token_index", np.where(token_ids < 0, rows, on_host), self._spare_row)
         write("positions", positions, 0)
         write("rows", rows, self._spare_row)
         write("seq_lens", positions + 1, 0)
         starts = arrays["query_start_loc"]
-        starts[: num_requests + 1] = np.arange(num_requests + 1)
+        starts[: num_requests + 1] = self._counted[: num_requests + 1]
         starts[num_requests + 1 : size + 1] = num_requests
-        for name, values in kernel_arrays(sampling.parameters, sampling.keys).items():
-            if name == "keys":
-                arrays[name].reshape(-1, 2)[:num_requests] = values
-            else:
-                write(name, values, int(name == "top_p"))
+        for name, by_row in kernel_parameters.items():
+            write(name, by_row.take(rows), int(name == "top_p"))
+        arrays["keys"][: 2 * num_requests] = sampling.keys.view(np.int32).reshape(-1)
         num_blocks = block_tables[0].num_blocks(int(positions.max()) + 1)
         tables = self._host[self._staging].tensors["block_tables"]
         for group, block_table in enumerate(block_tables):

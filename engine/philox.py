@@ -51,6 +51,7 @@ class WordTable:
 
     def __init__(self, num_rows: int) -> None:
         self._words = np.zeros((num_rows, POSITIONS_AHEAD, 2), dtype=np.uint32)
+        self._pairs = self._words.view(np.uint64).reshape(-1)  # the same memory
         self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # position of each row's first
 
     def clear(self, row: int) -> None:
@@ -72,5 +73,4 @@ class WordTable:
             self._words[rows] = words.reshape(*wanted.shape, 2)
             self._first[rows] = positions
             ahead = np.zeros_like(positions)
-        taken: npt.NDArray[np.uint32] = self._words[rows, ahead]
-        return taken
+        return self._pairs.take(rows * POSITIONS_AHEAD + ahead).view(np.uint32).reshape(-1, 2)

@@ -108,6 +108,43 @@ OVERHEAD = Source(
 )
 
 
+def _host(what: str, target: float, *path: str) -> Row:
+    def measure(document: Json) -> Found:
+        found = number(document, "now", *path)
+        text = f"{found:g}"
+        if "before" in document:
+            text += f" (before: {number(document, 'before', *path):g})"
+        return Found(text, judge(found, None, target, None))
+
+    return Row(
+        what=what,
+        target=f"<= {target:g}",
+        measure=measure,
+        holds_back="Python of the modules around each launch, and of the scheduler.",
+    )
+
+
+HOST = Source(
+    name="host_overhead",
+    command="benchmarks/host_overhead.py",
+    absent="It is to be measured where nothing else runs.",
+    intro="The host's part of steps on a GPU, over a driver that only counts: Python and Triton's"
+    " launch code are real, products of matrices and the device are not there. CPU time, the"
+    " least of the rounds' medians.",
+    rows=(
+        _host(
+            "an eager layer of a prompt chunk, us of host", 45,
+            "eager layer us", "prompt chunk of 128", "median",
+        ),
+        _host(
+            "a decode step of 256 requests, us of host", 400,
+            "decode step us", "batch 256", "median",
+        ),
+        _host("graph nodes per layer", 9, "graph nodes", "per layer"),
+    ),
+)  # fmt: skip
+
+
 def _changed(case: str, *, has_target: bool) -> Row:
     def measure(document: Json) -> Found:
         row = at(document, "results", case)
@@ -347,7 +384,7 @@ AREAS = (
     ),
     Area(
         title="Scheduler and engine",
-        sources=(SCHEDULER, OVERHEAD, STABILITY),
+        sources=(SCHEDULER, OVERHEAD, HOST, STABILITY),
         log=(
             "2026-11-21: a scheduler step in a third of the time",
             "2026-11-21: rows that stay, and draws without a float64 vocabulary",

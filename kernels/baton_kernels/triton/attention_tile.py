@@ -5,6 +5,7 @@ Refuses to know: requests, grids, who owns which row of a tile.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,21 +46,40 @@ class PagedShape:
             kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; blocks may lie
                 apart, what is inside a block may not.
         """
-        num_heads, head_dim = query.shape[1:]
-        num_kv_heads, block_size = kv_cache.shape[2:4]
-        inside = (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
-        assert kv_cache.stride()[1:] == inside, f"a block is not contiguous: {kv_cache.stride()}"
-        assert query.stride()[1:] == (head_dim, 1), f"a token is not: {query.stride()}"
-        # Rows of 16 bytes are what a thread loads at once.
-        assert kv_cache.stride(0) % 8 == 0, f"stride of blocks is odd: {kv_cache.stride(0)}"
-        assert num_heads % num_kv_heads == 0
-        group, is_fp8 = num_heads // num_kv_heads, kv_cache.dtype == reference.FP8
-        return cls(num_kv_heads, group, head_dim, block_size, is_fp8)
+        is_fp8 = kv_cache.dtype == reference.FP8
+        return _paged_shape(
+            query.shape[1:], query.stride()[1:], kv_cache.shape[2:4], kv_cache.stride(), is_fp8
+        )
 
     @property
     def padded_head_dim(self) -> int:
         """``D`` of the kernels."""
         return padded_side(self.head_dim)
+
+
+@functools.lru_cache  # the same in all layers of all steps
+def _paged_shape(
+    token: tuple[int, int],
+    token_strides: tuple[int, int],
+    heads: tuple[int, int],
+    strides: tuple[int, ...],
+    is_fp8: bool,
+) -> PagedShape:
+    """See `PagedShape.of`.
+
+    Args:
+        token: ``(num_heads, head_dim)``.
+        heads: ``(num_kv_heads, block_size)``.
+        strides: of the cache.
+    """
+    (num_heads, head_dim), (num_kv_heads, block_size) = token, heads
+    inside = (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    assert strides[1:] == inside, f"a block is not contiguous: {strides}"
+    assert token_strides == (head_dim, 1), f"a token is not: {token_strides}"
+    # Rows of 16 bytes are what a thread loads at once.
+    assert strides[0] % 8 == 0, f"stride of blocks is odd: {strides[0]}"
+    assert num_heads % num_kv_heads == 0
+    return PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, is_fp8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +91,7 @@ class TileSize:
     num_stages: int  # steps of the pipeline: the block table takes up to two, the rest is tiles
 
 
+@functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; in the interpreter some small number."""
     if device.type != "cuda":

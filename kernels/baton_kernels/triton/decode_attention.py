@@ -15,6 +15,7 @@ Refuses to know: prompts, sliding windows beyond how far back a request looks.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,7 @@ from baton_kernels.triton.attention_tile import (
     scaled_scores,
     score_factors,
 )
+from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.tile_sizes import decode_tile
 
 # With two tiles in flight, 64 KiB, three programs per processor are enough to saturate the memory
@@ -266,19 +268,19 @@ def launch_plan(
     spare = spare_slots(shape, metadata.seq_lens.device)
     num_slots = metadata.num_requests + spare
     tile = decode_tile(shape, element_size)
-    plan_decodes[1,](
-        buffers.work,
-        buffers.first_slot,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        metadata.num_requests,
-        _NO_WINDOW if sliding_window is None else sliding_window,
-        spare,
-        num_slots,
-        TILE=tile.tokens,
-        MIN_PART_TOKENS=_MIN_PART_TOKENS,
-        REQUESTS=padded_side(metadata.num_requests),
-        SLOTS=padded_side(num_slots),
+    window = _NO_WINDOW if sliding_window is None else sliding_window
+    launch = _plan_launcher(tile.tokens, padded_side(metadata.num_requests), padded_side(num_slots))
+    launch(
+        (1,),
+        (buffers.work, buffers.first_slot, metadata.query_start_loc, metadata.seq_lens),
+        (metadata.num_requests, window, spare, num_slots),
+    )
+
+
+@functools.cache
+def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
+    return Launcher(
+        plan_decodes, TILE=tile, MIN_PART_TOKENS=_MIN_PART_TOKENS, REQUESTS=requests, SLOTS=slots
     )
 
 
@@ -303,28 +305,43 @@ def launch_decodes(
         soft_cap: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    tile = decode_tile(shape, query.element_size())
     num_slots = metadata.num_requests + spare_slots(shape, query.device)
     score_scale, cap = score_factors(scale, soft_cap)
-    decode_attention[shape.num_kv_heads, num_slots](
-        out,
-        buffers.part_out,
-        buffers.part_lse,
-        buffers.arrived,
-        query,
-        kv_cache,
-        metadata.block_table,
-        metadata.query_start_loc,
-        buffers.work,
-        buffers.first_slot,
-        score_scale,
-        cap,
-        metadata.num_requests,
-        len(query),
-        query.stride(0),
-        metadata.block_table.stride(0),
-        kv_cache.stride(0),
-        **_constants(shape, query.element_size(), soft_cap is not None),
+    table, starts = metadata.block_table, metadata.query_start_loc
+    launch = _launcher(shape, query.element_size(), soft_cap is not None)
+    launch(
+        (shape.num_kv_heads, num_slots),
+        (
+            out,
+            buffers.part_out,
+            buffers.part_lse,
+            buffers.arrived,
+            query,
+            kv_cache,
+            table,
+            starts,
+            buffers.work,
+            buffers.first_slot,
+        ),
+        (
+            score_scale,
+            cap,
+            metadata.num_requests,
+            len(query),
+            query.stride(0),
+            table.stride(0),
+            kv_cache.stride(0),
+        ),
+    )
+
+
+@functools.cache
+def _launcher(shape: PagedShape, element_size: int, has_soft_cap: bool) -> Launcher:
+    """What launches `decode_attention`."""
+    tile = decode_tile(shape, element_size)
+    return Launcher(
+        decode_attention,
+        **_constants(shape, element_size, has_soft_cap),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

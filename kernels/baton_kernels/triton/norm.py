@@ -6,12 +6,15 @@ Refuses to know: models, where in a layer a norm stands.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.triton.aot import AotCase
+from baton_kernels.triton.launch import Launcher
 
 # Elements of a program's tile; wider rows get more threads.
 TILE_ELEMENTS = 2048
@@ -35,20 +38,38 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
     assert weight.shape == (size,), f"weight: [{size}], got {tuple(weight.shape)}"
     assert weight.dtype == x.dtype, f"weight: {x.dtype}, got {weight.dtype}"
     assert size <= LARGEST_SIZE, f"size: at most {LARGEST_SIZE}, got {size}"
-    rows = x.reshape(-1, size)  # [num_rows, size]
-    added = rows if residual is None else residual.reshape(-1, size)
-    rows, added = (t if t.stride(1) == 1 else t.contiguous() for t in (rows, added))
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, x_stride = _as_rows(x, size)
+    added, residual_stride = (rows, x_stride) if residual is None else _as_rows(residual, size)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = x if residual is None else torch.empty_like(out)
-    if not len(rows):
-        return out, total
+    num_rows = x.numel() // size
+    if num_rows:
+        num_tile_rows, launch = _launcher(size, residual is not None)
+        launch(
+            (-(-num_rows // num_tile_rows),),
+            (rows, added, weight, out, total),
+            (x_stride, residual_stride, num_rows, size, eps),
+        )
+    return out, total
+
+
+def _as_rows(x: Tensor, size: int) -> tuple[Tensor, int]:
+    """The same as ``[num_rows, size]`` in memory, each row without gaps; and a row's stride."""
+    if x.is_contiguous():
+        return x, size
+    rows = x.reshape(-1, size)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
+
+
+@functools.cache
+def _launcher(size: int, adds: bool) -> tuple[int, Launcher]:
+    """Rows of a program, and what launches them."""
     block = triton.next_power_of_2(size)
     num_tile_rows = max(1, TILE_ELEMENTS // block)
-    rms_norm_kernel[(triton.cdiv(len(rows), num_tile_rows),)](
-        rows, added, weight, out, total, rows.stride(0), added.stride(0), len(rows), size, eps,
-        ROWS=num_tile_rows, BLOCK=block, ADDS=residual is not None, num_warps=_num_warps(block),
-    )  # fmt: skip
-    return out, total
+    return num_tile_rows, Launcher(
+        rms_norm_kernel, ROWS=num_tile_rows, BLOCK=block, ADDS=adds, num_warps=_num_warps(block)
+    )
 
 
 def _num_warps(block: int) -> int:

@@ -6,6 +6,8 @@ turned, key and value heads go to the cache. Refuses to know: models, how tokens
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
 from baton_kernels.triton.fp8 import has_fp8, to_stored
+from baton_kernels.triton.launch import Launcher
 
 HEADS = 8  # of one program
 
@@ -49,13 +52,27 @@ def norm_rotary_store(
     assert qkv.stride(1) == kv_cache.stride(4) == 1
     known = (qkv.dtype, reference.FP8)
     assert kv_cache.dtype in known, f"kv_cache: {qkv.dtype} or float8, got {kv_cache.dtype}"
-    norm_rotary_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS))](
-        qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, slot_mapping, out,
-        kv_cache, qkv.stride(0), *kv_cache.stride()[:4], eps, 1 / key_scale, 1 / value_scale,
+    launch = _launcher(num_heads, num_kv_heads, head_dim, block_size, rotary_dim)
+    launch(
+        (num_tokens, -(-(num_heads + 2 * num_kv_heads) // HEADS)),
+        (
+            qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, slot_mapping, out,
+            kv_cache,
+        ),
+        (qkv.stride(0), *kv_cache.stride()[:4], eps, 1 / key_scale, 1 / value_scale),
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _launcher(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, rotary_dim: int
+) -> Launcher:
+    return Launcher(
+        norm_rotary_store_kernel,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         HALF=rotary_dim // 2, HEADS=HEADS, num_warps=2, **_blocks(head_dim, rotary_dim),
     )  # fmt: skip
-    return out
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

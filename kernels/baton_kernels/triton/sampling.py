@@ -13,11 +13,14 @@ random numbers per round. Refuses to know: penalties, grammars, requests.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
 
 from baton_kernels.triton.aot import AotCase
+from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.sampling_kernels import choose_kernel, partials_kernel, search_kernel
 
 # Tokens of a part (one program) and of a group (the unit in which logits are passed over).
@@ -56,7 +59,7 @@ def sample_tokens(
     num_rows, vocab_size = logits.shape
     assert logits.dtype.is_floating_point
     assert logits.stride(1) == 1 or vocab_size == 1
-    num_parts, num_groups = triton.cdiv(vocab_size, PART), triton.cdiv(vocab_size, GROUP)
+    num_parts, num_groups = -(-vocab_size // PART), -(-vocab_size // GROUP)
     parameters = (temperatures, top_k, top_p, min_p)
     assert all(parameter.is_contiguous() for parameter in (*parameters, keys))
 
@@ -73,21 +76,32 @@ def sample_tokens(
     if not num_rows:
         return token_ids
     partials = (maxima, bests, totals, scores, best_tokens)
-    partials_kernel[num_parts, num_rows](
-        logits, temperatures, keys, *partials, logits.stride(0), vocab_size, num_parts, num_groups,
-        BLOCK=PART, GROUP=GROUP, num_warps=8,
+    find_partials, choose, search = _launchers(num_parts, num_groups)
+    sizes = (logits.stride(0), vocab_size)
+    find_partials(
+        (num_parts, num_rows), (logits, temperatures, keys, *partials),
+        (*sizes, num_parts, num_groups),
     )  # fmt: skip
-    choose_kernel[(num_rows,)](
-        logits, *parameters, keys, *partials, groups, candidates, rows, undecided, token_ids,
-        logits.stride(0), vocab_size, num_parts, num_groups,
-        PARTS=triton.next_power_of_2(num_parts), GROUPS=triton.next_power_of_2(num_groups),
-        GROUP=GROUP, TILE=TILE, MOST=MOST, GUESS=GUESS, num_warps=8,
-    )  # fmt: skip
-    search_kernel[(num_rows,)](
-        logits, *parameters, keys, rows, undecided, token_ids, logits.stride(0), vocab_size,
-        BLOCK=SEARCH_BLOCK, num_warps=16,
-    )  # fmt: skip
+    choose(
+        (num_rows,),
+        (logits, *parameters, keys, *partials, groups, candidates, rows, undecided, token_ids),
+        (*sizes, num_parts, num_groups),
+    )
+    search((num_rows,), (logits, *parameters, keys, rows, undecided, token_ids), sizes)
     return token_ids
+
+
+@functools.cache
+def _launchers(num_parts: int, num_groups: int) -> tuple[Launcher, Launcher, Launcher]:
+    return (
+        Launcher(partials_kernel, BLOCK=PART, GROUP=GROUP, num_warps=8),
+        Launcher(
+            choose_kernel,
+            PARTS=triton.next_power_of_2(num_parts), GROUPS=triton.next_power_of_2(num_groups),
+            GROUP=GROUP, TILE=TILE, MOST=MOST, GUESS=GUESS, num_warps=8,
+        ),
+        Launcher(search_kernel, BLOCK=SEARCH_BLOCK, num_warps=16),
+    )  # fmt: skip
 
 
 _FLOATS, _INTS = "*fp32", "*i32"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.triton.aot import AotCase
+from baton_kernels.triton.launch import Launcher
 
 BLOCK = 1024  # columns of a program: with 4 warps 16 bytes of bfloat16 per thread and load
 
@@ -14,14 +17,21 @@ BLOCK = 1024  # columns of a program: with 4 warps 16 bytes of bfloat16 per thre
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See `baton_kernels.reference.silu_mul`."""
     size = gate_up.shape[-1] // 2
-    rows = gate_up.reshape(-1, 2 * size)  # [num_rows, 2 * size]
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows, stride = gate_up, 2 * size
+    if not gate_up.is_contiguous():
+        rows = gate_up.reshape(-1, 2 * size)  # [num_rows, 2 * size]
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        stride = rows.stride(0)
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
-    if out.numel():
-        silu_mul_kernel[(len(rows), triton.cdiv(size, BLOCK))](
-            rows, out, rows.stride(0), size, BLOCK=BLOCK, num_warps=4
-        )
+    num_rows = gate_up.numel() // (2 * size)
+    if num_rows:
+        _launcher()((num_rows, -(-size // BLOCK)), (rows, out), (stride, size))
     return out
+
+
+@functools.cache
+def _launcher() -> Launcher:
+    return Launcher(silu_mul_kernel, BLOCK=BLOCK, num_warps=4)
 
 
 @triton.jit

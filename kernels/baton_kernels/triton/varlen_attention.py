@@ -9,6 +9,7 @@ Refuses to know: how the host cuts a step into tiles, requests with one new toke
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from baton_kernels.triton.attention_tile import (
     scaled_scores,
     score_factors,
 )
+from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.tile_plan import plan_tiles
 from baton_kernels.triton.tile_sizes import (
     LEAST_SHARED_KIB,
@@ -280,49 +282,53 @@ def launch_tiles(
         soft_cap: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    tile = varlen_tile(shape, query.element_size(), shared_kib(query.device))
     score_scale, cap = score_factors(scale, soft_cap)
     num_rows = varlen_rows(shape, query.element_size())
     slots = (tiles.num_slots, shape.num_kv_heads, num_rows)
     part_out = torch.empty(*slots, shape.head_dim, device=query.device)
     part_lse = torch.empty(slots, device=query.device)
-    varlen_attention[shape.num_kv_heads, len(tiles.parts)](
-        out,
-        query,
-        kv_cache,
-        metadata.block_table,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        tiles.parts,
-        part_out,
-        part_lse,
-        score_scale,
-        cap,
-        sliding_window or 0,
-        query.stride(0),
-        metadata.block_table.stride(0),
-        kv_cache.stride(0),
-        **_constants(
-            shape, tile, query.element_size(), sliding_window is not None, soft_cap is not None
-        ),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+    table, starts = metadata.block_table, metadata.query_start_loc
+    attend, merge = _launchers(
+        shape,
+        query.element_size(),
+        shared_kib(query.device),
+        sliding_window is not None,
+        soft_cap is not None,
     )
-
+    attend(
+        (shape.num_kv_heads, len(tiles.parts)),
+        (out, query, kv_cache, table, starts, metadata.seq_lens, tiles.parts, part_out, part_lse),
+        (
+            score_scale, cap, sliding_window or 0, query.stride(0), table.stride(0),
+            kv_cache.stride(0),
+        ),
+    )  # fmt: skip
     if tiles.num_slots:
-        merge_tiles[shape.num_kv_heads, len(tiles.merges), num_rows // _MERGED_ROWS](
-            out,
-            part_out,
-            part_lse,
-            metadata.query_start_loc,
-            tiles.merges,
-            NUM_KV_HEADS=shape.num_kv_heads,
-            GROUP=shape.group,
-            HEAD_DIM=shape.head_dim,
-            M=num_rows,
-            D=shape.padded_head_dim,
-            ROWS=_MERGED_ROWS,
+        merge(
+            (shape.num_kv_heads, len(tiles.merges), num_rows // _MERGED_ROWS),
+            (out, part_out, part_lse, starts, tiles.merges),
         )
+
+
+@functools.cache
+def _launchers(
+    shape: PagedShape, element_size: int, shared: int, has_window: bool, has_soft_cap: bool
+) -> tuple[Launcher, Launcher]:
+    """What launches `varlen_attention` and `merge_tiles`; ``shared``: KiB per program."""
+    tile = varlen_tile(shape, element_size, shared)
+    return (
+        Launcher(
+            varlen_attention,
+            **_constants(shape, tile, element_size, has_window, has_soft_cap),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        ),
+        Launcher(
+            merge_tiles,
+            NUM_KV_HEADS=shape.num_kv_heads, GROUP=shape.group, HEAD_DIM=shape.head_dim,
+            M=varlen_rows(shape, element_size), D=shape.padded_head_dim, ROWS=_MERGED_ROWS,
+        ),
+    )  # fmt: skip
 
 
 def _constants(

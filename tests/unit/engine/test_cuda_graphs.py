@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from baton.engine_config import EngineConfig
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
+from engine import device_sampling, input_batch
 from engine.cuda_graphs import captured_sizes, reason_against_graphs
 from engine.device_choice import check_allocator
-from engine.device_sampling import PARAMETER_TYPES, kernel_arrays, upload_parameters
+from engine.device_sampling import (
+    PARAMETER_TYPES,
+    kernel_arrays,
+    kernel_parameters,
+    upload_parameters,
+)
 from engine.graph_inputs import GraphInputs, StagedStep
 from engine.input_batch import InputBatch, PreparedStep
 from engine.outputs import ScheduledRequest
@@ -234,6 +241,31 @@ def test_sampling_parameters_as_the_kernel_takes_them() -> None:
     for name, tensor in tensors.items():
         assert tensor.dtype == PARAMETER_TYPES[name]
         np.testing.assert_array_equal(tensor.numpy(), arrays[name])
+
+
+def test_parameters_are_made_what_the_kernel_takes_once_for_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def count(parameters: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.generic]]:
+        made.append(len(parameters))
+        return kernel_parameters(parameters)
+
+    for module in (device_sampling, input_batch):
+        monkeypatch.setattr(module, "kernel_parameters", count, raising=False)
+    inputs = make_inputs()
+    batch = make_batch(inputs)
+    made.clear()
+    requests = [decoding(name, 5, 10 * i, temperature=0.5, top_k=7) for i, name in enumerate("ab")]
+    for _ in range(3):
+        inputs.upload(stage(batch, *requests))
+    assert made == [1, 1]
+    assert inputs.sampling_tensors(2)["top_k"].tolist() == [7, 7]
+    for other in "cdefg":  # one more than there are rows: a row is another request's
+        inputs.upload(stage(batch, decoding(other, 5, 60, temperature=0.5, top_k=9)))
+    assert inputs.sampling_tensors(1)["top_k"].tolist() == [9]
+    assert made == [1] * 7
 
 
 @pytest.mark.parametrize("num_requests", range(1, 7))

@@ -1,0 +1,396 @@
+"""Microseconds of host for each decode step and each eager layer, without a GPU (`fake_gpu.py`).
+
+    decode step   the engine as a node runs it, steps ahead, graphs replayed in no time
+    eager layer   Python around one layer's launches: all of the model but the products of matrices
+    counts        launches and copies of a step, graph nodes of a layer
+    idle          a device whose steps take as long as said, while another thread computes in Python
+
+``--against REV`` measures another revision in the same run, in turns, each in a process of its
+own. No figure here is a GPU's: a real driver's calls come on top of every launch and copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from environment import record_environment, write_results
+from fake_gpu import FakeGPU
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "examples" / "demo_model"
+BATCHES = (1, 32, 256)
+CONTEXT = 1000  # tokens of each request
+WARM_UP_STEPS, STEPS = 20, 100
+# Qwen3-0.6B but for its depth and its vocabulary, of which nothing here depends.
+SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 8, "num_heads": 16}
+SHAPE |= {"num_kv_heads": 8, "head_dim": 128}
+CHUNK = 128  # tokens of a prompt
+LAYER_STEPS = 60
+# Of the other thread: bursts of so many ms, and as long a sleep of twice as much behind each.
+BURSTS_MS = (0.0, 0.5, 1.0, 2.0, 5.0)
+DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 3.0, 64
+SWITCH_INTERVALS_MS = (5.0, 1.0, 0.2)
+PARTS = ("times", "counts", "idle")
+TARGETS = {"eager layer us": 45, "decode step us, batch 256": 400, "graph nodes per layer": 9}
+
+Figures = dict[str, float]
+
+
+class Engines:
+    """Engines of the demo model on the fake device, whose prompts have been computed."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self._gpu = gpu
+
+    def decoding(self, batch: int, *, runs_ahead: bool = True) -> Any:
+        from baton.engine_config import EngineConfig
+        from baton.sampling_params import SamplingParams
+        from engine.engine import Engine
+        from engine.model_runner import make_model_runner
+        from engine.request import Request
+
+        config = EngineConfig(
+            device="cpu", num_threads=1, attention_backend="triton", native_kernels=False,
+            dtype="bfloat16", num_blocks=batch * 128 + 1, max_num_requests=256,
+            max_num_batched_tokens=8192, long_prefill_token_threshold=4096,
+            async_scheduling=runs_ahead,
+        )  # fmt: skip
+        engine = Engine(MODEL, config)
+        engine._device = self._gpu.device  # type: ignore[assignment]
+        engine._runner = runner = make_model_runner(
+            engine._runner._model, engine.kv_cache, engine.kv_cache_spec, config, "triton",
+            engine.max_model_len, with_graphs=True, samples_on_device=True,
+        )  # fmt: skip
+        runner.capture_graphs(self._gpu.capture)
+        self._gpu.move(runner)
+        params = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True)
+        for index in range(batch):
+            prompt = [(index * 7 + place) % 4000 for place in range(CONTEXT)]
+            request = Request.create(
+                f"request-{index}", prompt, params, seed=index, eos_token_ids=frozenset(),
+                max_model_len=engine.max_model_len, max_tokens=900,
+            )  # fmt: skip
+            engine.add(request)
+        while any(request.num_output_tokens < 2 for request in engine.requests.values()):
+            engine.step()
+        return engine
+
+
+def decode_steps(engines: Engines, batch: int) -> Figures:
+    """Median and 90th percentile of a step's microseconds."""
+    engine = engines.decoding(batch)
+    seconds = []
+    with without_collections():
+        for _ in range(WARM_UP_STEPS + STEPS):
+            start = time.process_time()  # of both threads, of which one computes at a time
+            engine.step()
+            seconds.append(time.process_time() - start)
+    engine._worker.shutdown()
+    return quantiles(seconds[WARM_UP_STEPS:])
+
+
+def step_counts(gpu: FakeGPU, engines: Engines, batch: int) -> dict[str, int]:
+    """Launches and copies of one decode step."""
+    engine = engines.decoding(batch, runs_ahead=False)
+    engine.step()
+    with gpu.counting() as found:
+        engine.step()
+    return found
+
+
+class Layers:
+    """A runner of a model of `SHAPE`, whose steps are launched kernel by kernel."""
+
+    def __init__(self, gpu: FakeGPU, num_layers: int = SHAPE["num_layers"]) -> None:
+        from baton.engine_config import EngineConfig
+        from engine.kv_cache import allocate_kv_cache, kv_cache_spec
+        from engine.model_runner import make_model_runner
+        from models.config import ModelConfig
+        from models.registry import MODELS
+
+        shape: dict[str, Any] = {**SHAPE, "num_layers": num_layers}
+        config = replace(ModelConfig.from_folder(MODEL), **shape, layer_types=None)
+        torch.set_default_dtype(torch.bfloat16)
+        model = MODELS.load(config.architecture)(config)
+        torch.set_default_dtype(torch.float32)
+        with torch.no_grad():
+            model.model.embed_tokens.weight.zero_()
+        spec = kv_cache_spec(config, model.sliding_windows, 16, torch.bfloat16)
+        options = EngineConfig(
+            device="cpu", max_num_requests=32, max_num_batched_tokens=2048, block_size=16,
+            long_prefill_token_threshold=2048,
+        )  # fmt: skip
+        cache = allocate_kv_cache(spec, 64, torch.device("cpu"))
+        self.num_layers = num_layers
+        self.runner = make_model_runner(
+            model, cache, spec, options, "triton", 1024, with_graphs=True, samples_on_device=True
+        )
+        gpu.move(self.runner)
+        self._gpu = gpu
+        self._request = 0
+
+    def prompt(self) -> Any:
+        """A step of a prompt's first chunk."""
+        return self._scheduled(CHUNK + 1, 0, CHUNK)
+
+    def decode(self) -> Any:
+        """A step of one request's next token."""
+        return self._scheduled(CHUNK, CHUNK - 1, 1)
+
+    def _scheduled(self, num_tokens: int, num_computed: int, count: int) -> Any:
+        from baton.sampling_params import SamplingParams
+        from engine.outputs import ScheduledRequest, SchedulerOutput
+        from engine.request import Request
+
+        self._request += 1
+        request = Request.create(
+            str(self._request), [7] * num_tokens, SamplingParams(ignore_eos=True), seed=1,
+            eos_token_ids=frozenset(), max_model_len=1024, max_tokens=100,
+        )  # fmt: skip
+        request.num_computed_tokens, request.block_ids = num_computed, list(range(1, 12))
+        return SchedulerOutput((ScheduledRequest(request, count),), count)
+
+    @torch.inference_mode()
+    def time(self, scheduled: Any) -> Figures:
+        """Microseconds of a layer."""
+        from models.decoder import Decoder
+
+        inner, seconds = Decoder._layers, []
+
+        def timed(*arguments: Any) -> Any:
+            start = time.thread_time()
+            found = inner(*arguments)
+            seconds.append((time.thread_time() - start) / self.num_layers)
+            return found
+
+        Decoder._layers = timed  # type: ignore[method-assign,assignment]
+        try:
+            with without_collections():
+                for _ in range(LAYER_STEPS):
+                    self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
+        finally:
+            Decoder._layers = inner  # type: ignore[method-assign]
+        return quantiles(seconds[5:])
+
+    def count_step(self, scheduled: Any) -> dict[str, int]:
+        """Launches and copies of an eager step."""
+        self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
+        with self._gpu.counting() as found:
+            self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
+        return found
+
+    @torch.inference_mode()
+    def count_nodes(self) -> int:
+        """Launches that a captured step consists of."""
+        bodies = []
+        self.runner.capture_graphs(lambda body: bodies.append(body) or body, [8])  # type: ignore
+        bodies[0]()
+        with self._gpu.counting() as found:
+            bodies[0]()
+        return sum(found.values())
+
+
+def graph_nodes(gpu: FakeGPU) -> Figures:
+    """Of each layer, and of a step besides."""
+    few, many = (Layers(gpu, num_layers).count_nodes() for num_layers in (2, 4))
+    each = (many - few) / 2
+    return {"per layer": each, "besides": few - 2 * each}
+
+
+def idle_shares(gpu: FakeGPU, engines: Engines) -> dict[str, Figures]:
+    """{switch interval: {burst: share of time that the device waits for the host}}."""
+    found: dict[str, Figures] = {}
+    for interval_ms in SWITCH_INTERVALS_MS:
+        sys.setswitchinterval(interval_ms / 1e3)
+        found[f"switch interval {interval_ms:g} ms"] = {
+            f"bursts of {burst:g} ms": idle_share(gpu, engines, burst) for burst in BURSTS_MS
+        }
+    return found
+
+
+def idle_share(gpu: FakeGPU, engines: Engines, burst_ms: float) -> float:
+    engine = engines.decoding(IDLE_BATCH)
+    gpu.timeline.step_s = DEVICE_STEP_MS / 1e3
+    for _ in range(5):
+        engine.step()
+    stop = threading.Event()
+    other = threading.Thread(target=compute_in_bursts, args=(burst_ms / 1e3, stop))
+    if burst_ms:
+        other.start()
+    gpu.timeline.start_over()
+    until = time.perf_counter() + IDLE_SECONDS
+    while time.perf_counter() < until:
+        engine.step()
+    share = gpu.timeline.idle_share
+    stop.set()
+    if burst_ms:
+        other.join()
+    engine._worker.shutdown()
+    gpu.timeline.step_s = 0.0
+    return round(share, 4)
+
+
+def compute_in_bursts(burst_s: float, stop: threading.Event) -> None:
+    """Pure Python for a while, then twice as long nothing."""
+    while not stop.is_set():
+        until = time.perf_counter() + burst_s
+        while time.perf_counter() < until:
+            sum(range(50))
+        stop.wait(2 * burst_s)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """No garbage collection meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def quantiles(seconds: list[float]) -> Figures:
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
+    return {
+        "median": round(statistics.median(seconds) * 1e6, 1),
+        "p10": round(tenths[0] * 1e6, 1),
+        "p90": round(tenths[-1] * 1e6, 1),
+    }
+
+
+# ---------------------------------------------------------------------- one revision
+
+
+def measure(parts: list[str]) -> dict[str, Any]:
+    """All of this process's revision."""
+    gpu = FakeGPU()
+    engines = Engines(gpu)
+    found: dict[str, Any] = {}
+    if "times" in parts:
+        layers = Layers(gpu)
+        found["eager layer us"] = {
+            f"prompt chunk of {CHUNK}": layers.time(layers.prompt()),
+            "decode": layers.time(layers.decode()),
+        }
+        found["decode step us"] = {
+            f"batch {batch}": decode_steps(engines, batch) for batch in BATCHES
+        }
+    if "counts" in parts:
+        layers = Layers(gpu)
+        found["graph nodes"] = graph_nodes(gpu)
+        found["eager step"] = {
+            f"prompt chunk of {CHUNK}": layers.count_step(layers.prompt()),
+            "decode": layers.count_step(layers.decode()),
+        }
+        found["replayed step"] = step_counts(gpu, engines, 32)
+    if "idle" in parts:
+        found["idle share"] = idle_shares(gpu, engines)
+    return found
+
+
+def measure_apart(tree: Path, parts: list[str]) -> dict[str, Any]:
+    """The same of a tree, in a process of its own."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        subprocess.run(
+            [sys.executable, str(Path(__file__)), "--into", file.name, "--parts", *parts],
+            env={
+                **os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}",
+                "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0",
+            },
+            cwd=tree, check=True,
+        )  # fmt: skip
+        found: dict[str, Any] = json.load(file)
+        return found
+
+
+# ---------------------------------------------------------------------- both, in turns
+
+
+@contextmanager
+def checkout(revision: str) -> Iterator[Path]:
+    """A tree of another revision, as long as it is needed."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
+        try:
+            (tree / ".venv").symlink_to(ROOT / ".venv")
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+def merged(runs: list[Any]) -> Any:
+    """Of every figure the least of the rounds: what others take from this machine adds to it."""
+    first = runs[0]
+    if isinstance(first, dict):
+        return {key: merged([run[key] for run in runs]) for key in first}
+    return min(runs)
+
+
+def report(results: dict[str, Any]) -> None:
+    """Print the figures of all trees side by side."""
+    trees = list(results)
+    table = Table("figure", *trees)
+
+    def add(name: str, values: list[Any]) -> None:
+        if isinstance(values[0], dict):
+            for key in values[0]:
+                add(f"{name}, {key}" if name else key, [value[key] for value in values])
+        else:
+            table.add_row(name, *(f"{value:g}" for value in values))
+
+    add("", list(results.values()))
+    Console(highlight=False, width=120).print(table)
+
+
+def main() -> None:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--against", metavar="REV", help="another revision, in turns with this one")
+    parser.add_argument("--into", type=Path, help="measure the tree that is imported, no report")
+    arguments = parser.parse_args()
+    if arguments.into is not None:
+        found = measure(arguments.parts)
+        arguments.into.write_text(json.dumps(found), encoding="utf-8")
+        return
+    environment = record_environment()
+    with contextlib.ExitStack() as stack:
+        trees = {"now": ROOT}
+        if arguments.against:
+            trees["before"] = stack.enter_context(checkout(arguments.against))
+        runs: dict[str, list[Any]] = {name: [] for name in trees}
+        for _ in range(arguments.rounds):
+            for name, tree in trees.items():
+                runs[name].append(measure_apart(tree, arguments.parts))
+    results = {name: merged(found) for name, found in runs.items()}
+    report(results)
+    shape = {"layer": SHAPE, "context": CONTEXT, "device_step_ms": DEVICE_STEP_MS}
+    shape |= {"rounds": arguments.rounds, "against": arguments.against, "targets": TARGETS}
+    write_results("host_overhead", environment, {"shape": shape, **results})
+
+
+if __name__ == "__main__":
+    main()

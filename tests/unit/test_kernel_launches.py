@@ -1,0 +1,104 @@
+"""Launches over a driver that only counts: what reaches it, and what Triton is asked to find."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Run where Triton is not the interpreter that tests/kernels ask for: in a process of its own.
+SCRIPT = """
+import json, sys
+sys.path.insert(0, "benchmarks")
+import torch
+from fake_gpu import FakeDriver
+driver = FakeDriver()
+from baton_kernels.triton.launch import Launcher
+from baton_kernels.triton.silu_mul import BLOCK, silu_mul_kernel
+from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
+
+seen, inner = [], CudaLauncher.__call__
+
+def see(self, x, y, z, stream, function, metadata, data, enter, leave, *arguments):
+    asked = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+             for argument in arguments]
+    seen.append([x, y, z, function, *asked])
+    inner(self, x, y, z, stream, function, metadata, data, enter, leave, *arguments)
+
+CudaLauncher.__call__ = see
+memory = torch.zeros(4096, dtype=torch.float32)
+out = torch.zeros(512)
+launch = Launcher(silu_mul_kernel, BLOCK=BLOCK, num_warps=4)
+found = {}
+
+def compare(name, x, numbers):
+    asked = driver.num_pointer_queries
+    launch((2, 1), (x, out), numbers)  # Triton finds the variant
+    launch((2, 1), (x, out), numbers)
+    first = driver.num_pointer_queries - asked
+    launch((2, 1), (x, out), numbers)
+    again = driver.num_pointer_queries - asked - first
+    silu_mul_kernel[2, 1](x, out, *numbers, BLOCK=BLOCK, num_warps=4)
+    found[name] = [first, again, seen[-2] == seen[-1], seen[-1][3]]
+
+compare("aligned", memory[:1024], (512, 256))
+compare("moved", memory[1024:2048], (512, 256))
+compare("odd address", memory[1:1025], (512, 256))
+compare("another stride", memory[:1024], (513, 256))
+compare("another dtype", memory.to(torch.bfloat16)[:1024], (512, 256))
+compare("aligned again", memory[:1024], (512, 256))
+found["launches"] = driver.num_launches
+told = []
+knobs.runtime.launch_enter_hook.add(lambda metadata: told.append(metadata))
+launch((2, 1), (memory[:1024], out), (512, 256))
+found["told"] = len(told)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+NAMES = ("aligned", "moved", "odd address", "another stride", "another dtype", "aligned again")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_launch_gives_the_driver_what_triton_would_give_it(found: Any, name: str) -> None:
+    _, _, equal, _ = found[name]
+    assert equal
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_known_launch_does_not_ask_triton(found: Any, name: str) -> None:
+    first, again, _, _ = found[name]
+    is_known = name in ("moved", "aligned again")  # a tensor that moved is no other variant
+    assert (first, again) == (0 if is_known else 2, 0)
+
+
+def test_other_alignments_strides_and_dtypes_are_other_variants(found: Any) -> None:
+    functions = {name: found[name][3] for name in NAMES}
+    assert functions["moved"] == functions["aligned again"] == functions["aligned"]
+    assert len(set(functions.values())) == 4
+
+
+def test_every_launch_reaches_the_driver_and_a_profiler(found: Any) -> None:
+    assert found["launches"] == 4 * len(NAMES)
+    assert found["told"] == 1
