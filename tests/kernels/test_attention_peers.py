@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -75,13 +76,13 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 
 
 @pytest.fixture
-def attention_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def attention_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("attention_gpu")
     monkeypatch.setattr(module, "COLD_BYTES", 1)  # of each cell one layer: no time is looked at
-    for peer in module.PEERS.values():  # what stood in for one before
-        monkeypatch.delitem(sys.modules, peer, raising=False)
-    return module
+    yield module
+    for peer in module.PEERS.values():  # what stood in for one
+        sys.modules.pop(peer, None)
 
 
 def test_a_library_that_can_be_imported_is_measured(
