@@ -1,7 +1,9 @@
 """Microseconds of host for each decode step and each eager layer, without a GPU (`fake_gpu.py`).
 
-    decode step   the engine as a node runs it, steps ahead, graphs replayed in no time
-    eager layer   Python around one layer's launches: all of the model but the products of matrices
+    decode step   the engine as a node runs it, steps ahead, graphs replayed in no time; and of it
+                  the model runner's part: without scheduling, and without taking the tokens
+    eager layer   all of the model's Python but the products of matrices; and of it what launches
+                  Triton's kernels, from the call of an op or of the attention backend on
     counts        launches and copies of a step, graph nodes of a layer
     idle          a device whose steps take as long as said, while another thread computes in Python
 
@@ -50,7 +52,11 @@ BURSTS_MS = (0.0, 0.5, 1.0, 2.0, 5.0)
 DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 3.0, 64
 SWITCH_INTERVALS_MS = (5.0, 1.0, 0.2)
 PARTS = ("times", "counts", "idle")
-TARGETS = {"eager layer us": 45, "decode step us, batch 256": 400, "graph nodes per layer": 9}
+TARGETS = {
+    "launches of an eager layer us": 45,
+    "runner's part of a decode step us, batch 256": 400,
+    "graph nodes per layer": 9,
+}
 
 Figures = dict[str, float]
 
@@ -95,17 +101,44 @@ class Engines:
         return engine
 
 
-def decode_steps(engines: Engines, batch: int) -> Figures:
-    """Median and 90th percentile of a step's microseconds."""
+def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
+    """Median and others of a step's microseconds, and of the runner's in it."""
     engine = engines.decoding(batch)
-    seconds = []
-    with without_collections():
+    runner = engine._runner
+    whole, inside = [], []
+    with without_collections(), timed((runner, "prepare"), (runner, "launch")) as calls:
         for _ in range(WARM_UP_STEPS + STEPS):
             start = time.process_time()  # of both threads, of which one computes at a time
             engine.step()
-            seconds.append(time.process_time() - start)
+            whole.append(time.process_time() - start)
+            inside.append(sum(calls))
+            calls.clear()
     engine._worker.shutdown()
-    return quantiles(seconds[WARM_UP_STEPS:])
+    return {"whole": quantiles(whole[WARM_UP_STEPS:]), "runner": quantiles(inside[WARM_UP_STEPS:])}
+
+
+@contextmanager
+def timed(*places: tuple[Any, str]) -> Iterator[list[float]]:
+    """Seconds of each call of these methods, as their thread computes."""
+    seconds: list[float] = []
+
+    def around(inner: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            found = inner(*arguments, **options)
+            seconds.append(time.thread_time() - start)
+            return found
+
+        return call
+
+    before = [getattr(owner, name) for owner, name in places]
+    for (owner, name), inner in zip(places, before, strict=True):
+        setattr(owner, name, around(inner))
+    try:
+        yield seconds
+    finally:
+        for (owner, name), inner in zip(places, before, strict=True):
+            setattr(owner, name, inner)
 
 
 def step_counts(gpu: FakeGPU, engines: Engines, batch: int) -> dict[str, int]:
@@ -169,27 +202,29 @@ class Layers:
         request.num_computed_tokens, request.block_ids = num_computed, list(range(1, 12))
         return SchedulerOutput((ScheduledRequest(request, count),), count)
 
-    @torch.inference_mode()
-    def time(self, scheduled: Any) -> Figures:
-        """Microseconds of a layer."""
+    def time(self, scheduled: Any) -> dict[str, Figures]:
+        """Microseconds of a layer, and of its launches."""
+        from baton_kernels import dispatch
         from models.decoder import Decoder
 
-        inner, seconds = Decoder._layers, []
+        ops = dispatch._triton_ops()
+        launches: list[tuple[Any, str]] = [(ops, name) for name in dispatch._TRITON]
+        launches += [(backend, "run") for backend in self.runner._context.backends]
+        return {
+            "whole": self._time(scheduled, [(Decoder, "_layers")]),
+            "launches": self._time(scheduled, launches),
+        }
 
-        def timed(*arguments: Any) -> Any:
-            start = time.thread_time()
-            found = inner(*arguments)
-            seconds.append((time.thread_time() - start) / self.num_layers)
-            return found
-
-        Decoder._layers = timed  # type: ignore[method-assign,assignment]
-        try:
-            with without_collections():
-                for _ in range(LAYER_STEPS):
-                    self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
-        finally:
-            Decoder._layers = inner  # type: ignore[method-assign]
-        return quantiles(seconds[5:])
+    @torch.inference_mode()
+    def _time(self, scheduled: Any, places: list[tuple[Any, str]]) -> Figures:
+        """Microseconds that a layer's calls of these methods take."""
+        of_layers = []
+        with without_collections(), timed(*places) as calls:
+            for _ in range(LAYER_STEPS):
+                self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
+                of_layers.append(sum(calls) / self.num_layers)
+                calls.clear()
+        return quantiles(of_layers[5:])
 
     def count_step(self, scheduled: Any) -> dict[str, int]:
         """Launches and copies of an eager step."""
