@@ -68,7 +68,8 @@ print(json.dumps(found))
 def found() -> Any:
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # another release of Triton, say
+    path = os.pathsep.join([*filter(None, others), str(ROOT), str(ROOT / "kernels")])
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True
