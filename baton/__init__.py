@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 # read when gRPC is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from baton.errors import BatonError
-from baton.outputs import Completion, FinishReason, Receipt, TextDelta
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.api.errors import BatonError
+from baton.api.outputs import Completion, FinishReason, Receipt, TextDelta
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
 from baton.version import __version__
 
 if TYPE_CHECKING:
-    from baton.client import AsyncClient, Client
+    from baton.client.client import AsyncClient, Client
     from engine import LLM as LLM
 
 # Without LLM: `from baton import *` works without torch.
@@ -59,7 +59,7 @@ if not TYPE_CHECKING:  # a checker knows the names of above, and that there are 
         if name == "LLM":
             return globals().setdefault(name, _import_llm())
         if name in ("AsyncClient", "Client"):
-            from baton import client
+            from baton.client import client
 
             return getattr(client, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 
 BlockHash = bytes
 ShortHash = int  # 64 bits of a BlockHash: enough to place a request by, too little to reuse KV by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

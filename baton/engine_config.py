@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from baton.api.errors import ConfigError
 from baton.block_hash import DEFAULT_HASH_ALGORITHM
-from baton.errors import ConfigError
 
 PREEMPTION = ("recompute", "hand-back")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -20,12 +20,12 @@ from types import TracebackType
 
 import grpc
 
-from baton.child_processes import PARENT_PIPE_VARIABLE, PYTHON_MODULE, fleet_environment
-from baton.errors import ConfigError, NodeUnavailableError
-from baton.exposure import check_is_free, split_address
-from baton.rpc import bearer, open_sync_channel
-from baton.tls import read_tls
-from baton.tls_options import NO_TLS, TlsOptions
+from baton.access.exposure import check_is_free, split_address
+from baton.access.tls import read_tls
+from baton.access.tls_options import NO_TLS, TlsOptions
+from baton.api.errors import ConfigError, NodeUnavailableError
+from baton.processes.child_processes import PARENT_PIPE_VARIABLE, PYTHON_MODULE, fleet_environment
+from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 STOP_GRACE_S = 6.0  # beyond the time that open requests have

@@ -11,14 +11,14 @@ from typing import Protocol
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
-from baton import wire, wire_admin, wire_ledger
-from baton.access import Access
-from baton.admin_answers import PART_BYTES
-from baton.audit_log import AuditKind
-from baton.errors import InvalidRequestError
-from baton.identity import Principal
-from baton.ledger import Ledger
-from baton.link import AdminCall, NodeBeat, RequestView
+from baton.access.access import Access
+from baton.access.audit_log import AuditKind
+from baton.access.identity import Principal
+from baton.api.errors import InvalidRequestError
+from baton.link import wire, wire_admin, wire_ledger
+from baton.link.admin_answers import PART_BYTES
+from baton.link.words import AdminCall, NodeBeat, RequestView
+from baton.telemetry.ledger import Ledger
 from baton.v1 import admin_pb2
 
 logger = logging.getLogger(__name__)

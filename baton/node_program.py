@@ -17,13 +17,14 @@ from typing import Any, NoReturn, Protocol
 
 from prometheus_client.registry import Collector
 
-from baton.access import Access
-from baton.call_gate import CallGate
-from baton.drain import Drain
-from baton.errors import EngineDeadError
-from baton.exposure import Exposure
-from baton.ledger import Ledger
-from baton.link import (
+from baton.access.access import Access
+from baton.access.exposure import Exposure
+from baton.access.tls import NO_TLS, TlsFiles, TlsOptions, describe
+from baton.api.errors import EngineDeadError
+from baton.link.drain import Drain
+from baton.link.round_watch import Rounds, RoundWatch
+from baton.link.router_links import RouterLinks
+from baton.link.words import (
     BEAT_INTERVAL_S,
     AbortAll,
     NodeBeat,
@@ -32,14 +33,13 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
-from baton.logs import close_logging
-from baton.metrics_page import MetricsPage
 from baton.node_admin import NodeAdmin
-from baton.process import print_error, stop_event
-from baton.round_watch import Rounds, RoundWatch
-from baton.router_links import RouterLinks
-from baton.rpc import RpcServer
-from baton.tls import NO_TLS, TlsFiles, TlsOptions, describe
+from baton.processes.process import print_error, stop_event
+from baton.serving.call_gate import CallGate
+from baton.serving.metrics_page import MetricsPage
+from baton.serving.rpc import RpcServer
+from baton.telemetry.ledger import Ledger
+from baton.telemetry.logs import close_logging
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from types import ModuleType
 
 # All that the distribution installs beside `baton`.
 NAMES = (
-    "router", "prefill_node", "decode_node", "sim_node", "loadtest", "engine", "kvconnector",
-    "models", "baton_kernels",
+    "router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
+    "engine", "kvconnector", "models", "baton_kernels",
 )  # fmt: skip
 _HOME = Path(__file__).absolute().parents[1]
 # In a checkout the kernels' package lies in a folder of its own.

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Generic, TypeVar, cast
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.errors import BatonError
+from baton.api.errors import BatonError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from chaos_load import BROKEN, CHUNK_TOKENS, Case, Load, make_cases
 from chaos_site import (

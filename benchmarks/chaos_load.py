@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton import AsyncClient, BatonError, SamplingParams
-from engine.llm import LLM
+from engine.offline.llm import LLM
 
 PATIENCE_S = 0.1
 HUNG_S = 30.0

@@ -13,7 +13,7 @@ import time
 
 import grpc
 
-from baton.errors import BatonError
+from baton.api.errors import BatonError
 from baton.local_deployment import LocalDeployment
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from chaos_load import Case

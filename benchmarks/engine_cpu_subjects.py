@@ -21,7 +21,7 @@ Generate = Callable[[Prompts, int], object]  # prompts (all of one length), toke
 
 def baton(folder: Path, threads: int, weights: str = "auto") -> Generate:
     """This engine, offline."""
-    from baton.sampling_params import SamplingParams
+    from baton.api.sampling_params import SamplingParams
     from engine import LLM
 
     llm = LLM(

@@ -18,13 +18,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import engine.model_runner
+import engine.worker.model_runner
+from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
-from baton.sampling_params import SamplingParams
+from engine.core.outputs import ScheduledRequest
+from engine.core.request import Request
 from engine.engine import Engine
-from engine.input_batch import InputBatch
-from engine.outputs import ScheduledRequest
-from engine.request import Request
+from engine.worker.input_batch import InputBatch
 from environment import record_environment, summary, write_results
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
@@ -87,7 +87,7 @@ class DecodeBench:
             (runner._context.backends[0], "plan", "plan"),
             (runner._model, "forward", "forward"),
             (runner._model, "compute_logits", "logits"),
-            (engine.model_runner, "sample", "sample"),
+            (engine.worker.model_runner, "sample", "sample"),
         ):
             self.stopwatch.wrap(owner, function, part)
         self._draw = random.Random(0)

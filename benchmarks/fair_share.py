@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from baton import AsyncClient, SamplingParams
-from baton.api_keys import draw_key, entry_text
-from baton.errors import BatonError, OverloadedError
+from baton.access.api_keys import draw_key, entry_text
+from baton.api.errors import BatonError, OverloadedError
 from environment import record_environment, write_results
 from fair_share_virtual import Answer, Scene, p99_s, play
 

@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import BatonError, OverloadedError
-from baton.identity import ANYBODY, Principal
-from baton.sampling_params import SamplingParams
+from baton.access.identity import ANYBODY, Principal
+from baton.api.errors import BatonError, OverloadedError
+from baton.api.sampling_params import SamplingParams
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.calls.wake_ups import WakeUps

@@ -155,10 +155,10 @@ class FakeGPU:
 
     def _install(self) -> None:
         import baton_kernels
-        import engine.cuda_graphs
-        import engine.model_runner
+        import engine.worker.cuda_graphs
+        import engine.worker.model_runner
         from baton_kernels import dispatch
-        from engine import device_sampling
+        from engine.sampling import device_sampling
         from models.layers import rotary
 
         triton_ops = dispatch._triton_ops
@@ -182,7 +182,7 @@ class FakeGPU:
         Tensor.to, Tensor.copy_ = counted_to, counted_copy  # type: ignore
         Tensor.pin_memory = lambda tensor: tensor  # type: ignore
         # Kernels that do not run leave any number; token ids are used as indices.
-        for module in (engine.model_runner, engine.cuda_graphs):
+        for module in (engine.worker.model_runner, engine.worker.cuda_graphs):
             module.sample_on_device = (  # type: ignore[attr-defined]
                 lambda *tensors: _cleared(device_sampling.sample_on_device(*tensors))
             )
@@ -193,7 +193,7 @@ class FakeGPU:
         runner._input_batch._on_gpu = True
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """See `engine.cuda_graphs.Capture`."""
+        """See `engine.worker.cuda_graphs.Capture`."""
         return self.timeline.launch
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

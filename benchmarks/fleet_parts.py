@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.link import NodeRegistration, NodeRole
+from baton.link.words import NodeRegistration, NodeRole
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.policies.base import Placement, RouteQuery

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from baton import AsyncClient, BatonError, SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from chaos_site import free_address
-from engine.llm import LLM
+from engine.offline.llm import LLM
 from environment import record_environment, write_results
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"

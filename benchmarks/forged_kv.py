@@ -29,9 +29,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from baton.api.sampling_params import SamplingParams
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
-from baton.link import (
+from baton.link.words import (
     CancelCommand,
     DecodeCommand,
     NodeEvent,
@@ -40,22 +41,22 @@ from baton.link import (
     PrefillCommand,
 )
 from baton.push_mode import PushMode
-from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine import LLM
 from engine.engine import Engine
 from environment import record_environment, write_results
-from kvconnector import KV_CONNECTORS, messages
+from kvconnector import KV_CONNECTORS
 from kvconnector.base import KVTransport
-from kvconnector.digests import BlockDigests
-from kvconnector.in_memory import InMemoryTransport
 from kvconnector.layout import KVLayout, LayerRange
-from kvconnector.messages import Digests, Message
-from kvconnector.nixl.agent import NixlAgent
 from kvconnector.peer_info import PeerInfo
-from kvconnector.receiver import Receiver
-from kvconnector.seals import HEADER_BYTES, Channel, Channels, peek
-from kvconnector.sender import Sender
+from kvconnector.protocol import messages
+from kvconnector.protocol.digests import BlockDigests
+from kvconnector.protocol.messages import Digests, Message
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.protocol.seals import HEADER_BYTES, Channel, Channels, peek
+from kvconnector.protocol.sender import Sender
+from kvconnector.transports.in_memory import InMemoryTransport
+from kvconnector.transports.nixl.agent import NixlAgent
 from prefill_node.node import PrefillNode
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"

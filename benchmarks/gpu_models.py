@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
-from baton.sampling_params import SamplingParams
+from engine.core.request import Request
 from engine.engine import Engine
-from engine.request import Request
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.registry import MODELS

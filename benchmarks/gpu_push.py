@@ -22,7 +22,7 @@ import torch
 from gpu_report import Report
 from gpu_timing import copy_gb_per_s
 from kvconnector.layout import KVLayout
-from kvconnector.nixl.agent import NixlAgent
+from kvconnector.transports.nixl.agent import NixlAgent
 
 LAYERS, KV_HEADS, HEAD_DIM = 36, 8, 128
 TOKENS = 4096  # 604 MB of bfloat16

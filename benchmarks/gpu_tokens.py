@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
 from gpu_report import Report
 
 Row = dict[str, float | str]  # as in gpu_timing.py, which needs more than a bare machine has

@@ -20,8 +20,8 @@ from rich.table import Table
 from baton import Client, Receipt, SamplingParams
 from baton.engine_config import EngineConfig
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from engine.core.request import Request
 from engine.engine import Engine
-from engine.request import Request
 from environment import record_environment, summary, write_results
 from handoff_churn import measure_churn
 from handoff_modes import measure_macs, measure_modes

@@ -13,7 +13,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from engine.block_pool import BlockPool
+from engine.core.block_pool import BlockPool
 from environment import summary
 from kvconnector.layout import count_runs
 

@@ -31,8 +31,8 @@ from engine.engine import Engine
 from environment import record_environment, write_results
 from handoff_modes import READY_TIMEOUT_S, free_address, make_checkpoint
 from kvconnector.base import TransferEventKind
-from kvconnector.nixl.transport import NixlTransport
-from kvconnector.receiver import Receiver
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.transports.nixl.transport import NixlTransport
 from loadtest.page.palette import LIGHT, render, style
 from prefill_node.push_tracker import PushTracker
 

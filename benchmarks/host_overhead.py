@@ -68,11 +68,11 @@ class Engines:
         self._gpu = gpu
 
     def decoding(self, batch: int, *, runs_ahead: bool = True) -> Any:
+        from baton.api.sampling_params import SamplingParams
         from baton.engine_config import EngineConfig
-        from baton.sampling_params import SamplingParams
+        from engine.core.request import Request
         from engine.engine import Engine
-        from engine.model_runner import make_model_runner
-        from engine.request import Request
+        from engine.worker.model_runner import make_model_runner
 
         config = EngineConfig(
             device="cpu", num_threads=1, attention_backend="triton", native_kernels=False,
@@ -155,8 +155,8 @@ class Layers:
 
     def __init__(self, gpu: FakeGPU, num_layers: int = SHAPE["num_layers"]) -> None:
         from baton.engine_config import EngineConfig
-        from engine.kv_cache import allocate_kv_cache, kv_cache_spec
-        from engine.model_runner import make_model_runner
+        from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
+        from engine.worker.model_runner import make_model_runner
         from models.config import ModelConfig
         from models.registry import MODELS
 
@@ -190,9 +190,9 @@ class Layers:
         return self._scheduled(CHUNK, CHUNK - 1, 1)
 
     def _scheduled(self, num_tokens: int, num_computed: int, count: int) -> Any:
-        from baton.sampling_params import SamplingParams
-        from engine.outputs import ScheduledRequest, SchedulerOutput
-        from engine.request import Request
+        from baton.api.sampling_params import SamplingParams
+        from engine.core.outputs import ScheduledRequest, SchedulerOutput
+        from engine.core.request import Request
 
         self._request += 1
         request = Request.create(
@@ -205,7 +205,7 @@ class Layers:
     def time(self, scheduled: Any) -> dict[str, Figures]:
         """Microseconds of a layer, and of its launches."""
         from baton_kernels import dispatch
-        from models.decoder import Decoder
+        from models.architectures.decoder import Decoder
 
         ops = dispatch._triton_ops()
         launches: list[tuple[Any, str]] = [(ops, name) for name in dispatch._TRITON]

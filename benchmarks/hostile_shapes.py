@@ -27,9 +27,9 @@ import grpc
 import grpc.aio
 import psutil
 
-from baton.client import AsyncClient
+from baton.api.sampling_params import SamplingParams
+from baton.client.client import AsyncClient
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.sampling_params import SamplingParams
 from environment import record_environment, write_results
 from hostile_table import Shape, all_shapes
 

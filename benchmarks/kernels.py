@@ -24,8 +24,8 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.attention.cpu import CpuAttention
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.dispatch import native_ops
-from engine.kv_cache import KVCacheSpec, allocate_kv_cache
-from engine.kv_cache_groups import KVCacheGroup
+from engine.core.kv_cache_groups import KVCacheGroup
+from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
 from environment import record_environment, write_results
 
 CONTEXT = 2048

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from baton.gguf.folder import folder_of_gguf
+from baton.checkpoint.gguf.folder import folder_of_gguf
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from environment import record_environment, write_results
 from examples.demo import NAME, PACKAGE, SHA256, fetch_model

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from baton.errors import BatonError, OverloadedError
+from baton.api.errors import BatonError, OverloadedError
 from environment import record_environment, write_results
 from resilience import NORMAL, OVERLOAD, WINDOW_S, normal_again_s
 from resilience_load import draw_case

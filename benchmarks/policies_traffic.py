@@ -13,8 +13,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from loadtest.generate import Lengths, Workload, gamma_arrivals, generate, on_off_arrivals
-from loadtest.traces import BLOCK_TOKENS, TraceRequest
+from loadtest.load.generate import Lengths, Workload, gamma_arrivals, generate, on_off_arrivals
+from loadtest.load.traces import BLOCK_TOKENS, TraceRequest
 from sim_node.timing import TimingModel
 
 TTFT_LIMIT_S, TPOT_LIMIT_S = 2.0, 0.04

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from baton.link import KVCacheEvents
-from engine.block_pool import BlockPool
-from engine.kv_event_feed import KVEventFeed
+from baton.link.words import KVCacheEvents
+from engine.core.block_pool import BlockPool
 from environment import record_environment, summary, write_results
+from node_runtime.kv_event_feed import KVEventFeed
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 

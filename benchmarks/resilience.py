@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton import AsyncClient
-from baton.model_folder import read_limits
+from baton.checkpoint.model_folder import read_limits
 from environment import record_environment, write_results
 from resilience_load import Answer, Load, watch_lag
 from resilience_site import MODEL, Site

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from baton import AsyncClient, BatonError, SamplingParams
-from baton.errors import OverloadedError
+from baton.api.errors import OverloadedError
 from sim_node.sim_model import output_tokens
 
 HUNG_S = 60.0  # behind its deadline, or without one

@@ -31,10 +31,10 @@ import grpc.aio
 import psutil
 import uvloop
 
-from baton.client_messages import make_request
-from baton.rpc import open_channel, open_sync_channel
-from baton.sampling_params import SamplingParams
-from baton.tls import NO_TLS, TlsOptions, channel_credentials, read_tls
+from baton.access.tls import NO_TLS, TlsOptions, channel_credentials, read_tls
+from baton.api.sampling_params import SamplingParams
+from baton.client.messages import make_request
+from baton.serving.rpc import open_channel, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from environment import record_environment, write_results
 from router_cost_parts import RELAY_METHOD

@@ -17,8 +17,17 @@ import grpc
 import grpc.aio
 import uvloop
 
-from baton import wire
-from baton.link import (
+from baton.access.tls import TlsOptions, read_tls
+from baton.api.outputs import (
+    DecodeReceipt,
+    FinishReason,
+    PrefillReceipt,
+    PushReceipt,
+    RequestOutput,
+)
+from baton.checkpoint.model_identity import folder_identity
+from baton.link import wire
+from baton.link.words import (
     BEAT_INTERVAL_S,
     CancelCommand,
     DecodeCommand,
@@ -33,11 +42,8 @@ from baton.link import (
     RouterCommand,
     StepDeltas,
 )
-from baton.model_identity import folder_identity
-from baton.outputs import DecodeReceipt, FinishReason, PrefillReceipt, PushReceipt, RequestOutput
-from baton.rpc import open_channel
-from baton.tls import TlsOptions, read_tls
-from baton.tokenizer import Tokenizer
+from baton.serving.rpc import open_channel
+from baton.text.tokenizer import Tokenizer
 from baton.v1 import node_pb2_grpc
 
 RELAY_METHOD = "/benchmark.Relay/Stream"

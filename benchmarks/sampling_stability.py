@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
 from engine import LLM
-from engine.gumbel import TokenIds, Words, draw
+from engine.sampling.gumbel import TokenIds, Words, draw
 from environment import record_environment, write_results
 
 MODEL = str(Path(__file__).resolve().parents[1] / "examples" / "demo_model")

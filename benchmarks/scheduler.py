@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from engine.block_pool import BlockPool
+from engine.core.block_pool import BlockPool
 from environment import record_environment, summary, write_results
 from scheduler_subjects import (
     BLOCK_SIZE,

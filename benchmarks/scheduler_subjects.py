@@ -18,12 +18,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
+from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHasher
-from baton.sampling_params import SamplingParams
-from engine.kv_cache_manager import KVCacheManager
-from engine.outputs import ModelRunnerOutput
-from engine.request import Request
-from engine.scheduler import Scheduler
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.outputs import ModelRunnerOutput
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
 
 NUM_RUNNING = 256
 NUM_WAITING = 10_000

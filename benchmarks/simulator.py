@@ -19,16 +19,16 @@ from pathlib import Path
 
 import uvloop
 
-from baton import wire
-from baton.link import (
+from baton.api.sampling_params import SamplingParams
+from baton.link import wire
+from baton.link.words import (
     BEAT_INTERVAL_S,
     DecodeCommand,
     PrefillCommand,
     RouterBeat,
     RouterCommand,
 )
-from baton.rpc import RpcServer
-from baton.sampling_params import SamplingParams
+from baton.serving.rpc import RpcServer
 from baton.v1 import node_pb2, node_pb2_grpc
 from environment import record_environment, write_results
 from sim_node.cluster import SimCluster

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton import Client, SamplingParams
-from baton.api_keys import draw_key, entry_text
+from baton.access.api_keys import draw_key, entry_text
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from environment import record_environment, write_results
 

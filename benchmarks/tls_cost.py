@@ -23,8 +23,8 @@ from typing import Any
 
 import uvloop
 
-from baton.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
-from baton.tls import NO_TLS, TlsOptions
+from baton.access.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
+from baton.access.tls import NO_TLS, TlsOptions
 from environment import record_environment, write_results
 from router_cost import large_model, measure_rate, measure_requests, router_site
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.errors import BatonError
-from baton.link import NodeBeat, NodeEvent, NodeRegistration, RequestDelta, StepDeltas
-from baton.model_identity import folder_identity
-from baton.outputs import Receipt
-from baton.sampling_params import SamplingParams
-from loadtest.traces import BLOCK_TOKENS, TraceRequest
+from baton.api.errors import BatonError
+from baton.api.outputs import Receipt
+from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.model_identity import folder_identity
+from baton.link.words import NodeBeat, NodeEvent, NodeRegistration, RequestDelta, StepDeltas
+from loadtest.load.traces import BLOCK_TOKENS, TraceRequest
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.calls.wake_ups import WakeUps

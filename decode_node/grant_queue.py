@@ -15,9 +15,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
+from engine.core.kv_cache_manager import GrantedBlocks
+from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
-from engine.kv_cache_manager import GrantedBlocks
-from engine.request import Request, RequestStatus
 
 Key = tuple[str, int]  # (request_id, epoch)
 

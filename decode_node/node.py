@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.api.errors import InvalidRequestError, TransferError
+from baton.api.outputs import DecodeReceipt, RequestOutput
+from baton.api.prompt import check_prompt, check_sampling_params
 from baton.block_hash import extra_keys_of
 from baton.decode_options import DecodeOptions
-from baton.errors import InvalidRequestError, TransferError
-from baton.ledger import Ledger
-from baton.link import (
+from baton.link.words import (
     AbortAll,
     CancelCommand,
     DecodeCommand,
@@ -30,16 +31,15 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
-from baton.node_metrics import HandoffMetrics
-from baton.outputs import DecodeReceipt, RequestOutput
-from baton.prompt import check_prompt, check_sampling_params
+from baton.telemetry.ledger import Ledger
+from baton.telemetry.node_metrics import HandoffMetrics
 from decode_node.reservations import Reservation, Reservations, ReservationState
+from engine.core.outputs import StepResult
+from engine.core.request import Request, RequestStatus, view_request
 from engine.engine import Engine
-from engine.ledger import take_ledger
-from engine.outputs import StepResult
-from engine.request import Request, RequestStatus, view_request
 from kvconnector.base import KVReceiver, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
+from node_runtime.ledger import take_ledger
 
 logger = logging.getLogger(__name__)
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton.access.tls import TlsFiles
 from baton.cli.run_node import NodeOptions
-from baton.link import NodeEvent, NodeRole
+from baton.link.words import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
-from baton.tls import TlsFiles
 from decode_node.node import DecodeNode
-from engine.node_engine import load_engine
-from engine.node_threads import NodeThreads
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import NO_OPTIONS, TransportOptions
-from kvconnector.digests import BlockDigests, digests_are_wanted
-from kvconnector.fault_file import faults_of
-from kvconnector.faults import FaultSpec, FaultyTransport
-from kvconnector.receiver import Receiver
+from kvconnector.protocol.digests import BlockDigests, digests_are_wanted
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.transports.fault_file import faults_of
+from kvconnector.transports.faults import FaultSpec, FaultyTransport
+from node_runtime.node_engine import load_engine
+from node_runtime.threads import NodeThreads
 
 
 def make_program(

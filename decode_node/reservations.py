@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.api.outputs import PushReceipt
 from baton.decode_options import DecodeOptions
-from baton.ledger import BlockHolding, BlockOwner
-from baton.node_metrics import HandoffMetrics, TransferOutcome
-from baton.outputs import PushReceipt
+from baton.telemetry.ledger import BlockHolding, BlockOwner
+from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from decode_node.gone_peers import GonePeers
 from decode_node.grant_queue import GrantQueue, Key
+from engine.core.request import Request
 from engine.engine import Engine
-from engine.request import Request
 from kvconnector.base import KVReceiver, KVReservation, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 

@@ -4,7 +4,7 @@
 _OF_EXTRA = ("numpy", "torch")
 
 try:
-    from engine.llm import LLM
+    from engine.offline.llm import LLM
 except ModuleNotFoundError as error:
     if error.name not in _OF_EXTRA:
         raise

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
 from baton.version import __version__
+from engine.core.request import Request
 from engine.engine import Engine
-from engine.request import Request
 
 logger = logging.getLogger(__name__)
 

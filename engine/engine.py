@@ -15,37 +15,37 @@ from pathlib import Path
 
 import torch
 
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash, BlockHasher
 from baton.engine_config import EngineConfig
-from baton.link import KVCacheEvent
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
+from baton.link.words import KVCacheEvent
 from baton_kernels.attention import choose_attention_backend
-from engine.cores import use_cores
-from engine.device_choice import (
+from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
+from engine.core.metrics import EngineMetrics
+from engine.core.outputs import SchedulerOutput, StepResult
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.sampling.grammar import GrammarState
+from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.worker.cores import use_cores
+from engine.worker.device_choice import (
     choose_device,
     choose_dtype,
     choose_kv_cache_dtype,
     fit_to_device,
     make_current,
 )
-from engine.grammar import GrammarState
-from engine.grammar_compiler import GrammarCompiler
-from engine.graph_capture import make_captured_runner
-from engine.kv_cache import (
+from engine.worker.graph_capture import make_captured_runner
+from engine.worker.kv_cache import (
     allocate_kv_cache,
     choose_max_model_len,
     choose_num_blocks,
     kv_cache_spec,
 )
-from engine.kv_cache_manager import GrantedBlocks, KVCacheManager
-from engine.memory_profile import measure_kv_cache_bytes
-from engine.metrics import EngineMetrics
-from engine.model_runner import AfterLayer, AnyPreparedStep, LaunchedStep
-from engine.outputs import SchedulerOutput, StepResult
-from engine.request import Request
-from engine.scheduler import Scheduler
-from engine.warm_up import warm_up
+from engine.worker.memory_profile import measure_kv_cache_bytes
+from engine.worker.model_runner import AfterLayer, AnyPreparedStep, LaunchedStep
+from engine.worker.warm_up import warm_up
 from models import load_model
 from models.base import CausalLM
 from models.config import ModelConfig

@@ -8,8 +8,8 @@ from kvconnector.base import MakeTransport
 KV_CONNECTORS: Registry[MakeTransport] = Registry(
     "KV connector",
     {
-        "nixl": "kvconnector.nixl.transport:NixlTransport",
-        "tls": "kvconnector.sockets.transport:TlsTransport",
-        "in_memory": "kvconnector.in_memory:InMemoryTransport",
+        "nixl": "kvconnector.transports.nixl.transport:NixlTransport",
+        "tls": "kvconnector.transports.sockets.transport:TlsTransport",
+        "in_memory": "kvconnector.transports.in_memory:InMemoryTransport",
     },
 )

@@ -13,11 +13,11 @@ from typing import Protocol
 
 import torch
 
-from baton.node_metrics import ConnectorMetrics, TransferOutcome
-from baton.outputs import PushReceipt
+from baton.api.outputs import PushReceipt
+from baton.telemetry.node_metrics import ConnectorMetrics, TransferOutcome
 from kvconnector.layout import LayerRange
 from kvconnector.peer_info import PeerInfo
-from kvconnector.scratch import Scratch
+from kvconnector.transports.scratch import Scratch
 
 TransferKey = tuple[str, int]  # (request_id, epoch)
 NO_TRANSFER: TransferKey = ("", 0)

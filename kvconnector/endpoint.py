@@ -14,15 +14,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from baton.errors import TransferError
-from baton.node_metrics import ConnectorMetrics
-from baton.round_watch import Rounds
+from baton.api.errors import TransferError
+from baton.link.round_watch import Rounds
+from baton.telemetry.node_metrics import ConnectorMetrics
 from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
-from kvconnector.inbox import Inbox
-from kvconnector.messages import Message
 from kvconnector.peer_info import PeerInfo
-from kvconnector.peer_process import start_time
-from kvconnector.peers import Peers
+from kvconnector.protocol.inbox import Inbox
+from kvconnector.protocol.messages import Message
+from kvconnector.protocol.peer_process import start_time
+from kvconnector.protocol.peers import Peers
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Where a block lies in a KV cache's memory. The one other place that knows the cache's layout.
 
-The cache is block-major (`engine/kv_cache.py`), so block i is one contiguous range, and so are its
-layers a to b:
+The cache is block-major (`engine/worker/kv_cache.py`), so block i is one contiguous range, and so
+are its layers a to b:
 
     base_address + i * block_bytes  ..  base_address + (i + 1) * block_bytes
         + a * layer_bytes  ..  + b * layer_bytes

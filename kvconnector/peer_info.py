@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from baton.errors import TransferError
-from baton.link import MAX_PEER_INFO_BYTES
+from baton.api.errors import TransferError
+from baton.link.words import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8
 _MAX_ADDRESS = 2**63

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.access.tls_options import TlsOptions
+from baton.api.errors import ConfigError
 from baton.cli.command_line import CommandLine
 from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
-from baton.errors import ConfigError
-from baton.process import run_program
-from baton.tls_options import TlsOptions
+from baton.processes.process import run_program
 from loadtest.compare_command import compare
-from loadtest.faults import NOTATION as FAULT_NOTATION
-from loadtest.faults import Fault, check_schedule
-from loadtest.lengths import parse_lengths
+from loadtest.drills.faults import NOTATION as FAULT_NOTATION
+from loadtest.drills.faults import Fault, check_schedule
+from loadtest.load.lengths import parse_lengths
 from loadtest.options import (
     ArrivalsOption,
     AttainmentOption,
@@ -211,11 +211,11 @@ def run(
     keep up, so that the numbers say nothing; 130: stopped.
     """
     # Here: who asks for help does not wait for it.
-    from loadtest.audit import Auditor
+    from loadtest.drills.audit import Auditor
+    from loadtest.drills.site import UpOptions, parse_pids
     from loadtest.execute import Job, execute
-    from loadtest.outputs import Outputs
+    from loadtest.report.outputs import Outputs
     from loadtest.search import Search
-    from loadtest.site import UpOptions, parse_pids
     from loadtest.steps import Sweep
 
     codes: list[int] = []

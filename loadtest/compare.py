@@ -13,14 +13,14 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from baton.errors import BatonError, ConfigError
-from loadtest.confidence import MAX_REPEATS
+from baton.api.errors import BatonError, ConfigError
+from loadtest.drills.site import UpOptions, started
+from loadtest.load.shapes import Deployment
 from loadtest.plan import LoadPlan
+from loadtest.report.confidence import MAX_REPEATS
 from loadtest.run import RunResult
 from loadtest.search import Search, play_search
 from loadtest.session import Session
-from loadtest.shapes import Deployment
-from loadtest.site import UpOptions, started
 from loadtest.targets import open_target
 from loadtest.targets.base import TargetOptions
 

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from baton.errors import ConfigError
-from baton.process import run_program
-from loadtest.lengths import parse_lengths
+from baton.api.errors import ConfigError
+from baton.processes.process import run_program
+from loadtest.load.lengths import parse_lengths
+from loadtest.load.shapes import NOTATION, Deployment
 from loadtest.options import (
     ArrivalsOption,
     AttainmentOption,
@@ -36,7 +37,6 @@ from loadtest.options import (
     fresh_seed,
 )
 from loadtest.plan import LoadPlan, OpenLoop
-from loadtest.shapes import NOTATION, Deployment
 from loadtest.slo import Slo
 
 
@@ -107,10 +107,10 @@ def compare(
     async def main() -> None:
         # Here: who asks for help does not wait for it.
         from loadtest.compare import Comparison
+        from loadtest.drills.site import UpOptions
         from loadtest.execute_comparison import execute_comparison
-        from loadtest.outputs import Outputs
+        from loadtest.report.outputs import Outputs
         from loadtest.search import Search
-        from loadtest.site import UpOptions
         from loadtest.targets.base import TargetOptions
 
         plan = LoadPlan(

@@ -10,16 +10,18 @@ from typing import Any
 
 from rich.console import Console
 
-from baton.errors import ConfigError
-from baton.process import print_error, stop_event
-from loadtest.audit import Auditor
+from baton.api.errors import ConfigError
+from baton.processes.process import print_error, stop_event
+from loadtest.drills.audit import Auditor
+from loadtest.drills.faults import Fault
+from loadtest.drills.schedule import Schedule
+from loadtest.drills.site import Site, UpOptions, started
 from loadtest.exit_codes import EXIT_LAGGED, EXIT_NOTHING_CAME, EXIT_STOPPED
-from loadtest.fault_report import audit_line, fault_line, report_faults
-from loadtest.faults import Fault
-from loadtest.outputs import Outputs
 from loadtest.plan import LoadPlan
-from loadtest.report import WIDTH, plain, print_summary, result_to_json, write_requests
-from loadtest.report_steps import (
+from loadtest.report.fault_report import audit_line, fault_line, report_faults
+from loadtest.report.outputs import Outputs
+from loadtest.report.report import WIDTH, plain, print_summary, result_to_json, write_requests
+from loadtest.report.report_steps import (
     cache_lines,
     search_lines,
     search_to_json,
@@ -28,10 +30,8 @@ from loadtest.report_steps import (
     steps_to_json,
 )
 from loadtest.run import RunResult
-from loadtest.schedule import Schedule
 from loadtest.search import Search, check_search, play_search
 from loadtest.session import Session
-from loadtest.site import Site, UpOptions, started
 from loadtest.steps import Step, Sweep, play_sweep
 from loadtest.targets import open_target
 from loadtest.targets.base import TargetOptions

@@ -6,15 +6,15 @@ import asyncio
 
 from rich.console import Console
 
-from baton.process import print_error, stop_event
+from baton.processes.process import print_error, stop_event
 from loadtest.compare import Comparison, Trial, play_comparison
 from loadtest.execute import judge, shown
 from loadtest.exit_codes import EXIT_STOPPED
-from loadtest.outputs import Outputs
-from loadtest.report import WIDTH, plain
-from loadtest.report_compare import comparison_to_json, print_comparison, trial_line
+from loadtest.report.outputs import Outputs
+from loadtest.report.report import WIDTH, plain
+from loadtest.report.report_compare import comparison_to_json, print_comparison, trial_line
+from loadtest.report.verdict import values_of
 from loadtest.targets.base import TargetOptions
-from loadtest.verdict import values_of
 
 
 async def execute_comparison(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from loadtest.exit_codes import EXIT_LAGGED
-from loadtest.lengths import NOTATION
+from loadtest.load.lengths import NOTATION
 from loadtest.plan import ARRIVALS
 
 MAX_FRESH_SEED = 2**31

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.errors import ConfigError
-from loadtest.generate import Lengths
-from loadtest.lengths import LengthDistribution
+from baton.api.errors import ConfigError
+from loadtest.load.generate import Lengths
+from loadtest.load.lengths import LengthDistribution
 from loadtest.slo import NO_SLO, Slo
 
 ARRIVALS = ("constant", "poisson", "gamma")

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from loadtest.environment import Environment, environment
+from loadtest.load.player import Beside, Player
+from loadtest.load.record import RequestRecord
 from loadtest.plan import LoadPlan
-from loadtest.player import Beside, Player
-from loadtest.record import RequestRecord
-from loadtest.summary import Summary, summarize
+from loadtest.report.summary import Summary, summarize
 from loadtest.targets.base import Target
 
 

@@ -12,9 +12,9 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
-from loadtest.confidence import MAX_REPEATS, Interval, bracket_interval, mean_interval
+from baton.api.errors import ConfigError
 from loadtest.plan import LoadPlan, OpenLoop
+from loadtest.report.confidence import MAX_REPEATS, Interval, bracket_interval, mean_interval
 from loadtest.steps import OnStep, Play, Step, with_load
 
 MAX_TRIALS = 40

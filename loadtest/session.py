@@ -7,9 +7,9 @@ import contextlib
 
 from rich.console import Console
 
+from loadtest.load.player import Beside
 from loadtest.plan import LoadPlan
-from loadtest.player import Beside
-from loadtest.progress import show_progress
+from loadtest.report.progress import show_progress
 from loadtest.run import Run, RunResult
 from loadtest.targets.base import Target
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 
 LIMITED = ("ttft", "tpot", "gap", "e2e")
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop
 from loadtest.run import RunResult
 

@@ -39,7 +39,7 @@ def load_model(
         ModelLoadError: the folder is missing, incomplete, broken or of an unsupported kind; one
             line that names the file and the field or tensor.
     """
-    from models.loader import load_model as load  # here, because it imports torch
+    from models.loading.loader import load_model as load  # here, because it imports torch
 
     return load(folder, dtype=dtype, device=device, max_model_len=max_model_len)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.errors import ModelLoadError
+from baton.api.errors import ModelLoadError
 from models.fields import Fields
 from models.registry import MODELS
 from models.rope_config import RopeConfig, parse_rope
@@ -153,7 +153,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 def _is_of_kv_cache_only(quantization: Fields) -> bool:
     """Whether nothing is quantized but keys and values, in float8 with one scale per layer each.
 
-    As compressed-tensors writes it; the scales, which `models.loader` finds among the weights, are
+    As compressed-tensors writes it; the scales, which the loader finds among the weights, are
     used where the KV cache is one of float8, and do not matter elsewhere.
     """
     if not quantization.has("kv_cache_scheme"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
 
-from baton.errors import ModelLoadError
+from baton.api.errors import ModelLoadError
 
 
 class Fields:

@@ -12,15 +12,15 @@ from baton.registry import Registry
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from models.architectures.decoder import DecoderForCausalLM
     from models.config import ModelConfig
-    from models.decoder import DecoderForCausalLM
 
 MODELS: Registry[Callable[[ModelConfig], DecoderForCausalLM]] = Registry(
     "model architecture",
     {
-        "LlamaForCausalLM": "models.llama:LlamaForCausalLM",
-        "MistralForCausalLM": "models.mistral:MistralForCausalLM",
-        "Qwen2ForCausalLM": "models.qwen2:Qwen2ForCausalLM",
-        "Qwen3ForCausalLM": "models.qwen3:Qwen3ForCausalLM",
+        "LlamaForCausalLM": "models.architectures.llama:LlamaForCausalLM",
+        "MistralForCausalLM": "models.architectures.mistral:MistralForCausalLM",
+        "Qwen2ForCausalLM": "models.architectures.qwen2:Qwen2ForCausalLM",
+        "Qwen3ForCausalLM": "models.architectures.qwen3:Qwen3ForCausalLM",
     },
 )

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from baton.api.errors import InvalidRequestError, TransferError
+from baton.api.outputs import FinishReason, PrefillReceipt, RequestOutput
+from baton.api.prompt import check_prompt, check_sampling_params
 from baton.block_hash import extra_keys_of
-from baton.errors import InvalidRequestError, TransferError
-from baton.ledger import Ledger
-from baton.link import (
+from baton.link.words import (
     AbortAll,
     CancelCommand,
     NodeBeat,
@@ -31,16 +32,15 @@ from baton.link import (
     RequestView,
     RouterCommand,
 )
-from baton.node_metrics import HandoffMetrics
-from baton.outputs import FinishReason, PrefillReceipt, RequestOutput
-from baton.prompt import check_prompt, check_sampling_params
 from baton.push_mode import PushMode
+from baton.telemetry.ledger import Ledger
+from baton.telemetry.node_metrics import HandoffMetrics
+from engine.core.outputs import SchedulerOutput, StepResult
+from engine.core.request import Request, view_request
 from engine.engine import Engine
-from engine.ledger import take_ledger
-from engine.outputs import SchedulerOutput, StepResult
-from engine.request import Request, view_request
 from kvconnector.base import KVSender, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
+from node_runtime.ledger import take_ledger
 from prefill_node.push_tracker import NUM_LAYER_GROUPS, PushTracker
 
 logger = logging.getLogger(__name__)

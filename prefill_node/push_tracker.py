@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.ledger import BlockHolding, BlockOwner
-from baton.link import AbortAll, RequestView
-from baton.node_metrics import HandoffMetrics, TransferOutcome
-from baton.outputs import RequestOutput
+from baton.api.outputs import RequestOutput
+from baton.link.words import AbortAll, RequestView
 from baton.push_mode import PushMode
+from baton.telemetry.ledger import BlockHolding, BlockOwner
+from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
+from engine.core.outputs import ScheduledRequest, SchedulerOutput
+from engine.core.request import Request, view_request
 from engine.engine import Engine
-from engine.outputs import ScheduledRequest, SchedulerOutput
-from engine.request import Request, view_request
 from kvconnector.base import BlockPush, KVSender, TransferEvent, TransferEventKind
 from kvconnector.layout import layer_groups
 from prefill_node.layer_tail import LayerTail

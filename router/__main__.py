@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.access.audit_log import HELP as AUDIT_LOG_HELP
+from baton.access.audit_log import STANDARD_OUTPUT
+from baton.access.tls_options import TlsOptions
 from baton.addresses import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
-from baton.audit_log import HELP as AUDIT_LOG_HELP
-from baton.audit_log import STANDARD_OUTPUT
 from baton.cli.command_line import CommandLine
 from baton.cli.log_options import LogFormatOption, LogLevelOption
 from baton.cli.text_options import (
@@ -24,8 +25,7 @@ from baton.cli.tls_options import (
     TlsCertOption,
     TlsKeyOption,
 )
-from baton.process import run_program
-from baton.tls_options import TlsOptions
+from baton.processes.process import run_program
 from router.connection_budget import ConnectionOptions
 from router.gate.admission_options import AdmissionOptions
 from router.intake.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS

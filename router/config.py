@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.access.exposure import Exposure, is_public
+from baton.access.tls import NO_TLS, TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
-from baton.errors import ConfigError
-from baton.exposure import Exposure, is_public
-from baton.link import BEAT_INTERVAL_S
-from baton.tls import NO_TLS, TlsOptions
+from baton.api.errors import ConfigError
+from baton.link.words import BEAT_INTERVAL_S
 from router.connection_budget import ConnectionOptions
 from router.gate.admission_options import AdmissionOptions
 from router.intake.text_options import TextOptions
@@ -120,7 +120,7 @@ def requires_client_certs(config: RouterConfig, listen: str) -> bool:
 def check_exposure(config: RouterConfig) -> None:
     """Refuse listeners that others can reach and that lack protection; raises ConfigError."""
     tls = config.tls
-    # One is enough: who brings none may do nothing then (`baton/access.py`).
+    # One is enough: who brings none may do nothing then (`baton/access/access.py`).
     has_keys = bool(config.api_keys_file or config.node_token or config.admin_token)
 
     def check(option: str, listen: str, authentication: str, is_authenticated: bool) -> None:

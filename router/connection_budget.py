@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.connection_limits import ConnectionLimits, RpcLimits
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
+from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 
 # For files, logs, threads' pipes, and connections that the router opens itself.
 _NUM_OWN = 64

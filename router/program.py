@@ -12,19 +12,19 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.access import Access
-from baton.access_log import AccessLog
-from baton.audit_log import AuditLog
-from baton.call_gate import CallGate
-from baton.connection_limits import ConnectionLimits, RpcLimits
-from baton.exposure import is_public
-from baton.identity import ANYBODY, ANYBODY_HERE, Role
-from baton.link import BEAT_INTERVAL_S
-from baton.model_folder import ModelLimits, find_model_folder, read_limits
-from baton.model_identity import folder_identity
-from baton.process import num_descriptors_allowed, stop_event
-from baton.rpc import RpcServer
-from baton.tls import ServerContext, TlsFiles, describe
+from baton.access.access import Access
+from baton.access.audit_log import AuditLog
+from baton.access.exposure import is_public
+from baton.access.identity import ANYBODY, ANYBODY_HERE, Role
+from baton.access.tls import ServerContext, TlsFiles, describe
+from baton.checkpoint.model_folder import ModelLimits, find_model_folder, read_limits
+from baton.checkpoint.model_identity import folder_identity
+from baton.link.words import BEAT_INTERVAL_S
+from baton.processes.process import num_descriptors_allowed, stop_event
+from baton.serving.access_log import AccessLog
+from baton.serving.call_gate import CallGate
+from baton.serving.connection_limits import ConnectionLimits, RpcLimits
+from baton.serving.rpc import RpcServer
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from baton.rpc import RpcServer
+from baton.serving.rpc import RpcServer
 from router.calls.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
+from baton.access.exposure import split_address
+from baton.access.tls_options import TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
 from baton.block_hash import HASH_ALGORITHMS
 from baton.cli.command_line import CommandLine
 from baton.cli.log_options import LogFormatOption, LogLevelOption
 from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
-from baton.exposure import split_address
-from baton.process import run_program
-from baton.tls_options import TlsOptions
+from baton.processes.process import run_program
 from sim_node.faults import FaultSpec
 from sim_node.options import SimOptions
 from sim_node.timing import PRESETS

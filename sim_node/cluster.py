@@ -18,12 +18,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import TracebackType
 
-from baton.errors import ConfigError, NodeUnavailableError
-from baton.link import BEAT_INTERVAL_S, NodeRole
-from baton.model_folder import find_model_folder, read_limits
-from baton.model_identity import SIMULATED, folder_identity
-from baton.router_links import RouterLinks
-from baton.tls import NO_TLS, TlsOptions
+from baton.access.tls import NO_TLS, TlsOptions
+from baton.api.errors import ConfigError, NodeUnavailableError
+from baton.checkpoint.model_folder import find_model_folder, read_limits
+from baton.checkpoint.model_identity import SIMULATED, folder_identity
+from baton.link.router_links import RouterLinks
+from baton.link.words import BEAT_INTERVAL_S, NodeRole
 from sim_node.faults import FaultSpec
 from sim_node.kv_network import KVNetwork
 from sim_node.node import NodeLinks, SimNode

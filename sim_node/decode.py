@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason, PushReceipt, RequestOutput
 from baton.block_hash import BlockHash
-from baton.errors import InvalidRequestError
-from baton.link import (
+from baton.link.words import (
     AbortAll,
     CancelCommand,
     DecodeCommand,
@@ -22,7 +23,6 @@ from baton.link import (
     PrefillCommand,
     RequestDelta,
 )
-from baton.outputs import FinishReason, PushReceipt, RequestOutput
 from sim_node.decode_job import NO_PUSH, Name, SimDecodeJob
 from sim_node.kv_events import KVEventLog
 from sim_node.kv_network import KVCommit, KVEnd, KVGrant, KVMessage, KVStart

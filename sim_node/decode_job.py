@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.api.outputs import DecodeReceipt, PushReceipt
 from baton.block_hash import BlockHash
-from baton.link import DecodeCommand
-from baton.outputs import DecodeReceipt, PushReceipt
+from baton.link.words import DecodeCommand
 from sim_node.kv_cache import Holding
 from sim_node.kv_network import TRANSPORT
 

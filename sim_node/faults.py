@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.block_hash import shorten
-from baton.link import KVCacheEvents
+from baton.link.words import KVCacheEvents
 from sim_node.kv_cache import SimKVCache
 
 # Stored names of a snapshot go in parts: a link carries other things, too.

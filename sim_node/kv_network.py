@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.outputs import PushReceipt
+from baton.api.outputs import PushReceipt
 
 TRANSPORT = "simulated"
 

@@ -12,10 +12,12 @@ import uuid
 from collections.abc import Callable
 from typing import Protocol
 
+from baton.access.tls import NO_TLS, TlsOptions
+from baton.api.errors import ConfigError
 from baton.block_hash import BlockHasher
-from baton.drain import Drain
-from baton.errors import ConfigError
-from baton.link import (
+from baton.link.drain import Drain
+from baton.link.router_links import RouterLinks
+from baton.link.words import (
     AbortAll,
     CancelCommand,
     DecodeCommand,
@@ -29,8 +31,6 @@ from baton.link import (
     RouterCommand,
     SendKVSnapshot,
 )
-from baton.router_links import RouterLinks
-from baton.tls import NO_TLS, TlsOptions
 from baton.version import __version__
 from sim_node.clock import NodeClock
 from sim_node.decode import SimDecode

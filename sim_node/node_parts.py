@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import RequestOutput
+from baton.api.prompt import check_prompt, check_sampling_params
 from baton.block_hash import BlockHash, BlockHasher, extra_keys_of
-from baton.errors import InvalidRequestError
-from baton.link import (
+from baton.link.words import (
     AbortAll,
     CancelCommand,
     DecodeCommand,
@@ -18,8 +20,6 @@ from baton.link import (
     RequestDelta,
     RequestError,
 )
-from baton.outputs import RequestOutput
-from baton.prompt import check_prompt, check_sampling_params
 from sim_node.clock import NodeClock
 from sim_node.kv_cache import SimKVCache
 from sim_node.kv_network import KVMessage, KVNetwork

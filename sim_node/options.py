@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.api.errors import ConfigError
 from baton.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
-from baton.errors import ConfigError
 from sim_node.timing import PRESETS, TimingModel
 
 

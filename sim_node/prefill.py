@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason, PrefillReceipt, PushReceipt, RequestOutput
 from baton.block_hash import BlockHash
-from baton.errors import InvalidRequestError
-from baton.link import (
+from baton.link.words import (
     AbortAll,
     CancelCommand,
     DecodeCommand,
@@ -20,7 +21,6 @@ from baton.link import (
     PrefillCommand,
     RequestDelta,
 )
-from baton.outputs import FinishReason, PrefillReceipt, PushReceipt, RequestOutput
 from sim_node.kv_cache import Holding
 from sim_node.kv_events import KVEventLog
 from sim_node.kv_network import TRANSPORT, KVCommit, KVEnd, KVGrant, KVMessage, KVStart

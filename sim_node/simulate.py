@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from baton.process import stop_event
+from baton.processes.process import stop_event
 from sim_node.cluster import SimCluster
 
 logger = logging.getLogger(__name__)

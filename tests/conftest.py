@@ -19,9 +19,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it when it is imported
 
-from baton import logs
-from engine.kv_retention import NULL_BLOCK
-from engine.scheduler import Scheduler
+from baton.telemetry import logs
+from engine.core.kv_retention import NULL_BLOCK
+from engine.core.scheduler import Scheduler
 from tests.fakes.dead_engines import died_on_purpose
 
 # No deadline: a shared machine stops a test now and then. The gate runs the same examples each

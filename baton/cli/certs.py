@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.access.identity import NODE_KINDS, Role
+from baton.api.errors import ConfigError
 from baton.cli.command_line import CommandError, CommandLine
-from baton.errors import ConfigError
-from baton.identity import NODE_KINDS, Role
 
 if TYPE_CHECKING:
-    from baton.dev_certificates import Holder
+    from baton.access.dev_certificates import Holder
 
 ROUTER = "router"
 _CALLER_ROLES = tuple(role.value for role in Role if role is not Role.JOIN)
@@ -58,7 +58,7 @@ def dev(
 
     Not for production: the CA's key lies beside them. A CA that is in the folder is used again.
     """
-    from baton.dev_certificates import LOCAL_HOSTS, write_dev_certificates
+    from baton.access.dev_certificates import LOCAL_HOSTS, write_dev_certificates
 
     hosts = (*LOCAL_HOSTS, *(host or ()))
     try:
@@ -75,7 +75,7 @@ def dev(
 
 
 def _all(num_prefill: int, num_decode: int, hosts: tuple[str, ...]) -> list[Holder]:
-    from baton.dev_certificates import Holder
+    from baton.access.dev_certificates import Holder
 
     nodes = [("prefill", f"p{i}") for i in range(num_prefill)]
     nodes += [("decode", f"d{i}") for i in range(num_decode)]
@@ -92,7 +92,7 @@ def _all(num_prefill: int, num_decode: int, hosts: tuple[str, ...]) -> list[Hold
 
 def _one(name: str, role: str, tenant: str, hosts: tuple[str, ...]) -> Holder:
     """Raises ConfigError."""
-    from baton.dev_certificates import Holder
+    from baton.access.dev_certificates import Holder
 
     for option, text in (("name", name), *((("tenant", tenant),) if tenant else ())):
         if not _NAME.fullmatch(text) or text in ("ca", ".", ".."):

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.api.errors import BatonError
+from baton.api.outputs import TextDelta
+from baton.api.sampling_params import SamplingParams
 from baton.cli.structured_output_options import (
     ChoiceOption,
     GrammarOption,
@@ -19,13 +22,10 @@ from baton.cli.structured_output_options import (
     make_structured_output,
 )
 from baton.cli.tls_options import RouterAccess, takes_access
-from baton.errors import BatonError
-from baton.outputs import TextDelta
-from baton.process import print_error
-from baton.sampling_params import SamplingParams
+from baton.processes.process import print_error
 
 if TYPE_CHECKING:
-    from baton.client import Client
+    from baton.client.client import Client
 
 takes_client_access = takes_access(
     router=Annotated[str, typer.Option(help="host:port of the router.")]
@@ -72,7 +72,7 @@ def generate(
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
     """Complete a text; prints it as it is made."""
-    from baton.client import Client  # here: who asks for help does not wait for it
+    from baton.client.client import Client  # here: who asks for help does not wait for it
 
     with _interruptible():
         params = SamplingParams(
@@ -125,7 +125,7 @@ def chat(
     system: Annotated[str, typer.Option(help="System message.")] = "",
 ) -> None:
     """Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer."""
-    from baton.client import Client
+    from baton.client.client import Client
 
     with contextlib.suppress(ImportError):  # makes the arrow keys work in `input`
         import readline  # noqa: F401

@@ -13,8 +13,8 @@ from typing import Any
 import typer
 import typer.core
 
-from baton.child_processes import ENVIRONMENT_PREFIX
-from baton.errors import BatonError
+from baton.api.errors import BatonError
+from baton.processes.child_processes import ENVIRONMENT_PREFIX
 
 EPILOG = (
     "Every option can be given as an environment variable, too: --max-model-len as "
@@ -97,7 +97,7 @@ class _Command(typer.core.TyperCommand):
         try:
             return super().invoke(ctx)
         except (BatonError, CommandError) as error:
-            from baton.process import print_error  # here: else nobody waits for it
+            from baton.processes.process import print_error  # here: else nobody waits for it
 
             options = (p.name for p in self.params if isinstance(p, typer.core.TyperOption))
             print_error(with_option_names(str(error), filter(None, options)))

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from baton.api_keys import (
+from baton.access.api_keys import (
     SHORT_KEY_CHARS,
     ApiKey,
     convert_lines,
@@ -21,10 +21,10 @@ from baton.api_keys import (
     parse_keys,
     read_keys,
 )
+from baton.api.errors import BatonError, ConfigError
 from baton.cli.admin.output import escape, make_table
 from baton.cli.command_line import CommandLine
-from baton.errors import BatonError, ConfigError
-from baton.process import print_error
+from baton.processes.process import print_error
 
 app = CommandLine(
     no_args_is_help=True,

@@ -10,17 +10,17 @@ from typing import Annotated
 
 import typer
 
+from baton.access.audit_log import HELP as AUDIT_LOG_HELP
+from baton.access.audit_log import STANDARD_OUTPUT
+from baton.access.tls_options import TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
-from baton.audit_log import HELP as AUDIT_LOG_HELP
-from baton.audit_log import STANDARD_OUTPUT
+from baton.api.errors import ConfigError
 from baton.block_hash import HASH_ALGORITHMS
 from baton.cli.log_options import LogFormatOption, LogLevelOption
 from baton.cli.run_node import NodeOptions, run_node
 from baton.cli.tls_options import InsecureOption, TlsCaOption, TlsCertOption, TlsKeyOption
 from baton.engine_config import DTYPES, KV_CACHE_DTYPES, WEIGHTS, EngineConfig
-from baton.errors import ConfigError
 from baton.push_mode import PushMode
-from baton.tls_options import TlsOptions
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULTS = EngineConfig()

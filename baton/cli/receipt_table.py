@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.outputs import Receipt
+from baton.api.outputs import Receipt
 
 
 def receipt_line(receipt: Receipt) -> str:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from baton.access.exposure import split_address
+from baton.access.tls_options import NO_TLS, TlsOptions
+from baton.api.errors import ConfigError
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
-from baton.errors import ConfigError
-from baton.exposure import split_address
-from baton.process import run_program
+from baton.processes.process import run_program
 from baton.push_mode import PushMode
 from baton.registry import Registry
-from baton.tls_options import NO_TLS, TlsOptions
 
 if TYPE_CHECKING:
-    from baton.link import NodeEvent
+    from baton.link.words import NodeEvent
     from baton.node_program import NodeProgram
 
 
@@ -63,9 +63,9 @@ def run_node(options: NodeOptions, program: str) -> int:
         program: ``"package.module:function"`` that makes it; imported late, as it needs torch.
     """
     # Imported here: who asks for help does not wait for it.
-    from baton.access import Access
-    from baton.audit_log import AuditLog
-    from baton.model_folder import find_model_folder
+    from baton.access.access import Access
+    from baton.access.audit_log import AuditLog
+    from baton.checkpoint.model_folder import find_model_folder
     from baton.node_program import run_node_program
 
     def make_node(

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from baton.access.tls_options import TlsOptions
 from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
-from baton.tls_options import TlsOptions
 
 _STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
 

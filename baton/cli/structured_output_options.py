@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from baton.errors import InvalidRequestError
-from baton.structured_output import StructuredOutput
+from baton.api.errors import InvalidRequestError
+from baton.api.structured_output import StructuredOutput
 
 JsonSchemaOption = Annotated[
     str | None,

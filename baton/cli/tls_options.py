@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.access.tls_options import TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
+from baton.api.errors import ConfigError
 from baton.cli.command_line import with_option_names
-from baton.errors import ConfigError
-from baton.tls_options import TlsOptions
 
 TlsCertOption = Annotated[
     str,
@@ -77,7 +77,7 @@ def takes_access(**options: Any) -> Callable[[Callable[..., None]], Callable[...
             try:
                 own = TlsOptions(**{name[4:]: values.pop(name) for name in tls})
             except ConfigError as error:
-                from baton.process import print_error  # here: else nobody waits for it
+                from baton.processes.process import print_error  # here: else nobody waits for it
 
                 print_error(with_option_names(str(error), tls))
                 raise typer.Exit(2) from None

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from loadtest.page.compare_figures import compare_figures
 from loadtest.page.palette import Document, Look, make_logarithmic
 from loadtest.page.step_figures import step_figures
-from loadtest.series import AFTER_FIRST
+from loadtest.report.series import AFTER_FIRST
 
 # Each with the limit of an SLO that is upon it.
 _CDFS = {

@@ -18,9 +18,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from baton.errors import ConfigError
-from loadtest.distribution import PER_MILLE
-from loadtest.terms import FIRST_STAGE, LATENCY_NAMES, RATE_MEANINGS
+from baton.api.errors import ConfigError
+from loadtest.report.distribution import PER_MILLE
+from loadtest.report.terms import FIRST_STAGE, LATENCY_NAMES, RATE_MEANINGS
 
 Document = dict[str, Any]
 COLUMNS = ("mean", *PER_MILLE, "max")

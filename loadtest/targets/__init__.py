@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 from baton.registry import Registry
 from loadtest.targets.base import OpenTarget, Target, TargetOptions
 

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import msgspec
 
-from baton.errors import BatonError
-from baton.outputs import Receipt
-from baton.tls_options import NO_TLS, TlsOptions
-from loadtest.prompts import Prompt
+from baton.access.tls_options import NO_TLS, TlsOptions
+from baton.api.errors import BatonError
+from baton.api.outputs import Receipt
+from loadtest.load.prompts import Prompt
 
 COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")
 

@@ -11,16 +11,16 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs lack it
 
-from baton import wire_types
-from baton.client_messages import credentials, models_from_proto
-from baton.errors import ConfigError
-from baton.exposure import split_address
-from baton.rpc import MAX_MESSAGE_BYTES
-from baton.sampling_params import SamplingParams
-from baton.tls import channel_credentials, read_tls
-from baton.tls_refusal import why_refused
+from baton.access.exposure import split_address
+from baton.access.tls import channel_credentials, read_tls
+from baton.access.tls_refusal import why_refused
+from baton.api.errors import ConfigError
+from baton.api.sampling_params import SamplingParams
+from baton.client.messages import credentials, models_from_proto
+from baton.serving.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2, types_pb2
-from loadtest.prompts import Prompt, is_text
+from baton.wire import types as wire_types
+from loadtest.load.prompts import Prompt, is_text
 from loadtest.targets.base import Frame, Target, TargetError, TargetOptions, Usage
 
 _GENERATE = "/baton.v1.Inference/Generate"

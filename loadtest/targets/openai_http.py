@@ -14,11 +14,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from baton.client_messages import credentials
-from baton.errors import ConfigError
-from baton.outputs import Receipt
-from baton.tls import client_context, read_tls
-from loadtest.prompts import Prompt, is_text
+from baton.access.tls import client_context, read_tls
+from baton.api.errors import ConfigError
+from baton.api.outputs import Receipt
+from baton.client.messages import credentials
+from loadtest.load.prompts import Prompt, is_text
 from loadtest.targets.base import (
     COUNT_TOKENS_BY,
     Frame,

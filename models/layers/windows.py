@@ -5,7 +5,7 @@ Refuses to know: what a window does.
 
 from __future__ import annotations
 
-from baton.errors import ModelLoadError
+from baton.api.errors import ModelLoadError
 from models.config import ModelConfig
 
 

@@ -16,16 +16,16 @@ import structlog
 from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from baton.access import Access
-from baton.access_log import AccessEntry, AccessLog, trace_id_of
-from baton.audit_log import AuditKind
-from baton.call_roles import ANY, INFER, LOOK, OPEN, Roles
-from baton.connection_limits import ConnectionCounts, ConnectionLimits
-from baton.connections import Listener
-from baton.credentials import TRACEPARENT, http_credentials
-from baton.errors import HTTP_STATUS_OF, ConfigError, InvalidRequestError, OverloadedError
-from baton.held_calls import HeldCalls
-from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
+from baton.access.access import Access
+from baton.access.audit_log import AuditKind
+from baton.access.call_roles import ANY, INFER, LOOK, OPEN, Roles
+from baton.access.credentials import TRACEPARENT, http_credentials
+from baton.api.errors import HTTP_STATUS_OF, ConfigError, InvalidRequestError, OverloadedError
+from baton.serving.access_log import AccessEntry, AccessLog, trace_id_of
+from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
+from baton.serving.connections import Listener
+from baton.serving.held_calls import HeldCalls
+from baton.serving.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.version import __version__
 from router.api.anthropic_messages.api import count_tokens, messages
 from router.api.http.chat import chat_completions

@@ -6,7 +6,8 @@ import dataclasses
 
 import msgspec
 
-from baton.link import (
+from baton.api.outputs import PrefillReceipt, RequestOutput
+from baton.link.words import (
     CancelCommand,
     DecodeCommand,
     NodeRole,
@@ -14,7 +15,6 @@ from baton.link import (
     RequestDelta,
     RequestError,
 )
-from baton.outputs import PrefillReceipt, RequestOutput
 from router.calls.call import Call
 from router.calls.delta_order import DeltaOrder
 from router.calls.output_buffer import OutputBuffer

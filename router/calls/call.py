@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.identity import ANYBODY, Principal
-from baton.link import scoped_id
-from baton.outputs import Receipt, RequestOutput
-from baton.sampling_params import SamplingParams
-from baton.stop_strings import DEFAULT_TEXT, DetokenizeOptions
+from baton.access.identity import ANYBODY, Principal
+from baton.api.outputs import Receipt, RequestOutput
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import scoped_id
+from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
 from router.fleet.prefix.prompt_hashes import PromptHashes
 
 

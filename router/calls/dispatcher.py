@@ -9,9 +9,9 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
-from baton.errors import BatonError, InvalidRequestError, RequestCancelledError
-from baton.link import RequestError
-from baton.outputs import FinishReason, Receipt
+from baton.api.errors import BatonError, InvalidRequestError, RequestCancelledError
+from baton.api.outputs import FinishReason, Receipt
+from baton.link.words import RequestError
 from router.calls.call import Call, CallOutput
 from router.calls.decisions import DecisionLog
 from router.calls.open_call import OpenCall

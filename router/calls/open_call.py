@@ -11,12 +11,12 @@ import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
-from baton.errors import (
+from baton.api.errors import (
     NodeUnavailableError,
 )
-from baton.link import BEAT_INTERVAL_S, NodeRole, RequestDelta, RequestError
-from baton.model_identity import Identity
-from baton.outputs import Receipt, RequestOutput
+from baton.api.outputs import Receipt, RequestOutput
+from baton.checkpoint.model_identity import Identity
+from baton.link.words import BEAT_INTERVAL_S, NodeRole, RequestDelta, RequestError
 from router.calls.attempt import Attempt
 from router.calls.call import Call, CallOutput
 from router.calls.output_buffer import OutputBuffer

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from array import array
 
-from baton.link import RequestDelta
-from baton.outputs import DecodeReceipt, FinishReason, RequestOutput, TokenLogprobs
+from baton.api.outputs import DecodeReceipt, FinishReason, RequestOutput, TokenLogprobs
+from baton.link.words import RequestDelta
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
 

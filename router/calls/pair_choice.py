@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from baton.link import NodeRole
+from baton.link.words import NodeRole
 from router.fleet.fleet import Fleet, Pair
 from router.fleet.load.node_load import NodeLoad
 from router.fleet.node import LegDelta

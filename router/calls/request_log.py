@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from baton.errors import BatonError, status_name
-from baton.outputs import FinishReason, Receipt
+from baton.api.errors import BatonError, status_name
+from baton.api.outputs import FinishReason, Receipt
 from router.calls.call import Call, CallOutput
 
 

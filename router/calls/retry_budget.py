@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from baton.errors import ConfigError, NodeUnavailableError, OverloadedError
-from baton.link import RequestError
+from baton.api.errors import ConfigError, NodeUnavailableError, OverloadedError
+from baton.link.words import RequestError
 
 WINDOW_S = 10.0
 # Calls that wait for a retry hold their prompts, and their clients: so many, and so long.

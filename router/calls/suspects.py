@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.errors import NotFoundError, PoisonRequestError
+from baton.api.errors import NotFoundError, PoisonRequestError
 from router.calls.call import Call
 from router.fleet.lost_nodes import LostNodes
 

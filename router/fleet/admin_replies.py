@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from baton.admin_answers import MAX_REPLY_BYTES
-from baton.errors import NodeUnavailableError
-from baton.link import AdminReply
+from baton.api.errors import NodeUnavailableError
+from baton.link.admin_answers import MAX_REPLY_BYTES
+from baton.link.words import AdminReply
 from baton.v1 import admin_pb2
-from baton.wire_parts import count_parts
+from baton.wire.parts import count_parts
 from router.fleet.call_errors import error_of
 
 # Of one message and of an answer as a whole: what objects are made of, of a hundred bytes each.

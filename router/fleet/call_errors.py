@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.errors import (
+from baton.api.errors import (
     BatonError,
     DeadlineExceededError,
     EngineDeadError,
@@ -11,7 +11,7 @@ from baton.errors import (
     OverloadedError,
     RequestCancelledError,
 )
-from baton.link import RequestError
+from baton.link.words import RequestError
 
 _ERRORS: dict[str, type[BatonError]] = {
     "UNAVAILABLE": NodeUnavailableError,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 
-from baton.link import NodeRole
+from baton.link.words import NodeRole
 from router.fleet.fleet import Fleet
 from router.fleet.health import HealthState
 from router.fleet.load.node_load import NodeLoad

@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from baton.link import NodeRegistration
+from baton.link.words import NodeRegistration
 from router.fleet.node import Node, num_bytes_of
 
 MAX_NODES = 4096

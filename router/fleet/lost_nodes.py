@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from baton.link import NodeRegistration
-from baton.model_identity import identity_of
+from baton.checkpoint.model_identity import identity_of
+from baton.link.words import NodeRegistration
 
 SHOWN_S = 300.0
 MAX_SHOWN = 256

@@ -13,7 +13,9 @@ from typing import Protocol
 
 import msgspec
 
-from baton.link import (
+from baton.api.outputs import FinishReason, RequestOutput
+from baton.checkpoint.model_identity import Identity, identity_of
+from baton.link.words import (
     NodeBeat,
     NodeRegistration,
     NodeRole,
@@ -24,8 +26,6 @@ from baton.link import (
     ServingState,
     StepDeltas,
 )
-from baton.model_identity import Identity, identity_of
-from baton.outputs import FinishReason, RequestOutput
 from router.fleet.admin_replies import AdminReplies
 from router.fleet.health import NodeHealth
 from router.fleet.load.node_load import NodeLoad, SharedRates

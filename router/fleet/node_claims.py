@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.link import (
+from baton.api.outputs import TokenLogprobs
+from baton.link.words import (
     MAX_PEER_INFO_BYTES,
     AdminReply,
     KVCacheEvents,
@@ -23,7 +24,6 @@ from baton.link import (
     RequestError,
     StepDeltas,
 )
-from baton.outputs import TokenLogprobs
 
 MAX_NAME_CHARS = 256  # names of nodes, engine ids, addresses, versions
 MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096

@@ -12,9 +12,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from baton.api.errors import NotFoundError
 from baton.block_hash import HASH_ALGORITHMS
-from baton.errors import NotFoundError
-from baton.link import (
+from baton.checkpoint.model_identity import Identity, identity_of
+from baton.link.words import (
     AdminReply,
     DrainCommand,
     DrainSeen,
@@ -29,7 +30,6 @@ from baton.link import (
     SendKVSnapshot,
     StepDeltas,
 )
-from baton.model_identity import Identity, identity_of
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet
 from router.fleet.health import NodeHealth
@@ -50,7 +50,7 @@ class NodePool:
     """All nodes of one router.
 
     Args:
-        own_identity: the entries of `baton.model_identity` that this router's own folder decides;
+        own_identity: the entries of `model_identity` that this router's own folder decides;
             nodes with another ``model`` are refused, and others that differ do not serve.
         max_model_len: of the model; nodes may have less.
         max_missed_beats: a node that misses more in a row is lost.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from baton.link import NodeRegistration, NodeRole, PeerReport, PeerUpdate
+from baton.link.words import NodeRegistration, NodeRole, PeerReport, PeerUpdate
 from router.fleet.node import Node
 
 logger = logging.getLogger(__name__)

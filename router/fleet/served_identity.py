@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from baton.model_identity import (
+from baton.checkpoint.model_identity import (
     IDENTITY_KEYS,
     SIMULATED,
     Identity,

@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from baton.errors import BatonError, DeadlineExceededError, OverloadedError
-from baton.identity import ANYBODY, Principal
+from baton.access.identity import ANYBODY, Principal
+from baton.api.errors import BatonError, DeadlineExceededError, OverloadedError
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
 from router.gate.fair_queue import FairQueue

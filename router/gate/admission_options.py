@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 
 PREFILL_WINDOW_S = 0.5
 SHARED_PREFILL_WINDOW_S = 0.005

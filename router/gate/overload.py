@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from baton.errors import OverloadedError
+from baton.api.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
 

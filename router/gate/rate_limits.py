@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.errors import OverloadedError
-from baton.identity import Limits, Principal
+from baton.access.identity import Limits, Principal
+from baton.api.errors import OverloadedError
 
 _MAX_KEYS = 65_536  # a key that was deleted is forgotten when there are so many others
 

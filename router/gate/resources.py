@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.process import num_descriptors_allowed
+from baton.processes.process import num_descriptors_allowed
 from router.gate.overload import LoopLag, Overload
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from baton.errors import BatonError
+from baton.api.errors import BatonError
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

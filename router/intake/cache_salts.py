@@ -16,8 +16,8 @@ import logging
 import secrets
 from pathlib import Path
 
-from baton.errors import ConfigError
-from baton.identity import Principal
+from baton.access.identity import Principal
+from baton.api.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

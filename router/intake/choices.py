@@ -12,8 +12,8 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
-from baton.errors import InvalidRequestError
-from baton.prompt import choice_request_id, choice_seed, draw_seed
+from baton.api.errors import InvalidRequestError
+from baton.api.prompt import choice_request_id, choice_seed, draw_seed
 from router.calls.call import Call
 from router.intake.intake import GenerationRequest, Intake, Prompt
 

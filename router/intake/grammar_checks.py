@@ -11,9 +11,9 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from baton.errors import InvalidRequestError
-from baton.grammar_trials import GrammarTrials
-from baton.structured_output import StructuredOutput
+from baton.api.errors import InvalidRequestError
+from baton.api.structured_output import StructuredOutput
+from baton.text.grammar_trials import GrammarTrials
 
 MAX_REMEMBERED = 1024
 # One that was refused may have met a busy machine.

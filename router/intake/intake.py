@@ -13,12 +13,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.detokenizer import Detokenizer
-from baton.errors import BatonError, InvalidRequestError
-from baton.grammar_trials import GrammarTrials
-from baton.identity import ANYBODY, Principal
-from baton.outputs import FinishReason, TextDelta
-from baton.prompt import (
+from baton.access.identity import ANYBODY, Principal
+from baton.api.errors import BatonError, InvalidRequestError
+from baton.api.outputs import FinishReason, TextDelta
+from baton.api.prompt import (
     check_priority,
     check_prompt,
     check_prompt_logprobs,
@@ -26,10 +24,12 @@ from baton.prompt import (
     check_token_ids,
     draw_seed,
 )
-from baton.sampling_params import SamplingParams
-from baton.stop_strings import DEFAULT_TEXT, DetokenizeOptions, OutputText
-from baton.structured_output import StructuredOutput
-from baton.tokenizer import Tokenizer
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
+from baton.text.detokenizer import Detokenizer
+from baton.text.grammar_trials import GrammarTrials
+from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions, OutputText
+from baton.text.tokenizer import Tokenizer
 from router.calls.call import Call, CallOutput
 from router.calls.dispatcher import Dispatcher
 from router.gate.rate_limits import Rate

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from baton.outputs import TextDelta, count_logprobs
+from baton.api.outputs import TextDelta, count_logprobs
 
 MAX_LOGPROBS_HERE = 500  # a millisecond or two
 

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.connection_limits import ConnectionCounts
-from baton.errors import BatonError, status_name
-from baton.link import NodeRole
-from baton.outputs import Receipt, TextDelta
+from baton.api.errors import BatonError, status_name
+from baton.api.outputs import Receipt, TextDelta
+from baton.link.words import NodeRole
+from baton.serving.connection_limits import ConnectionCounts
 from router.calls.suspects import Suspects
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool

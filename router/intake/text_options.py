@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigError
-from baton.sampling_defaults import read_sampling_defaults
-from baton.tokenizer import Tokenizer
+from baton.api.errors import ConfigError
+from baton.api.sampling_defaults import read_sampling_defaults
+from baton.text.tokenizer import Tokenizer
 from router.intake.parsers.choice import AUTO, NONE, OutputParsers
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from baton.errors import InvalidRequestError
-from baton.tokenizer import Tokenizer
-from baton.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
-from baton.worker_template import Work
+from baton.api.errors import InvalidRequestError
+from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
+from baton.processes.worker_template import Work
+from baton.text.tokenizer import Tokenizer
 
 # A longer text takes longer to be tokenized than to be sent to a worker and back.
 SHORT_TEXT_CHARS = 4_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from baton.outputs import Receipt
+from baton.api.outputs import Receipt
 from router.calls.call import Call
 from router.fleet.prefix.placement_memory import PlacementMemory
 from router.fleet.prefix.prompt_hashes import HashKind

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton.gguf.folder import folder_of_gguf
+from baton.checkpoint.gguf.folder import folder_of_gguf
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from examples.demo import NAME, PACKAGE, SHA256, fetch_model
 from tests.clients.environments import installed_version, interpreter

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvconnector import KV_CONNECTORS
-from kvconnector.receiver import Receiver
-from kvconnector.sender import Sender
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.protocol.sender import Sender
 from tests.fakes.kv_link import (
     BLOCK_SHAPE,
     CONNECTORS,

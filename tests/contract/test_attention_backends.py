@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 from baton_kernels import FP8, reference
 from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata

@@ -8,9 +8,9 @@ import torch
 
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import TransferEvent
-from kvconnector.faults import FaultSpec, FaultyTransport
-from kvconnector.receiver import Receiver
-from kvconnector.sender import Sender
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.protocol.sender import Sender
+from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from tests.fakes.kv_link import (
     BLOCK_SHAPE,
     BLOCK_SIZE,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from baton.dev_certificates import LOCAL_HOSTS, DevCA, Holder
-from baton.tls import TlsOptions
+from baton.access.dev_certificates import LOCAL_HOSTS, DevCA, Holder
+from baton.access.tls import TlsOptions
 
 LONG_AGO = datetime.now(UTC) - timedelta(days=365)
 FAR_AHEAD = datetime.now(UTC) + timedelta(days=365)

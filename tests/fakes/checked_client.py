@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import BatonError
-from baton.outputs import FinishReason
+from baton.api.errors import BatonError
+from baton.api.outputs import FinishReason
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 

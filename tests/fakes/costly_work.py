@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Mapping
 
-from baton.errors import InvalidRequestError
-from baton.worker_template import Work
+from baton.api.errors import InvalidRequestError
+from baton.processes.worker_template import Work
 
 
 def make_work(options: Mapping[str, str]) -> Work:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from weakref import WeakSet
 
+from engine.core.scheduler import Scheduler
 from engine.engine import Engine
-from engine.scheduler import Scheduler
 
 _dead: WeakSet[Scheduler] = WeakSet()
 

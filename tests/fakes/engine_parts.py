@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHasher
-from baton.sampling_params import SamplingParams
-from engine.kv_cache_manager import KVCacheManager
-from engine.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
-from engine.request import Request
-from engine.scheduler import Scheduler
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
 
 EOS = 9
 

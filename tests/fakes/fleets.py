@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
-from baton.link import NodeRole
+from baton.link.words import NodeRole
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.policies.base import Placement, RouteQuery, RoutingPolicy

@@ -8,16 +8,16 @@ import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from baton.access import Access
-from baton.access_log import AccessLog
-from baton.call_gate import CallGate
-from baton.client import AsyncClient
-from baton.connection_limits import RpcLimits
-from baton.link import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, RouterCommand
-from baton.outputs import FinishReason
-from baton.rpc import RpcServer
-from baton.sampling_params import SamplingParams
-from baton.tokenizer import Tokenizer
+from baton.access.access import Access
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
+from baton.client.client import AsyncClient
+from baton.link.words import CancelCommand, DecodeCommand, NodeRole, PrefillCommand, RouterCommand
+from baton.serving.access_log import AccessLog
+from baton.serving.call_gate import CallGate
+from baton.serving.connection_limits import RpcLimits
+from baton.serving.rpc import RpcServer
+from baton.text.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.journal import Journal, JournalOptions

@@ -15,9 +15,11 @@ from unittest import mock
 
 import torch
 
+from baton.api.outputs import DecodeReceipt
+from baton.api.sampling_params import SamplingParams
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
-from baton.link import (
+from baton.link.words import (
     CancelCommand,
     DecodeCommand,
     NodeEvent,
@@ -26,17 +28,15 @@ from baton.link import (
     PrefillCommand,
     RequestDelta,
 )
-from baton.outputs import DecodeReceipt
 from baton.push_mode import PushMode
-from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
+from engine.core.outputs import SchedulerOutput
+from engine.core.request import RequestStatus
 from engine.engine import Engine
-from engine.outputs import SchedulerOutput
-from engine.request import RequestStatus
 from kvconnector.base import KVTransport, TransferEvent
-from kvconnector.digests import BlockDigests
 from kvconnector.endpoint import Endpoint
-from kvconnector.messages import (
+from kvconnector.protocol.digests import BlockDigests
+from kvconnector.protocol.messages import (
     Beat,
     Hello,
     HelloAck,
@@ -44,9 +44,9 @@ from kvconnector.messages import (
     SelfTest,
     SelfTestResult,
 )
-from kvconnector.receiver import Receiver
-from kvconnector.seals import peek
-from kvconnector.sender import Sender
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.protocol.seals import peek
+from kvconnector.protocol.sender import Sender
 from prefill_node.node import PrefillNode
 from tests.fakes.dead_engines import let_die
 from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork, ScriptedTransport
@@ -438,7 +438,7 @@ def make_prefill_node(
     """A node without threads; see `Cluster` for the arguments."""
     transport = ScriptedTransport(engine_id, engine.kv_cache, network)
     digests = BlockDigests(engine.kv_cache) if kv_digests else None
-    with mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint):
+    with mock.patch("kvconnector.protocol.sender.Endpoint", ThreadlessEndpoint):
         sender = RecordingSender(transport, lambda: None, _never, clock, digests)
     sender.started = []
     transport.channels = endpoint_of(sender).peers.channels
@@ -458,7 +458,7 @@ def make_decode_node(
     """A node without threads; see `Cluster` for the arguments."""
     transport = ScriptedTransport(engine_id, engine.kv_cache, network)
     digests = BlockDigests(engine.kv_cache) if kv_digests else None
-    with mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint):
+    with mock.patch("kvconnector.protocol.receiver.Endpoint", ThreadlessEndpoint):
         receiver = Receiver(transport, lambda: None, _never, clock, digests)
     transport.channels = endpoint_of(receiver).peers.channels
     return DecodeNode(engine, receiver, emit, options, clock)

@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 
-from baton.link import PrefillCommand, RequestDelta, RequestError
-from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
-from baton.tokenizer import Tokenizer
+from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.link.words import PrefillCommand, RequestDelta, RequestError
+from baton.text.tokenizer import Tokenizer
 from router.api.http_server import HttpServer
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics

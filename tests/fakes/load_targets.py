@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
+from loadtest.load.prompts import Prompt
 from loadtest.plan import LoadPlan
-from loadtest.prompts import Prompt
 from loadtest.run import Run, RunResult
 from loadtest.targets.base import Frame, TargetError, Usage
 from tests.fakes.virtual_clock import VirtualClock

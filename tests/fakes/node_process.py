@@ -2,8 +2,8 @@
 
     engine thread: `step`    KV I/O thread: `round`    asyncio: `talk`
 
-The link does what `baton/router_link.py` and `router/api/grpc/link_service.py` do over a stream: it
-keeps the order, it may break or swallow everything, and either end may notice first. What goes over
+The link does what `baton/link/router_link.py` and `router/api/grpc/link_service.py` do over a
+stream: it keeps the order, it may break or swallow everything, and either end may notice first. What goes over
 it is encoded as on the wire, so that nothing is shared.
 """
 
@@ -14,9 +14,10 @@ from collections import deque
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 
-from baton import wire
-from baton.drain import Drain
-from baton.link import (
+from baton.link import wire
+from baton.link.drain import Drain
+from baton.link.router_link import MAX_MISSED_BEATS, RETRY_INTERVAL_S
+from baton.link.words import (
     BEAT_INTERVAL_S,
     AbortAll,
     CancelCommand,
@@ -35,10 +36,9 @@ from baton.link import (
     node_request_id,
     split_request_id,
 )
-from baton.router_link import MAX_MISSED_BEATS, RETRY_INTERVAL_S
 from baton.v1 import node_pb2
 from decode_node.node import DecodeNode
-from engine.kv_event_feed import KVEventFeed
+from node_runtime.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
@@ -296,7 +296,7 @@ class NodeProcess:
         self._take(command)
         return True
 
-    def _take(self, command: RouterCommand) -> None:  # as `baton/router_links.py` does
+    def _take(self, command: RouterCommand) -> None:  # as `baton/link/router_links.py` does
         match command:
             case RouterBeat():
                 pass

@@ -6,8 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from baton import wire
-from baton.link import (
+from baton.api.outputs import (
+    DecodeReceipt,
+    FinishReason,
+    PrefillReceipt,
+    PushReceipt,
+    RequestOutput,
+)
+from baton.link import wire
+from baton.link.words import (
     AdminCall,
     AdminReply,
     NodeRegistration,
@@ -16,13 +23,6 @@ from baton.link import (
     RequestDelta,
     RequestError,
     RouterCommand,
-)
-from baton.outputs import (
-    DecodeReceipt,
-    FinishReason,
-    PrefillReceipt,
-    PushReceipt,
-    RequestOutput,
 )
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool

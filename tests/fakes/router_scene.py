@@ -9,9 +9,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
-from baton.identity import Principal
-from baton.link import NodeRole, PrefillCommand
-from baton.sampling_params import SamplingParams
+from baton.access.identity import Principal
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import NodeRole, PrefillCommand
 from router.calls.call import Call, CallOutput
 from router.calls.dispatcher import Dispatcher
 from router.calls.retry_budget import RetryBudget, RetryOptions

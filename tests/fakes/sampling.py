@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-import engine.sampler
-from engine.gumbel import Floats, gumbel, noise_hashes
-from engine.philox import counter_words
-from engine.request import Request
-from engine.sampling_input import PARAMETERS, SamplingInput, parameters_row
+import engine.sampling.sampler
+from engine.core.request import Request
+from engine.sampling.gumbel import Floats, gumbel, noise_hashes
+from engine.sampling.philox import counter_words
+from engine.sampling.sampling_input import PARAMETERS, SamplingInput, parameters_row
 
 
 def sampling_input(requests: Sequence[Request]) -> SamplingInput:
@@ -24,7 +24,7 @@ def sampling_input(requests: Sequence[Request]) -> SamplingInput:
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
     """One next token per request; logits are `[num_requests, vocab_size]`."""
-    return engine.sampler.sample(logits, sampling_input(requests))
+    return engine.sampling.sampler.sample(logits, sampling_input(requests))
 
 
 def random_words(seed: int, position: int) -> list[int]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.errors import TransferError
+from baton.api.errors import TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
-from kvconnector.messages import Message
 from kvconnector.peer_info import PeerInfo
-from kvconnector.scratch import NUM_SLOTS, Scratch
-from kvconnector.seals import HEADER_BYTES, Channels, peek
+from kvconnector.protocol.messages import Message
+from kvconnector.protocol.seals import HEADER_BYTES, Channels, peek
+from kvconnector.transports.scratch import NUM_SLOTS, Scratch
 
 
 @dataclass(slots=True, eq=False)

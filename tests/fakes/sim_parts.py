@@ -8,8 +8,9 @@ import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
+from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHasher
-from baton.link import (
+from baton.link.words import (
     CancelCommand,
     DecodeCommand,
     KVCacheEvents,
@@ -17,7 +18,6 @@ from baton.link import (
     PrefillCommand,
     RequestDelta,
 )
-from baton.sampling_params import SamplingParams
 from sim_node.clock import NodeClock
 from sim_node.decode import SimDecode
 from sim_node.kv_cache import SimKVCache

@@ -14,8 +14,8 @@ from typing import Any
 
 import jsonschema
 
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
 
 MAX_TOKENS = 1200
 WORDS = ("alpha", "beta", "x", "read_config", "été", "a b", "12", "日本", "None", "self.path")

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from baton.errors import TransferError
+from baton.api.errors import TransferError
 from kvconnector.base import CertificateFiles, PendingWrite, TransportOptions
 from kvconnector.peer_info import PeerInfo
-from kvconnector.sockets.transport import TlsTransport, _Where
+from kvconnector.transports.sockets.transport import TlsTransport, _Where
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.waiting import wait_until
 

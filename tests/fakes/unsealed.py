@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from kvconnector.messages import Message, encode
-from kvconnector.pair_keys import KeyPair
 from kvconnector.peer_info import PeerInfo
-from kvconnector.seals import HEADER_BYTES
+from kvconnector.protocol.messages import Message, encode
+from kvconnector.protocol.pair_keys import KeyPair
+from kvconnector.protocol.seals import HEADER_BYTES
 
 
 def unsealed(message: Message) -> bytes:

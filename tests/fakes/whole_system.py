@@ -13,25 +13,25 @@ from pathlib import Path
 
 import torch
 
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash, shorten
 from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
-from baton.link import (
+from baton.link.words import (
     BEAT_INTERVAL_S,
     DrainCommand,
     NodeRegistration,
     NodeRole,
     split_request_id,
 )
-from baton.outputs import FinishReason
 from baton.push_mode import PushMode
-from baton.sampling_params import SamplingParams
 from decode_node.node import DecodeNode
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
-from kvconnector.messages import Message
-from kvconnector.receiver import Receiver
-from kvconnector.seals import peek
+from kvconnector.protocol.messages import Message
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from baton import link, wire
-from baton.outputs import FinishReason, PrefillReceipt, RequestOutput, TokenLogprobs
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.api.outputs import FinishReason, PrefillReceipt, RequestOutput, TokenLogprobs
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
+from baton.link import wire
+from baton.link import words as link
 from baton.v1 import inference_pb2, types_pb2
-from baton.wire_types import sampling_params_to_proto
-from kvconnector import messages
-from kvconnector.in_memory import InMemoryTransport
+from baton.wire.types import sampling_params_to_proto
+from kvconnector.protocol import messages
+from kvconnector.transports.in_memory import InMemoryTransport
 from tests.fakes.nodes import make_registration
 
 PARAMS = SamplingParams(

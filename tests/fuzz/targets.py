@@ -12,12 +12,12 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from baton import wire
-from baton.errors import BatonError
+from baton.api.errors import BatonError
+from baton.link import wire
 from baton.v1 import inference_pb2, node_pb2
-from baton.wire_types import sampling_params_from_proto
-from kvconnector import messages
+from baton.wire.types import sampling_params_from_proto
 from kvconnector.peer_info import PeerInfo
+from kvconnector.protocol import messages
 from router.api.http.completions import _check_unsupported, _prompts
 from router.api.http.conversation import chat_prompt, forced_call, parser_context
 from router.api.http.decoding import decode

@@ -23,12 +23,12 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.client import AsyncClient
-from baton.errors import RequestCancelledError
+from baton.api.errors import RequestCancelledError
+from baton.api.outputs import Completion
+from baton.api.sampling_params import SamplingParams
+from baton.client.client import AsyncClient
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.outputs import Completion
-from baton.rpc import bearer, open_sync_channel
-from baton.sampling_params import SamplingParams
+from baton.serving.rpc import bearer, open_sync_channel
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from baton import Client, SamplingParams
-from baton.errors import InvalidRequestError, NodeUnavailableError
+from baton.api.errors import InvalidRequestError, NodeUnavailableError
 from baton.local_deployment import LocalDeployment
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.conftest import free_address

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from baton import AsyncClient, SamplingParams
-from baton.process import raise_descriptor_limit
-from baton.rpc import open_channel
+from baton.processes.process import raise_descriptor_limit
+from baton.serving.rpc import open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from baton import AsyncClient, SamplingParams
-from baton.errors import NodeUnavailableError
+from baton.api.errors import NodeUnavailableError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 

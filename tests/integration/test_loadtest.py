@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from baton import Client, SamplingParams
-from baton.errors import BatonError
-from loadtest.generate import Lengths, Workload, gamma_arrivals, generate
-from loadtest.traces import write_trace
+from baton.api.errors import BatonError
+from loadtest.load.generate import Lengths, Workload, gamma_arrivals, generate
+from loadtest.load.traces import write_trace
 from tests.fakes.load_servers import scripted_grpc
 from tests.fakes.load_targets import even
 from tests.integration.conftest import READY_TIMEOUT_S, free_address

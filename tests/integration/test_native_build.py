@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GENERATE = """
 import logging, sys
 logging.basicConfig(level="WARNING", format="%(message)s")
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
 from engine import LLM
 llm = LLM(sys.argv[1], dtype="float32", num_threads=1, weights=sys.argv[2])
 print(llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=6, temperature=0))[0].token_ids)

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.link import (
+from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.model_identity import folder_identity
+from baton.link.words import (
     DecodeCommand,
     KVCacheEvents,
     NodeBeat,
@@ -26,9 +28,7 @@ from baton.link import (
     PrefillCommand,
     SendKVSnapshot,
 )
-from baton.model_identity import folder_identity
-from baton.rpc import RpcServer
-from baton.sampling_params import SamplingParams
+from baton.serving.rpc import RpcServer
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node import LegDelta, Node

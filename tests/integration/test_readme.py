@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from baton import Client, SamplingParams
-from baton.api_keys import entry_text
-from baton.errors import UnauthenticatedError
+from baton.access.api_keys import entry_text
+from baton.api.errors import UnauthenticatedError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 

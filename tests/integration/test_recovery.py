@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from baton import Client, SamplingParams, TextDelta
-from baton.errors import NodeUnavailableError
+from baton.api.errors import NodeUnavailableError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient, SamplingParams
-from baton.errors import NodeUnavailableError
+from baton.api.errors import NodeUnavailableError
 from sim_node.cluster import SimCluster
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 

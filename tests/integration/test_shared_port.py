@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.config import RouterConfig
 

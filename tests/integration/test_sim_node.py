@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-import loadtest.generate as generate
-import loadtest.traces as traces
+import loadtest.load.generate as generate
+import loadtest.load.traces as traces
 from baton import AsyncClient, Client, Completion, SamplingParams
-from baton.errors import BatonError, NodeUnavailableError
-from baton.model_folder import read_limits
+from baton.api.errors import BatonError, NodeUnavailableError
+from baton.checkpoint.model_folder import read_limits
 from sim_node.cluster import SimCluster
 from sim_node.faults import FaultSpec
 from sim_node.options import SimOptions

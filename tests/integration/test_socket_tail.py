@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvconnector.base import TransferEventKind
-from kvconnector.nixl.transport import NixlTransport
 from kvconnector.peer_info import PeerInfo
-from kvconnector.peer_process import PeerProcess, start_time
-from kvconnector.receiver import Receiver
+from kvconnector.protocol.peer_process import PeerProcess, start_time
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.transports.nixl.transport import NixlTransport
 from tests.fakes.unsealed import with_key
 from tests.fakes.waiting import wait_until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton import AsyncClient, Client, Completion, FinishReason, SamplingParams, StructuredOutput
-from baton.errors import InvalidRequestError
+from baton.api.errors import InvalidRequestError
 from baton.local_deployment import LocalDeployment
 from engine import LLM
 from tests.fakes.structured_cases import Case, make_cases

@@ -21,11 +21,12 @@ import grpc
 import openai
 import pytest
 
-from baton import AsyncClient, Client, SamplingParams, wire_types
-from baton.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
+from baton import AsyncClient, Client, SamplingParams
+from baton.access.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
+from baton.access.tls import TlsOptions, client_context, read_material
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.tls import TlsOptions, client_context, read_material
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from baton.wire import types as wire_types
 from tests.fakes.certificates import Authority, replace
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 

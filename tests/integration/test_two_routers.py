@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import AsyncClient
-from baton.errors import BatonError
+from baton.api.errors import BatonError
+from baton.api.outputs import Completion
+from baton.api.sampling_params import SamplingParams
+from baton.client.client import AsyncClient
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.outputs import Completion
-from baton.sampling_params import SamplingParams
 from tests.fakes.foreign_model import make_foreign_model
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from baton_kernels.triton.sampling_kernels import gumbel, gumbel_bound, mixed, ordered
-from engine.gumbel import gumbel as gumbel_on_cpu
-from engine.gumbel import noise_hashes
-from engine.philox import counter_words
+from engine.sampling.gumbel import gumbel as gumbel_on_cpu
+from engine.sampling.gumbel import noise_hashes
+from engine.sampling.philox import counter_words
 from tests.kernels.conftest import DEVICE
 
 BLOCK = 4096

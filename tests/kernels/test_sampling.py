@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.sampler
+import engine.sampling.sampler
 from baton_kernels.triton.sampling import GROUP, GUESS, MOST, PART, SEARCH_BLOCK
-from engine.device_sampling import sample_on_device, upload_parameters
-from engine.gumbel import noise_hashes
-from engine.philox import counter_words
-from engine.sampling_input import PARAMETERS
+from engine.sampling.device_sampling import sample_on_device, upload_parameters
+from engine.sampling.gumbel import noise_hashes
+from engine.sampling.philox import counter_words
+from engine.sampling.sampling_input import PARAMETERS
 from tests.kernels.conftest import DEVICE
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 
@@ -43,14 +43,14 @@ def on_device(logits: torch.Tensor, rows: Parameters, keys: npt.NDArray[np.uint3
     """The kernels' tokens, as the engine gets them."""
     # Infinite logits, and rows of one group, make NaN in places that are not used.
     with np.errstate(invalid="ignore", over="ignore"):
-        token_ids = engine.sampler._choose_by_kernel(logits.to(DEVICE), rows, keys)
+        token_ids = engine.sampling.sampler._choose_by_kernel(logits.to(DEVICE), rows, keys)
     as_list: list[int] = token_ids.tolist()
     return as_list
 
 
 def on_cpu(logits: torch.Tensor, rows: Parameters, keys: npt.NDArray[np.uint32]) -> list[int]:
     """The tokens of the definition."""
-    as_list: list[int] = engine.sampler._choose(logits, rows, keys).tolist()
+    as_list: list[int] = engine.sampling.sampler._choose(logits, rows, keys).tolist()
     return as_list
 
 

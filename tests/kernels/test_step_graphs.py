@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
-from baton.sampling_params import SamplingParams
 from engine import LLM
-from engine.cuda_graphs import StepGraphs
-from engine.graph_capture import DeviceCapture
-from engine.graph_inputs import StagedStep
-from engine.model_runner import make_model_runner
+from engine.worker.cuda_graphs import StepGraphs
+from engine.worker.graph_capture import DeviceCapture
+from engine.worker.graph_inputs import StagedStep
+from engine.worker.model_runner import make_model_runner
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "demo_model")
 SMALL: dict[str, Any] = {

@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
-from baton.errors import InvalidRequestError
-from baton.outputs import FinishReason
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason
 from engine import LLM
-from engine.beam_search import BeamCompletion, EarlyStopping
+from engine.offline.beam_search import BeamCompletion, EarlyStopping
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import models.decode_tapes
+import models.cpu.decode_tapes
 from baton_kernels import dispatch
 from baton_kernels.attention.base import AttentionBackend
 from baton_kernels.attention.cpu import CpuAttention
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.native.tape import Tape
 from models import load_model
-from models.decoder import DecoderForCausalLM
-from models.packing import pack_for_cpu
+from models.architectures.decoder import DecoderForCausalLM
+from models.cpu.packing import pack_for_cpu
 from tests.numerics.paged import make_cache, make_context, make_metadata, make_tables
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
@@ -50,7 +50,7 @@ def num_runs(model: DecoderForCausalLM, monkeypatch: pytest.MonkeyPatch) -> list
     monkeypatch.setattr(Tape, "run", counted)
     native = dispatch.native_ops()
     assert native is not None
-    model.model.tapes = models.decode_tapes.DecodeTapes(native)
+    model.model.tapes = models.cpu.decode_tapes.DecodeTapes(native)
     return found
 
 
@@ -112,7 +112,7 @@ def test_batches_that_change_are_taped_when_they_stay(
 def test_old_tapes_make_room(
     model: DecoderForCausalLM, num_runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models.decode_tapes, "MAX_ROWS_KEPT", 5)
+    monkeypatch.setattr(models.cpu.decode_tapes, "MAX_ROWS_KEPT", 5)
     hidden_states(model, [3, 3, 2, 2, 3, 4, 4, 3, 4])
     # 3 and 2 fit together; 4 pushes both out, so the 3 behind it is eager; 6 is too many.
     assert len(num_runs) == 5

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
 from engine import LLM
-from engine.kv_cache_groups import group_layers
-from engine.request import Request
+from engine.core.kv_cache_groups import group_layers
+from engine.core.request import Request
 from models import load_model
 from tests.numerics.tiny_models import make_hugging_face_model, save
 

@@ -15,13 +15,13 @@ import transformers
 from gguf import GGMLQuantizationType
 from transformers.integrations.gguf import dequant
 
-from baton.gguf.file import TENSOR_TYPES
-from baton.model_folder import find_model_folder
-from baton.sampling_params import SamplingParams
-from baton.tokenizer import Tokenizer
+from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.gguf.file import TENSOR_TYPES
+from baton.checkpoint.model_folder import find_model_folder
+from baton.text.tokenizer import Tokenizer
 from engine import LLM
 from models import ModelConfig, load_model
-from models.gguf_weights import read_gguf
+from models.loading.gguf_weights import read_gguf
 from tests.fakes.gguf_files import stored, write_gguf, write_model
 from tests.fakes.vocabularies import VOCABULARIES, random_text
 from tests.numerics.tiny_models import (

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 import engine.engine
+from baton.api.errors import DeadlineExceededError, OverloadedError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash
 from baton.decode_options import DecodeOptions
 from baton.engine_config import PREEMPTION
-from baton.errors import DeadlineExceededError, OverloadedError
-from baton.outputs import FinishReason
 from baton.push_mode import PushMode
-from baton.sampling_params import SamplingParams
-from kvconnector.peer_process import PeerProcess
+from kvconnector.protocol.peer_process import PeerProcess
 from models import load_model
 from router.policies import POLICIES
 from tests.fakes.cache_contents import contents_of

@@ -12,10 +12,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import BatonError, DeadlineExceededError
-from baton.link import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
+from baton.api.errors import BatonError, DeadlineExceededError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
 from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, HandNode, failure, token
 from tests.fakes.router_scene import Scene, assert_idle

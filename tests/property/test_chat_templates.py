@@ -12,8 +12,8 @@ import jinja2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from baton.chat_template import DEFAULT, TOOL_USE, ChatTemplate
-from baton.errors import InvalidRequestError
+from baton.api.errors import InvalidRequestError
+from baton.text.chat_template import DEFAULT, TOOL_USE, ChatTemplate
 from tests.fakes.conversations import Message, Tool, make_conversation
 from tests.property.num_examples import num_examples
 

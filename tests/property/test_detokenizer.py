@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from baton.detokenizer import Detokenizer
-from baton.tokenizer import Tokenizer
+from baton.text.detokenizer import Detokenizer
+from baton.text.tokenizer import Tokenizer
 from tests.fakes.tokenizer_kinds import KINDS, save_tokenizer
 from tests.property.num_examples import num_examples
 

@@ -20,17 +20,26 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.api.sampling_params import SamplingParams
 from baton.decode_options import DecodeOptions
 from baton.engine_config import PREEMPTION
 from baton.push_mode import PushMode
-from baton.sampling_params import SamplingParams
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
-from kvconnector.messages import Cancel, Commit, Grant, Message, Quiet, Verified, Watermark, encode
-from kvconnector.peer_process import PeerProcess
-from kvconnector.peers import BEAT_INTERVAL_S
-from kvconnector.seals import HEADER_BYTES
+from kvconnector.protocol.messages import (
+    Cancel,
+    Commit,
+    Grant,
+    Message,
+    Quiet,
+    Verified,
+    Watermark,
+    encode,
+)
+from kvconnector.protocol.peer_process import PeerProcess
+from kvconnector.protocol.peers import BEAT_INTERVAL_S
+from kvconnector.protocol.seals import HEADER_BYTES
 from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of
 from tests.fakes.scripted_network import ScriptedMessage
 from tests.numerics.tiny_models import make_hugging_face_model, save

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from baton.sampling_params import SamplingParams
-from engine.input_batch import InputBatch, PreparedStep
-from engine.outputs import ScheduledRequest, SchedulerOutput
-from engine.request import RequestStatus
+from baton.api.sampling_params import SamplingParams
+from engine.core.outputs import ScheduledRequest, SchedulerOutput
+from engine.core.request import RequestStatus
+from engine.worker.input_batch import InputBatch, PreparedStep
 from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler
 from tests.fakes.sampling import random_words, sampling_input
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
 from decode_node import reservations
-from engine.request import Request
+from engine.core.request import Request
 from kvconnector.base import TransferEventKind
-from kvconnector.peer_process import PeerProcess
+from kvconnector.protocol.peer_process import PeerProcess
 from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 

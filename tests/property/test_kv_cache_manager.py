@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 
 from baton.block_hash import BlockHasher
-from engine.kv_cache_manager import KVCacheManager
-from engine.request import Request
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import Request
 from tests.fakes.engine_parts import make_request
 
 NUM_BLOCKS = 9

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton import wire
-from baton.errors import BatonError
-from baton.link import NodeBeat, NodeRole, PeerReport
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
+from baton.api.errors import BatonError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
+from baton.link import wire
+from baton.link.words import NodeBeat, NodeRole, PeerReport
 from baton.v1 import node_pb2, types_pb2
 from router.fleet.node import Node
 from tests.fakes.nodes import HandNode, make_registration, token, token_1

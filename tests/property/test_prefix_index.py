@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.block_hash import BlockHash, BlockHasher
-from baton.link import KVCacheEvents
-from engine.block_pool import BlockPool
-from engine.kv_event_feed import KVEventFeed
+from baton.link.words import KVCacheEvents
+from engine.core.block_pool import BlockPool
+from node_runtime.kv_event_feed import KVEventFeed
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.access.identity import Principal
 from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, extra_keys_of, shorten
-from baton.identity import Principal
-from engine.request import Request
+from engine.core.request import Request
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 from router.intake.cache_salts import CacheSalts

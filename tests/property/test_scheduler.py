@@ -10,14 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.errors import InvalidRequestError
-from baton.link import BlocksRemoved, BlocksStored
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
-from engine.grammar_compiler import GrammarCompiler
-from engine.outputs import SchedulerOutput, StepResult
-from engine.request import Request, RequestStatus
-from engine.scheduler import Scheduler
+from baton.api.errors import InvalidRequestError
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
+from baton.link.words import BlocksRemoved, BlocksStored
+from engine.core.outputs import SchedulerOutput, StepResult
+from engine.core.request import Request, RequestStatus
+from engine.core.scheduler import Scheduler
+from engine.sampling.grammar_compiler import GrammarCompiler
 from tests.fakes.engine_parts import EOS, ContentRunner, make_request, make_scheduler
 
 NUM_BLOCKS = 8  # in each KV cache group, the null block included

@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from engine.request import Request
+from engine.core.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from engine.core.request import Request
 from tests.property.test_scheduler import SchedulerMachine
 
 

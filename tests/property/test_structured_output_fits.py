@@ -15,11 +15,11 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from baton.errors import InvalidRequestError
-from baton.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
-from baton.schema_repairs import repair_pattern
-from baton.structured_output import StructuredOutput
-from baton.tokenizer import Tokenizer
+from baton.api.errors import InvalidRequestError
+from baton.api.structured_output import StructuredOutput
+from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
+from baton.text.schema_repairs import repair_pattern
+from baton.text.tokenizer import Tokenizer
 from tests.fakes.structured_cases import make_cases, make_schema
 from tests.property.num_examples import num_examples
 

@@ -16,8 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from baton.sampling_params import SamplingParams
-from kvconnector.messages import (
+from baton.api.sampling_params import SamplingParams
+from kvconnector.protocol.messages import (
     Cancel,
     Commit,
     Grant,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.sampling_params import SamplingParams
-from kvconnector import drains
-from kvconnector.drains import Drains
+from baton.api.sampling_params import SamplingParams
 from kvconnector.peer_info import PeerInfo, host_identity
-from kvconnector.peer_process import PeerProcess, start_time
+from kvconnector.protocol import drains
+from kvconnector.protocol.drains import Drains
+from kvconnector.protocol.peer_process import PeerProcess, start_time
 from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from baton.api.errors import ConfigError
+from baton.api.sampling_params import SamplingParams
 from baton.decode_options import DecodeOptions
-from baton.errors import ConfigError
-from baton.sampling_params import SamplingParams
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 

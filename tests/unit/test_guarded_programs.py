@@ -18,18 +18,25 @@ import grpc.aio
 import pytest
 from prometheus_client.registry import Collector
 
-from baton.access import Access
-from baton.api_keys import entry_text
-from baton.audit_log import AuditLog
-from baton.client import AsyncClient
-from baton.errors import ConfigError, PermissionDeniedError
-from baton.ledger import Ledger
-from baton.link import AbortAll, NodeBeat, NodeEvent, NodeRegistration, NodeRole, RouterCommand
-from baton.model_folder import config_digest
+from baton.access.access import Access
+from baton.access.api_keys import entry_text
+from baton.access.audit_log import AuditLog
+from baton.api.errors import ConfigError, PermissionDeniedError
+from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.model_folder import config_digest
+from baton.client.client import AsyncClient
+from baton.link.round_watch import Rounds
+from baton.link.words import (
+    AbortAll,
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    NodeRole,
+    RouterCommand,
+)
 from baton.node_program import run_node_program
-from baton.round_watch import Rounds
-from baton.rpc import bearer, open_channel
-from baton.sampling_params import SamplingParams
+from baton.serving.rpc import bearer, open_channel
+from baton.telemetry.ledger import Ledger
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from router.config import RouterConfig
 from router.program import serve

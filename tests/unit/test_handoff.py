@@ -7,15 +7,15 @@ import logging
 import msgspec
 import pytest
 
-from baton.link import AbortAll, PeerUpdate
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
+from baton.link.words import AbortAll, PeerUpdate
 from kvconnector.base import TransferEventKind
-from kvconnector.messages import Grant, Watermark
-from kvconnector.pair_keys import KeyPair
 from kvconnector.peer_info import PeerInfo
-from kvconnector.peer_process import PeerProcess
-from kvconnector.seals import peek
+from kvconnector.protocol.messages import Grant, Watermark
+from kvconnector.protocol.pair_keys import KeyPair
+from kvconnector.protocol.peer_process import PeerProcess
+from kvconnector.protocol.seals import peek
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport
 from tests.fakes.waiting import wait_until

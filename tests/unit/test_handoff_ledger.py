@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.ledger import BlockHolding, BlockOwner, Ledger
+from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger
 from decode_node.node import DecodeNode
 from prefill_node.node import PrefillNode
 from tests.property.test_handoff import make_cluster

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.ledger import BlockOwner
-from baton.link import AbortAll
-from kvconnector.messages import (
+from baton.link.words import AbortAll
+from baton.telemetry.ledger import BlockOwner
+from kvconnector.protocol.messages import (
     Commit,
     Digests,
     Grant,
@@ -15,10 +15,10 @@ from kvconnector.messages import (
     Start,
     Verified,
 )
-from kvconnector.peer_process import PeerProcess
-from kvconnector.peers import BEAT_INTERVAL_S, LEASE_S
-from kvconnector.seals import peek
-from kvconnector.transfer import Transfer
+from kvconnector.protocol.peer_process import PeerProcess
+from kvconnector.protocol.peers import BEAT_INTERVAL_S, LEASE_S
+from kvconnector.protocol.seals import peek
+from kvconnector.protocol.transfer import Transfer
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster
 from tests.unit.test_handoff import (

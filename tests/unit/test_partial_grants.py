@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from baton.api.errors import ConfigError
+from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash
 from baton.decode_options import DecodeOptions
-from baton.errors import ConfigError
-from baton.sampling_params import SamplingParams
 from decode_node import reservations
-from engine.request import Request
-from kvconnector.peer_process import PeerProcess
+from engine.core.request import Request
+from kvconnector.protocol.peer_process import PeerProcess
 from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.link import PeerUpdate
-from baton.sampling_params import SamplingParams
-from kvconnector.messages import Commit, Quiet, encode
-from kvconnector.seals import HEADER_BYTES, Channel
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import PeerUpdate
+from kvconnector.protocol.messages import Commit, Quiet, encode
+from kvconnector.protocol.seals import HEADER_BYTES, Channel
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from baton.api.sampling_params import SamplingParams
 from baton.push_mode import PushMode
-from baton.sampling_params import SamplingParams
 from kvconnector.base import BlockPush
 from kvconnector.layout import layer_groups
 from tests.fakes.handoff_cluster import Cluster

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.access.tls_options import TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
+from baton.api.errors import ConfigError, InvalidRequestError, NotFoundError
 from baton.cli.command_line import CommandError
 from baton.cli.tls_options import RouterAccess, takes_access
-from baton.errors import ConfigError, InvalidRequestError, NotFoundError
-from baton.tls_options import TlsOptions
 
 if TYPE_CHECKING:
     import grpc
@@ -74,7 +74,7 @@ class AdminConnection:
     """
 
     def __init__(self, access: RouterAccess, channel: grpc.Channel) -> None:
-        from baton.rpc import bearer
+        from baton.serving.rpc import bearer
         from baton.v1 import admin_pb2_grpc
 
         self._access = access
@@ -114,9 +114,9 @@ class AdminError(CommandError):
         """What a failed call means."""
         import grpc
 
-        from baton.client_messages import trailers_of
-        from baton.error_details import error_from_trailers
-        from baton.tls_refusal import why_refused
+        from baton.access.tls_refusal import why_refused
+        from baton.client.messages import trailers_of
+        from baton.serving.error_details import error_from_trailers
 
         router = access.router
         code, details = error.code(), error.details() or ""
@@ -139,8 +139,8 @@ class AdminError(CommandError):
 @contextmanager
 def connection(access: RouterAccess) -> Iterator[AdminConnection]:
     """Talk to a router; raises AdminError for what goes wrong meanwhile."""
-    from baton.rpc import open_sync_channel
-    from baton.tls import read_tls
+    from baton.access.tls import read_tls
+    from baton.serving.rpc import open_sync_channel
 
     try:
         with open_sync_channel(access.router, read_tls(access.tls)) as channel:
@@ -154,8 +154,8 @@ def connection(access: RouterAccess) -> Iterator[AdminConnection]:
 
 def complete_node(context: typer.Context, incomplete: str) -> list[str]:
     """Names of nodes that begin like this, asked of the router; none if it does not answer."""
-    from baton.rpc import open_sync_channel
-    from baton.tls import read_tls
+    from baton.access.tls import read_tls
+    from baton.serving.rpc import open_sync_channel
 
     given = {name: value for name, value in context.params.items() if value}
     try:

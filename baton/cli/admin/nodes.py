@@ -25,7 +25,7 @@ from baton.cli.admin.output import (
     print_json,
 )
 from baton.cli.tls_options import RouterAccess
-from baton.rates import format_rate
+from baton.telemetry.rates import format_rate
 
 if TYPE_CHECKING:
     from rich.console import Console

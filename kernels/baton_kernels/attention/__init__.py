@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 from baton.registry import Registry
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.cache_folder import CacheFolderError, cache_folder, is_own, open_own_folder
+from baton.checkpoint.cache_folder import CacheFolderError, cache_folder, is_own, open_own_folder
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FLAGS = (

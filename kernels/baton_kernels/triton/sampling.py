@@ -42,7 +42,7 @@ def sample_tokens(
     """One token per row: the best of ``logit + temperature * G(key, token id)`` among the kept.
 
     Kept are the tokens that top-k, then top-p of what it leaves, and min-p keep; equally probable
-    tokens stay or go together. Means what `engine.sampler` means, in float32.
+    tokens stay or go together. Means what `engine.sampling.sampler` means, in float32.
 
     Args:
         logits: ``[num_rows, vocab_size]``, rows contiguous in themselves; what is not float32 is

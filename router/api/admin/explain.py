@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
-from baton.errors import NodeUnavailableError
+from baton.api.errors import NodeUnavailableError
 from router.calls.decisions import Decision
 from router.calls.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet

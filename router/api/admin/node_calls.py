@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError
-from baton.link import AdminCall
-from baton.stack_sampler import MAX_SECONDS
+from baton.api.errors import BatonError, InvalidRequestError, NodeUnavailableError
+from baton.link.words import AdminCall
+from baton.telemetry.stack_sampler import MAX_SECONDS
 from baton.v1 import admin_pb2
 from router.fleet.node import Node
 

@@ -7,17 +7,17 @@ import itertools
 import logging
 from collections.abc import Callable
 
-from baton import wire_admin
-from baton.call_gate import Context
-from baton.errors import (
+from baton.access.identity import Principal, Role
+from baton.api.errors import (
     BatonError,
     ConfigError,
     InvalidRequestError,
     NotFoundError,
     PermissionDeniedError,
 )
-from baton.identity import Principal, Role
-from baton.link import DrainCommand, scoped_id
+from baton.link import wire_admin
+from baton.link.words import DrainCommand, scoped_id
+from baton.serving.call_gate import Context
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from baton.version import __version__
 from router.api.admin.explain import explain_now

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from baton import wire, wire_types
-from baton.link import NodeRegistration
+from baton.link import wire
+from baton.link.words import NodeRegistration
 from baton.v1 import admin_pb2
+from baton.wire import types as wire_types
 from router.api.admin.request_stats import NodeFigures, Percentiles, WindowStats
 from router.calls.decisions import Decision
 from router.calls.request_log import RequestLog, RequestRecord

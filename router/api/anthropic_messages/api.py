@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from baton.errors import BatonError
-from baton.outputs import TextDelta
+from baton.api.errors import BatonError
+from baton.api.outputs import TextDelta
 from router.api.anthropic_messages.request import (
     FIELD_NAMES,
     CountTokensRequest,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from baton.errors import InvalidRequestError
+from baton.api.errors import InvalidRequestError
 from router.api.http.schema import (
     MAX_SHOWN_CHARS,
     ChatRequest,

@@ -12,14 +12,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import structlog
 
-from baton import wire, wire_types
-from baton.call_gate import Context
-from baton.error_details import receipt_trailer
-from baton.errors import InvalidRequestError
-from baton.identity import Principal
-from baton.outputs import TextDelta
-from baton.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from baton.access.identity import Principal
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import TextDelta
+from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from baton.link import wire
+from baton.serving.call_gate import Context
+from baton.serving.error_details import receipt_trailer
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from baton.wire import types as wire_types
 from router.api.grpc.journal import Journal
 from router.calls.call import Call
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams

@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import BatonError, InvalidRequestError, OverloadedError
-from baton.outputs import TextDelta, count_logprobs, join_deltas
+from baton.api.errors import BatonError, InvalidRequestError, OverloadedError
+from baton.api.outputs import TextDelta, count_logprobs, join_deltas
 
 # Of one stream: each is told every piece. Who was cut off leaves one behind for a while.
 MAX_READERS = 16

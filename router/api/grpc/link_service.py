@@ -7,13 +7,14 @@ import logging
 from collections.abc import AsyncIterator
 from typing import TypeAlias
 
-from baton import wire
-from baton.access import Access
-from baton.audit_log import AuditKind
-from baton.call_gate import Context
-from baton.certificates import certificate_identity
-from baton.errors import InvalidRequestError
-from baton.link import (
+from baton.access.access import Access
+from baton.access.audit_log import AuditKind
+from baton.access.certificates import certificate_identity
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import RequestOutput
+from baton.link import wire
+from baton.link.message_cuts import parts_problem
+from baton.link.words import (
     DecodeCommand,
     NodeRegistration,
     PrefillCommand,
@@ -21,11 +22,10 @@ from baton.link import (
     RequestError,
     RouterCommand,
 )
-from baton.message_cuts import parts_problem
-from baton.outputs import RequestOutput
-from baton.rpc import MAX_MESSAGE_BYTES
+from baton.serving.call_gate import Context
+from baton.serving.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import node_pb2, node_pb2_grpc
-from baton.wire_reading import Unread
+from baton.wire.reading import Unread
 from router.api.grpc.long_messages import LongMessages, read_registration
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool

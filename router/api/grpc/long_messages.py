@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from baton import wire
-from baton.errors import InvalidRequestError
-from baton.link import NodeEvent, NodeRegistration, StepDeltas
-from baton.message_cuts import parts_problem, tops_problem
+from baton.api.errors import InvalidRequestError
+from baton.link import wire
+from baton.link.message_cuts import parts_problem, tops_problem
+from baton.link.words import NodeEvent, NodeRegistration, StepDeltas
 from baton.v1 import node_pb2
-from baton.wire_parts import count_parts
-from baton.wire_reading import Unread
+from baton.wire.parts import count_parts
+from baton.wire.reading import Unread
 from router.fleet.node import Node
 from router.fleet.node_claims import MAX_REGISTRATION_PARTS, Vocabulary, event_problem
 

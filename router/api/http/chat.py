@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from baton.errors import InvalidRequestError
-from baton.outputs import FinishReason, TextDelta
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason, TextDelta
 from router.api.http.conversation import chat_prompt, forced_call, parser_context, takes_effort
 from router.api.http.exchange import (
     PRINCIPAL,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from baton.errors import InvalidRequestError
-from baton.outputs import TextDelta
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import TextDelta
 from router.api.http.exchange import (
     PRINCIPAL,
     Exchange,

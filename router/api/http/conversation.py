@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from baton.chat_template import ChatTemplate
-from baton.errors import InvalidRequestError
-from baton.structured_output import StructuredOutput
+from baton.api.errors import InvalidRequestError
+from baton.api.structured_output import StructuredOutput
+from baton.text.chat_template import ChatTemplate
 from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
 from router.intake.parsers.base import ParserContext
 from router.intake.texts import ChatPrompt, check_num_messages

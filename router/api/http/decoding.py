@@ -13,7 +13,7 @@ from typing import TypeVar, get_args
 
 import msgspec
 
-from baton.errors import InvalidRequestError
+from baton.api.errors import InvalidRequestError
 from router.api.http.schema import REFUSED
 
 T = TypeVar("T")

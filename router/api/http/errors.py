@@ -7,7 +7,7 @@ Anthropic's, on the paths of its messages:
     {"type": "error", "error": {"type": "invalid_request_error", "message": "max_tokens: ..."},
      "request_id": "..."}
 
-Status codes of our own errors are in the one table of `baton/errors.py`.
+Status codes of our own errors are in the one table of `baton/api/errors.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import hdrs, web
 
-from baton.errors import (
+from baton.api.errors import (
     HTTP_STATUS_OF,
     BatonError,
     InvalidRequestError,

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from baton.errors import BatonError, InvalidRequestError
-from baton.outputs import TextDelta
+from baton.api.errors import BatonError, InvalidRequestError
+from baton.api.outputs import TextDelta
 from router.api.http.chat import ChatDialect, open_chat
 from router.api.http.errors import ApiError
 from router.api.http.exchange import ENTRY, respond_in_events

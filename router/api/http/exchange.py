@@ -14,14 +14,14 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from aiohttp import hdrs, web
 
-from baton.access_log import AccessEntry
-from baton.errors import BatonError, InvalidRequestError
-from baton.held_calls import HeldCalls
-from baton.identity import Principal
-from baton.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
-from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
-from baton.sampling_params import SamplingParams
-from baton.stop_strings import DetokenizeOptions
+from baton.access.identity import Principal
+from baton.api.errors import BatonError, InvalidRequestError
+from baton.api.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
+from baton.api.sampling_params import SamplingParams
+from baton.serving.access_log import AccessEntry
+from baton.serving.held_calls import HeldCalls
+from baton.serving.rpc import MAX_CLIENT_MESSAGE_BYTES
+from baton.text.stop_strings import DetokenizeOptions
 from router.api.http.decoding import decode
 from router.api.http.errors import REQUEST_ID, ApiError, known_error, status_of
 from router.api.http.ignored_fields import note_ignored

@@ -5,9 +5,9 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from baton.outputs import TokenLogprobs
-from baton.token_pieces import OutputPieces
-from baton.tokenizer import Tokenizer
+from baton.api.outputs import TokenLogprobs
+from baton.text.token_pieces import OutputPieces
+from baton.text.tokenizer import Tokenizer
 from router.api.http.responses import (
     ChatLogprobs,
     CompletionLogprobs,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from baton.outputs import Receipt, TextDelta
+from baton.api.outputs import Receipt, TextDelta
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from baton.errors import InvalidRequestError
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.api.errors import InvalidRequestError
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
 from router.api.http.schema import ResponseFormat, SamplingRequest, StructuredOutputs
 
 # Names and meanings that OpenAI's or vLLM's requests and SamplingParams share.

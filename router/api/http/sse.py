@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from baton.errors import BatonError
+from baton.api.errors import BatonError
 from router.api.http.errors import ApiError, error_body
 
 _HEADERS = {

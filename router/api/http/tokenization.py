@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from baton.errors import InvalidRequestError
+from baton.api.errors import InvalidRequestError
 from router.api.http.conversation import chat_prompt
 from router.api.http.exchange import PRINCIPAL, HttpOptions, read_body
 from router.api.http.logprobs import TokenTexts

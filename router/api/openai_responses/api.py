@@ -8,8 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
-from baton.errors import BatonError
-from baton.outputs import TextDelta
+from baton.api.errors import BatonError
+from baton.api.outputs import TextDelta
 from router.api.http.chat import note_effort
 from router.api.http.errors import REQUEST_ID, ApiError, error_code
 from router.api.http.event_exchange import answer_in_events

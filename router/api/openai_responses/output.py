@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
 from router.api.http.event_exchange import AnswerEvent
 from router.api.http.responses import MessageDelta, ToolCallDelta, Usage
 from router.api.openai_responses.request import ResponsesRequest

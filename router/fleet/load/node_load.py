@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.link import NodeBeat, NodeRegistration, NodeRole
-from baton.outputs import DecodeReceipt, PrefillReceipt
+from baton.api.outputs import DecodeReceipt, PrefillReceipt
+from baton.link.words import NodeBeat, NodeRegistration, NodeRole
 from router.fleet.load.line_fit import LineFit
 from router.fleet.load.promises import Promises
 

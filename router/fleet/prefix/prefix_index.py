@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.block_hash import ShortHash
-from baton.link import KVCacheEvents
+from baton.link.words import KVCacheEvents
 from router.fleet.prefix.placement_memory import PlacementMemory
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 

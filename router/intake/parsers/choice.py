@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.registry import Registry
-from baton.tokenizer import Tokenizer
+from baton.text.tokenizer import Tokenizer
 from router.intake.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, ParserKind
 from router.intake.parsers.base import OutputParser, ParserContext
 from router.intake.parsers.plain import OneCall, PlainText

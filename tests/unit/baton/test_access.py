@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.access import ADMIN_TOKEN, NODE_TOKEN, Access
-from baton.allowance import Allowance
-from baton.api_keys import entry_text
-from baton.audit_log import AuditKind, AuditLog
-from baton.call_roles import INFER, JOIN, LOOK, OPERATE
-from baton.errors import OverloadedError, PermissionDeniedError, UnauthenticatedError
-from baton.identity import ANYBODY, ANYBODY_HERE, Credentials, Principal, Role
+from baton.access.access import ADMIN_TOKEN, NODE_TOKEN, Access
+from baton.access.allowance import Allowance
+from baton.access.api_keys import entry_text
+from baton.access.audit_log import AuditKind, AuditLog
+from baton.access.call_roles import INFER, JOIN, LOOK, OPERATE
+from baton.access.identity import ANYBODY, ANYBODY_HERE, Credentials, Principal, Role
+from baton.api.errors import OverloadedError, PermissionDeniedError, UnauthenticatedError
 
 ALICE, BOB = "alice's key of many letters", "bob's key of many letters"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.api_keys import (
+from baton.access.api_keys import (
     KEY_PREFIX,
     convert_lines,
     digest_of,
@@ -19,9 +19,9 @@ from baton.api_keys import (
     parse_keys,
     read_keys,
 )
+from baton.access.identity import Limits, Role
+from baton.api.errors import ConfigError
 from baton.cli.keys import app
-from baton.errors import ConfigError
-from baton.identity import Limits, Role
 
 DIGEST = digest_of("k").hex()
 BEGINNING = f'[[key]]\nname = "alice"\nsha256 = "{DIGEST}"\n'

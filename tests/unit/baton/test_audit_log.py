@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.audit_log import AuditEvent, AuditKind, AuditLog
-from baton.errors import ConfigError
+from baton.access.audit_log import AuditEvent, AuditKind, AuditLog
+from baton.api.errors import ConfigError
 from tests.fakes.waiting import wait_until
 
 

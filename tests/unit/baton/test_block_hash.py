@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from baton.api.errors import ConfigError
 from baton.block_hash import (
     DEFAULT_HASH_ALGORITHM,
     HASH_ALGORITHMS,
@@ -18,7 +19,6 @@ from baton.block_hash import (
     extra_keys_of,
     shorten,
 )
-from baton.errors import ConfigError
 
 TOKENS = [5, 70_000, 0, 2**31 - 1, 9, 8, 7, 6, 1, 2, 3, 4]
 

@@ -10,10 +10,10 @@ from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.certificates import certificate_identity, identity_of
-from baton.dev_certificates import DevCA, Holder
-from baton.errors import UnauthenticatedError
-from baton.identity import Principal, Role
+from baton.access.certificates import certificate_identity, identity_of
+from baton.access.dev_certificates import DevCA, Holder
+from baton.access.identity import Principal, Role
+from baton.api.errors import UnauthenticatedError
 
 LATER = datetime.now(UTC) + timedelta(days=1)
 

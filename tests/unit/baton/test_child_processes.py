@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.child_processes import fleet_environment
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.worker_processes import WorkerProcesses, WorkLimits
+from baton.processes.child_processes import fleet_environment
+from baton.processes.worker_processes import WorkerProcesses, WorkLimits
 from tests.integration.conftest import free_address
 
 TAKEN = (

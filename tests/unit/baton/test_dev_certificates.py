@@ -10,10 +10,10 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
-from baton.certificates import identity_of
+from baton.access.certificates import identity_of
+from baton.access.identity import Role
+from baton.access.tls import TlsOptions, read_material
 from baton.cli.app import app
-from baton.identity import Role
-from baton.tls import TlsOptions, read_material
 
 
 def run(*arguments: str, code: int = 0) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.drain import Drain
-from baton.link import NodeBeat, ServingState
+from baton.link.drain import Drain
+from baton.link.words import NodeBeat, ServingState
 
 QUIET = NodeBeat(num_free_blocks=7)
 

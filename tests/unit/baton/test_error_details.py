@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from baton.call_gate import status_of
-from baton.error_details import (
+from baton.api.errors import STATUS_OF_ERROR, BatonError, InvalidRequestError, OverloadedError
+from baton.api.outputs import Receipt
+from baton.serving.call_gate import status_of
+from baton.serving.error_details import (
     DETAILS_KEY,
     details_trailer,
     error_from_trailers,
@@ -14,8 +16,6 @@ from baton.error_details import (
     receipt_from_trailers,
     receipt_trailer,
 )
-from baton.errors import STATUS_OF_ERROR, BatonError, InvalidRequestError, OverloadedError
-from baton.outputs import Receipt
 
 RECEIPT = Receipt(
     num_prompt_tokens=3,

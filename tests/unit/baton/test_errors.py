@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from baton.call_gate import status_of
-from baton.errors import (
+from baton.api.errors import (
     HTTP_STATUS_OF,
     STATUS_OF_ERROR,
     BatonError,
@@ -18,6 +17,7 @@ from baton.errors import (
     ModelLoadError,
     NodeUnavailableError,
 )
+from baton.serving.call_gate import status_of
 
 
 def tree(kind: type[BatonError]) -> Iterator[type[BatonError]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from baton.exposure import Exposure, is_public
+from baton.access.exposure import Exposure, is_public
+from baton.api.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ import pytest
 import tokenizers
 from gguf import GGMLQuantizationType, TokenType
 
-from baton.errors import ModelLoadError
-from baton.gguf.config import config_of, generation_config_of
-from baton.gguf.file import TENSOR_TYPES, GgufFile
-from baton.model_folder import config_digest, find_model_folder, weights_digest
-from baton.model_identity import folder_identity
-from baton.tokenizer import Tokenizer
+from baton.api.errors import ModelLoadError
+from baton.checkpoint.gguf.config import config_of, generation_config_of
+from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
+from baton.checkpoint.model_folder import config_digest, find_model_folder, weights_digest
+from baton.checkpoint.model_identity import folder_identity
+from baton.text.tokenizer import Tokenizer
 from tests.fakes.gguf_files import Vocabulary, plain_vocabulary, write_gguf
 from tests.fakes.vocabularies import VOCABULARIES, original, random_text
 
@@ -120,9 +120,9 @@ def test_other_weights_have_another_digest(tmp_path: Path) -> None:
 def test_in_a_large_file_every_tensor_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.weights_samples.WHOLE_FILE_BYTES", 100)
-    monkeypatch.setattr("baton.weights_samples.SMALL_TENSOR_BYTES", 100)
-    monkeypatch.setattr("baton.weights_samples.TENSOR_SAMPLE_BYTES", 40)
+    monkeypatch.setattr("baton.checkpoint.weights_samples.WHOLE_FILE_BYTES", 100)
+    monkeypatch.setattr("baton.checkpoint.weights_samples.SMALL_TENSOR_BYTES", 100)
+    monkeypatch.setattr("baton.checkpoint.weights_samples.TENSOR_SAMPLE_BYTES", 40)
     norm = numpy.ones(32, dtype=numpy.float32)
     digests = set()
     for value in (1, 2):

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance.gbnf_to_lark import is_lark_syntax
 
-from baton.errors import InvalidRequestError
-from baton.grammar_trials import GrammarTrials
-from baton.grammars import _LARK, make_grammar
-from baton.structured_output import MAX_TEXT_BYTES, StructuredOutput
+from baton.api.errors import InvalidRequestError
+from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
+from baton.text.grammar_trials import GrammarTrials
+from baton.text.grammars import _LARK, make_grammar
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 # Quadratic ones took a minute.

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton import held_calls
-from baton.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
-from baton.held_calls import HeldCalls
+from baton.api.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
+from baton.serving import held_calls
+from baton.serving.held_calls import HeldCalls
 from tests.fakes.router_scene import asynchronous
 
 

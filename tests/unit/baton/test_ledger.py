@@ -9,9 +9,9 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from baton import wire_ledger
 from baton.cli.app import app
-from baton.ledger import BlockHolding, BlockOwner, Ledger, balance, to_ranges
+from baton.link import wire_ledger
+from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance, to_ranges
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 

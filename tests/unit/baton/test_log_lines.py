@@ -14,14 +14,16 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from baton.errors import ConfigError
-from baton.logs import MAX_WAITING, change_log_level, close_logging, set_up_logging
+from baton.api.errors import ConfigError
+from baton.telemetry.logs import MAX_WAITING, change_log_level, close_logging, set_up_logging
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 EVIL = "p0\n2026-01-01T12:00:00.000Z INFO router: all is well\x1b[2J\rä\u2028"
 SHOWN = "p0\\n2026-01-01T12:00:00.000Z INFO router: all is well\\x1b[2J\\rä\\u2028"
-NAMES = ("", "baton", "router", "prefill_node", "decode_node", "sim_node", "loadtest", "engine",
-         "kvconnector", "models", "baton_kernels")  # fmt: skip
+NAMES = (
+    "", "baton", "router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
+    "engine", "kvconnector", "models", "baton_kernels",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +153,9 @@ def test_who_does_not_read_holds_up_nothing_and_is_told_what_is_lost(
             close_logging()
         drain.join()
     assert text.startswith(b"20")
-    assert re.search(rb"WARNING baton.logs: \d+ lines of this log are lost: whoever", text)
+    assert re.search(
+        rb"WARNING baton.telemetry.logs: \d+ lines of this log are lost: whoever", text
+    )
     assert text.count(b" INFO router: ") >= MAX_WAITING
 
 

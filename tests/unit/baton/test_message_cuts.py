@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import InvalidRequestError
-from baton.message_cuts import (
+from baton.api.errors import InvalidRequestError
+from baton.api.prompt import MAX_PROMPT_LOGPROBS, check_prompt_logprobs
+from baton.api.sampling_params import SamplingParams
+from baton.link.message_cuts import (
     MAX_LINK_DELTAS,
     MAX_LINK_MESSAGE_BYTES,
     MAX_PARTS,
@@ -13,9 +15,7 @@ from baton.message_cuts import (
     cut_message,
     parts_problem,
 )
-from baton.prompt import MAX_PROMPT_LOGPROBS, check_prompt_logprobs
-from baton.rpc import MAX_CLIENT_MESSAGE_BYTES
-from baton.sampling_params import SamplingParams
+from baton.serving.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.v1 import node_pb2, types_pb2
 
 

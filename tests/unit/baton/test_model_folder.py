@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ModelLoadError
-from baton.model_folder import (
+from baton.api.errors import ModelLoadError
+from baton.checkpoint.model_folder import (
     ModelLimits,
     config_digest,
     find_model_folder,
     read_limits,
     weights_digest,
 )
-from baton.weights_samples import SAMPLE_EVERY_BYTES, WHOLE_FILE_BYTES
+from baton.checkpoint.weights_samples import SAMPLE_EVERY_BYTES, WHOLE_FILE_BYTES
 
 CONFIG = {"vocab_size": 10, "max_position_embeddings": 64, "hidden_size": 8, "dtype": "float32"}
 
@@ -73,7 +73,7 @@ def test_what_can_only_be_a_path_is_not_looked_up_on_the_hub(
         raise AssertionError(f"asked the hub for {model}")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("baton.model_folder._fetch_from_hub", fetch)
+    monkeypatch.setattr("baton.checkpoint.model_folder._fetch_from_hub", fetch)
     with pytest.raises(ModelLoadError):
         find_model_folder(model)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ModelLoadError
-from baton.model_identity import folder_identity
+from baton.api.errors import ModelLoadError
+from baton.checkpoint.model_identity import folder_identity
 
 DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 

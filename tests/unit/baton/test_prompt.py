@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequestError
-from baton.prompt import check_prompt, check_sampling_params, draw_seed
-from baton.sampling_params import SamplingParams
+from baton.api.errors import InvalidRequestError
+from baton.api.prompt import check_prompt, check_sampling_params, draw_seed
+from baton.api.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("token_ids", [[0], [9], [0] * 7, list(range(7))])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from baton.api.outputs import Receipt
 from baton.cli.receipt_table import receipt_line
-from baton.outputs import Receipt
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
 RECEIPT = Receipt(

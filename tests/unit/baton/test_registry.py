@@ -7,15 +7,17 @@ import sys
 
 import pytest
 
+from baton.api.errors import ConfigError, InvalidRequestError
 from baton.cli.admin.app import COMMANDS as ADMIN_COMMANDS
 from baton.cli.app import COMMANDS
-from baton.errors import ConfigError, InvalidRequestError
 from baton.registry import Registry
 from router.policies import POLICIES
 
 
 def test_load_returns_the_very_object_that_the_string_names() -> None:
-    registry: Registry[object] = Registry("thing", {"error": "baton.errors:InvalidRequestError"})
+    registry: Registry[object] = Registry(
+        "thing", {"error": "baton.api.errors:InvalidRequestError"}
+    )
     assert registry.load("error") is InvalidRequestError
 
 

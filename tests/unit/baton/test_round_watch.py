@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.link import BEAT_INTERVAL_S, NodeBeat
-from baton.round_watch import Rounds, RoundWatch
+from baton.link.round_watch import Rounds, RoundWatch
+from baton.link.words import BEAT_INTERVAL_S, NodeBeat
 
 
 def test_a_thread_that_ends_no_round_is_told_with_how_long_it_has_not() -> None:

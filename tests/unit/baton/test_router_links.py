@@ -12,12 +12,14 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from baton import router_links
-from baton.access import Access
-from baton.call_gate import CallGate
-from baton.drain import Drain
-from baton.errors import ConfigError, NodeUnavailableError
-from baton.link import (
+from baton.access.access import Access
+from baton.api.errors import ConfigError, NodeUnavailableError
+from baton.api.outputs import RequestOutput
+from baton.api.sampling_params import SamplingParams
+from baton.link import router_links
+from baton.link.drain import Drain
+from baton.link.router_links import RouterLinks
+from baton.link.words import (
     BEAT_INTERVAL_S,
     AbortAll,
     CancelCommand,
@@ -32,9 +34,7 @@ from baton.link import (
     ServingState,
     split_request_id,
 )
-from baton.outputs import RequestOutput
-from baton.router_links import RouterLinks
-from baton.sampling_params import SamplingParams
+from baton.serving.call_gate import CallGate
 from baton.v1 import node_pb2_grpc
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node import LegDelta, Node

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError, ModelLoadError
-from baton.sampling_defaults import read_sampling_defaults
+from baton.api.errors import ConfigError, ModelLoadError
+from baton.api.sampling_defaults import read_sampling_defaults
 from router.api.http.sampling import sampling_params
 from router.api.http.schema import ChatRequest
 from router.intake.text_options import TextOptions

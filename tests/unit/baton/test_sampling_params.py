@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequestError
-from baton.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
+from baton.api.errors import InvalidRequestError
+from baton.api.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
 
 INT32_MAX = 2**31 - 1
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.access.exposure import split_address
+from baton.api.errors import ConfigError
 from baton.cli.node_options import parse_bytes
-from baton.errors import ConfigError
-from baton.exposure import split_address
 from baton.local_deployment import divide_cores
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.sampling_params import SamplingParams
-from baton.stop_strings import OutputText, StopStrings
-from baton.tokenizer import Tokenizer
+from baton.api.sampling_params import SamplingParams
+from baton.text.stop_strings import OutputText, StopStrings
+from baton.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
 

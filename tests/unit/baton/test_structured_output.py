@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from baton.api.errors import InvalidRequestError
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import MAX_CHOICES, MAX_TEXT_BYTES, StructuredOutput
 from baton.cli.structured_output_options import make_structured_output
-from baton.errors import InvalidRequestError
-from baton.sampling_params import SamplingParams
-from baton.structured_output import MAX_CHOICES, MAX_TEXT_BYTES, StructuredOutput
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton.dev_certificates import DevCA, Holder
-from baton.errors import ConfigError
-from baton.tls import TlsFiles, TlsOptions, read_material, read_tls
+from baton.access.dev_certificates import DevCA, Holder
+from baton.access.tls import TlsFiles, TlsOptions, read_material, read_tls
+from baton.api.errors import ConfigError
 from tests.fakes.certificates import FAR_AHEAD, LONG_AGO, Authority, replace
 from tests.fakes.virtual_clock import VirtualClock
 

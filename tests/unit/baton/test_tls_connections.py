@@ -18,11 +18,8 @@ import grpc.aio
 import pytest
 from aiohttp import web
 
-from baton.certificates import certificate_principal
-from baton.client import AsyncClient, Client
-from baton.errors import NodeUnavailableError
-from baton.rpc import RpcServer, open_channel
-from baton.tls import (
+from baton.access.certificates import certificate_principal
+from baton.access.tls import (
     NO_TLS,
     ServerContext,
     TlsFiles,
@@ -31,7 +28,10 @@ from baton.tls import (
     read_material,
     read_tls,
 )
-from baton.tls_refusal import why_refused
+from baton.access.tls_refusal import why_refused
+from baton.api.errors import NodeUnavailableError
+from baton.client.client import AsyncClient, Client
+from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.fakes.certificates import FAR_AHEAD, LONG_AGO, Authority, replace
 

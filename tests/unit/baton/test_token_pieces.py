@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.token_pieces import piece_decoder
-from baton.tokenizer import Tokenizer
+from baton.text.token_pieces import piece_decoder
+from baton.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
 SENTENCE_PIECE = {"type": "Sequence", "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}]}

@@ -14,9 +14,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.detokenizer import Detokenizer
-from baton.errors import ConfigError, InvalidRequestError, ModelLoadError
-from baton.tokenizer import Tokenizer
+from baton.api.errors import ConfigError, InvalidRequestError, ModelLoadError
+from baton.text.detokenizer import Detokenizer
+from baton.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 TOKENIZER = Tokenizer(DEMO)

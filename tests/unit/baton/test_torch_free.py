@@ -27,7 +27,7 @@ def test_importing_the_ground_and_all_entry_points_does_not_import_torch() -> No
     assert run(code).strip() == "[]"
 
 
-ENTRY_POINTS = ["router", "prefill_node", "decode_node", "sim_node", "loadtest"]
+ENTRY_POINTS = ["router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest"]
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, "loadtest run"])
@@ -45,7 +45,7 @@ def test_help_is_shown_without_torch(program: str) -> None:
 
 def test_a_client_waits_for_no_library_of_servers() -> None:
     code = (
-        "import sys\nimport baton.client\n"
+        "import sys\nimport baton.client.client\n"
         "print([m for m in ('aiohttp', 'structlog', 'uvloop', 'typer') if m in sys.modules])"
     )
     assert run(code).strip() == "[]"

@@ -10,9 +10,8 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import link, wire, wire_types
-from baton.errors import InvalidRequestError
-from baton.outputs import (
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import (
     DecodeReceipt,
     FinishReason,
     PrefillReceipt,
@@ -22,9 +21,12 @@ from baton.outputs import (
     TextDelta,
     TokenLogprobs,
 )
-from baton.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.api.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
+from baton.api.structured_output import StructuredOutput
+from baton.link import wire
+from baton.link import words as link
 from baton.v1 import node_pb2, types_pb2
+from baton.wire import types as wire_types
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 

@@ -9,11 +9,11 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequestError
-from baton.message_cuts import MAX_LINK_DELTAS, MAX_PARTS, cut_message
+from baton.api.errors import InvalidRequestError
+from baton.link.message_cuts import MAX_LINK_DELTAS, MAX_PARTS, cut_message
 from baton.v1 import inference_pb2, node_pb2, types_pb2
-from baton.wire_parts import count_parts
-from baton.wire_reading import MAX_LINK_PARTS, forgiving
+from baton.wire.parts import count_parts
+from baton.wire.reading import MAX_LINK_PARTS, forgiving
 
 MANY = 10**9
 

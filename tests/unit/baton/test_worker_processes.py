@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 import psutil
 import pytest
 
-from baton.errors import InvalidRequestError, NodeUnavailableError, OverloadedError
-from baton.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
+from baton.api.errors import InvalidRequestError, NodeUnavailableError, OverloadedError
+from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
 
 WORK = "tests.fakes.costly_work:make_work"
 LIMITS = WorkLimits(cpu_s=0.5, wall_s=20.0, memory_bytes=64 * 2**20)
@@ -210,7 +210,7 @@ def test_nothing_outlives_a_program_that_is_killed() -> None:
     """Not even a worker in the middle of something."""
     program = (
         "import asyncio, sys\n"
-        "from baton.worker_processes import *\n"
+        "from baton.processes.worker_processes import *\n"
         "limits = WorkLimits(cpu_s=99, wall_s=99, memory_bytes=2**26)\n"
         f"workers = WorkerProcesses({WORK!r}, {{}}, limits)\n"
         "async def main():\n"
@@ -235,7 +235,7 @@ def test_nothing_outlives_a_program_that_is_killed() -> None:
 def test_a_worker_needs_neither_torch_nor_grpc() -> None:
     async def test(workers: WorkerProcesses) -> None:
         loaded = await workers.run(
-            b"__import__('baton.grammar_trials', fromlist='x')"
+            b"__import__('baton.text.grammar_trials', fromlist='x')"
             b" and __import__('router.intake.texts', fromlist='x')"
             b" and [n for n in ('torch', 'grpc', 'aiohttp') if n in __import__('sys').modules]"
         )

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
 from engine import LLM
-from engine.outputs import ModelRunnerOutput
-from engine.request import RequestStatus
+from engine.core.outputs import ModelRunnerOutput
+from engine.core.request import RequestStatus
 from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares
 
 MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "demo_model")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.link import BlocksCleared, BlocksRemoved, BlocksStored
-from engine.block_pool import BlockPool
+from baton.link.words import BlocksCleared, BlocksRemoved, BlocksStored
+from engine.core.block_pool import BlockPool
 
 
 def test_a_new_pool_gives_each_block_once_and_then_nothing() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
 from engine import LLM, crash_dump
 from engine.crash_dump import FOLDER_VARIABLE, dump_crash
 

@@ -7,22 +7,23 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from baton.api.errors import ConfigError
+from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
-from baton.errors import ConfigError
-from baton.sampling_params import SamplingParams
-from engine import device_sampling, input_batch
-from engine.cuda_graphs import captured_sizes, reason_against_graphs
-from engine.device_choice import check_allocator
-from engine.device_sampling import (
+from engine.core.outputs import ScheduledRequest
+from engine.core.request import Request
+from engine.sampling import device_sampling
+from engine.sampling.device_sampling import (
     PARAMETER_TYPES,
     kernel_arrays,
     kernel_parameters,
     upload_parameters,
 )
-from engine.graph_inputs import GraphInputs, StagedStep
-from engine.input_batch import InputBatch, PreparedStep
-from engine.outputs import ScheduledRequest
-from engine.request import Request
+from engine.worker import input_batch
+from engine.worker.cuda_graphs import captured_sizes, reason_against_graphs
+from engine.worker.device_choice import check_allocator
+from engine.worker.graph_inputs import GraphInputs, StagedStep
+from engine.worker.input_batch import InputBatch, PreparedStep
 from tests.fakes.engine_parts import make_request
 from tests.fakes.sampling import sampling_input
 

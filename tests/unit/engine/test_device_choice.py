@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.api.errors import ConfigError
+from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
-from baton.errors import ConfigError
-from baton.sampling_params import SamplingParams
-from engine.device_choice import choose_dtype
+from engine.core.request import Request
 from engine.engine import Engine
-from engine.model_runner import LaunchedStep, ModelRunner
-from engine.request import Request
+from engine.worker.device_choice import choose_dtype
+from engine.worker.model_runner import LaunchedStep, ModelRunner
 from models.config import ModelConfig
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
@@ -87,7 +87,7 @@ def test_auto_computes_in_16_bits_on_a_gpu(
     is_said: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "engine.device_choice")
+    caplog.set_level(logging.INFO, "engine.worker.device_choice")
     model = ModelConfig.from_folder(DEMO)
     object.__setattr__(model, "dtype", checkpoint)
     assert choose_dtype(name, device, model) is expected

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from engine import engine_loop
-from engine.engine_loop import EngineLoop
+from node_runtime import engine_loop
+from node_runtime.engine_loop import EngineLoop
 from tests.fakes.waiting import TIMEOUT_S, wait_until
 
 

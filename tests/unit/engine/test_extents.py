@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.block_hash import BlockHash
-from engine.block_pool import BlockPool
-from engine.extents import WINDOW_FACTOR, choose_extents
+from engine.core.block_pool import BlockPool
+from engine.core.extents import WINDOW_FACTOR, choose_extents
 
 
 def num_runs(block_ids: list[int]) -> int:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.api.errors import ConfigError
+from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
-from baton.errors import ConfigError
-from baton.link import NodeRegistration, NodeRole
-from baton.sampling_params import SamplingParams
+from baton.link.words import NodeRegistration, NodeRole
 from baton_kernels import FP8
 from engine import LLM
-from engine.node_engine import load_engine
 from kvconnector.layout import KVLayout
+from node_runtime.node_engine import load_engine
 from router.fleet.pairing import incompatibility
 from tests.numerics.tiny_models import make_hugging_face_model, save
 

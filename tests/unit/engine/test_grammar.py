@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from baton.errors import InvalidRequestError
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
-from baton.tokenizer import Tokenizer
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
+from baton.text.tokenizer import Tokenizer
 from engine import LLM
+from engine.core.request import Request, RequestStatus
 from engine.crash_dump import describe
-from engine.grammar import GrammarState, allowed_token_masks
-from engine.grammar_compiler import MAX_CACHED, GrammarCompiler
-from engine.logits import adjust_logits
-from engine.request import Request, RequestStatus
-from engine.sampling_input import RequestSnapshot
+from engine.sampling.grammar import GrammarState, allowed_token_masks
+from engine.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler
+from engine.sampling.logits import adjust_logits
+from engine.sampling.sampling_input import RequestSnapshot
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 ENDS = {4093, 4095}

@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 
-from engine import graph_capture
-from engine.cuda_graphs import captured_sizes
-from engine.graph_capture import DeviceCapture, capture_stream, measure_graph_bytes
-from engine.model_runner import ModelRunner
+from engine.worker import graph_capture
+from engine.worker.cuda_graphs import captured_sizes
+from engine.worker.graph_capture import DeviceCapture, capture_stream, measure_graph_bytes
+from engine.worker.model_runner import ModelRunner
 from tests.fakes.cuda import MIB, WORKSPACE_BYTES, FakeCuda
 
 FIRST_BYTES, EACH_BYTES = 500 * MIB, 2 * MIB

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.gumbel import (
+from engine.sampling.gumbel import (
     CHUNK_ELEMENTS,
     best_scores,
     device_hashes,
@@ -20,7 +20,7 @@ from engine.gumbel import (
     gumbel,
     noise_hashes,
 )
-from engine.philox import counter_words
+from engine.sampling.philox import counter_words
 
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint32]

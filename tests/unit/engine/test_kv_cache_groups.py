@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.errors import ConfigError
-from engine.kv_cache import (
+from engine.core.kv_cache_groups import MAX_GROUPS, group_layers
+from engine.worker.kv_cache import (
     KVCacheSpec,
     allocate_kv_cache,
     choose_max_model_len,
     kv_cache_spec,
 )
-from engine.kv_cache_groups import MAX_GROUPS, group_layers
 from kvconnector.layout import KVLayout
 from models.config import ModelConfig
 

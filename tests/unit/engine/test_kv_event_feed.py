@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.block_hash import BlockHash, shorten
-from baton.link import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent, KVCacheEvents
-from engine.kv_event_feed import FLUSH_INTERVAL_S, MAX_HASHES_PER_MESSAGE, KVEventFeed
+from baton.link.words import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent, KVCacheEvents
+from node_runtime.kv_event_feed import FLUSH_INTERVAL_S, MAX_HASHES_PER_MESSAGE, KVEventFeed
 from tests.fakes.virtual_clock import VirtualClock
 
 A, B, C = (bytes([letter]) * 16 for letter in b"abc")

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from engine.kv_cache_manager import KVCacheManager
-from engine.kv_retention import Find, FullAttention, SlidingWindow
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.kv_retention import Find, FullAttention, SlidingWindow
 from tests.fakes.engine_parts import ContentRunner, make_request, make_scheduler, step
 
 HASHES = [bytes([index]) for index in range(6)]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.errors import ConfigError, InvalidRequestError, ModelLoadError
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
+from baton.api.errors import ConfigError, InvalidRequestError, ModelLoadError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
 

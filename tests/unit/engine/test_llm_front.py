@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import EngineDeadError, InvalidRequestError
-from baton.sampling_params import SamplingParams
+from baton.api.errors import EngineDeadError, InvalidRequestError
+from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.crash_dump import FOLDER_VARIABLE
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import InvalidRequestError
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
 from engine import LLM
-from engine.logprobs import compute_logprobs
+from engine.sampling.logprobs import compute_logprobs
 from tests.fakes.engine_parts import make_request
 from tests.fakes.sampling import sampling_input
 from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.sampling_params import SamplingParams
-from engine.logits import adjust_logits
-from engine.request import Request
-from engine.sampling_input import RequestSnapshot
+from baton.api.sampling_params import SamplingParams
+from engine.core.request import Request
+from engine.sampling.logits import adjust_logits
+from engine.sampling.sampling_input import RequestSnapshot
 from tests.fakes.sampling import sample, scores
 
 VOCAB_SIZE = 24

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.api.errors import ConfigError
+from baton.api.sampling_params import SamplingParams
 from baton.engine_config import GIB, EngineConfig
-from baton.errors import ConfigError
-from baton.sampling_params import SamplingParams
 from engine import LLM
-from engine.memory_profile import MAX_CPU_CACHE_BYTES, MemoryProfile
-from engine.warm_up import largest_step
+from engine.worker.memory_profile import MAX_CPU_CACHE_BYTES, MemoryProfile
+from engine.worker.warm_up import largest_step
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 BLOCK_SIZE = 4

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
 from engine import LLM
-from engine.request import Request
+from engine.core.request import Request
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 PROMPTS = [[3, 4, 5], [7], [10, 11, 12, 13, 14, 15, 16, 17, 18]]

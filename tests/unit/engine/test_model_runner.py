@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
-from baton.sampling_params import SamplingParams
+from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.core.request import Request
 from engine.engine import Engine
-from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.request import Request
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 PARAMS = [

@@ -13,13 +13,13 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.errors import ConfigError
-from baton.ledger import BlockHolding, BlockOwner, Ledger, balance
-from baton.link import NodeRole
-from baton.metrics_page import MetricsPage
-from baton.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
-from engine.metrics import EngineMetrics
-from engine.node_collector import NodeCollector
+from baton.api.errors import ConfigError
+from baton.link.words import NodeRole
+from baton.serving.metrics_page import MetricsPage
+from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
+from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
+from engine.core.metrics import EngineMetrics
+from node_runtime.collector import NodeCollector
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 COMMON = {"role": "decode", "node": "d0"}

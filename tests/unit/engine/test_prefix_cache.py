@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from baton.block_hash import BlockHash, BlockHasher
-from baton.link import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
-from engine.block_pool import BlockPool
-from engine.kv_cache_manager import KVCacheManager
-from engine.request import Request, RequestStatus
-from engine.scheduler import Scheduler
+from baton.link.words import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
+from engine.core.block_pool import BlockPool
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import Request, RequestStatus
+from engine.core.scheduler import Scheduler
 from tests.fakes.engine_parts import ContentRunner, make_request, make_scheduler, step
 
 BLOCK_SIZE = 4

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import engine.logprobs
-from baton.outputs import Completion
-from baton.sampling_params import SamplingParams
+import engine.sampling.logprobs
+from baton.api.outputs import Completion
+from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
 
@@ -61,7 +61,7 @@ def test_prompt_logprobs_are_those_of_transformers_for_every_chunk_size(
 def test_slices_of_a_chunk_give_what_the_whole_gives(
     folder: Path, theirs: Any, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.logprobs, "MAX_PROMPT_ROWS", max_rows)
+    monkeypatch.setattr(engine.sampling.logprobs, "MAX_PROMPT_ROWS", max_rows)
     llm = LLM(str(folder), block_size=4, num_blocks=64)
     for prompt, found in zip(PROMPTS, llm.generate(PROMPTS, asking(0)), strict=True):
         assert_right(found, prompt, theirs, 0)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.sampling_params import SamplingParams
-from engine.philox import WordTable, counter_words
-from engine.request import Request
-from engine.sampler import TOP_VALUES
+from baton.api.sampling_params import SamplingParams
+from engine.core.request import Request
+from engine.sampling.philox import WordTable, counter_words
+from engine.sampling.sampler import TOP_VALUES
 from tests.fakes.engine_parts import make_request
 from tests.fakes.sampling import random_words, sample, scores
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from baton.sampling_params import SamplingParams
-from engine.request import Request
-from engine.sampler import TOP_VALUES
+from baton.api.sampling_params import SamplingParams
+from engine.core.request import Request
+from engine.sampling.sampler import TOP_VALUES
 from tests.fakes.engine_parts import make_request
 from tests.fakes.sampling import sample, scores
 

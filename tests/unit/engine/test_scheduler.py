@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.outputs import FinishReason, RequestOutput
-from engine.kv_cache_manager import GrantedBlocks
-from engine.request import Request, RequestStatus
-from engine.scheduler import Scheduler
+from baton.api.outputs import FinishReason, RequestOutput
+from engine.core.kv_cache_manager import GrantedBlocks
+from engine.core.request import Request, RequestStatus
+from engine.core.scheduler import Scheduler
 from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares, step
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.errors import InvalidRequestError
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
-from engine.grammar import GrammarState
-from engine.grammar_compiler import GrammarCompiler
-from engine.request import Request, RequestStatus
-from engine.scheduler import Scheduler
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
+from engine.core.request import Request, RequestStatus
+from engine.core.scheduler import Scheduler
+from engine.sampling.grammar import GrammarState
+from engine.sampling.grammar_compiler import GrammarCompiler
 from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler, step
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"

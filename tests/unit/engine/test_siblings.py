@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import InvalidRequestError
-from baton.sampling_params import SamplingParams
-from baton.wire_types import sampling_params_to_proto
+from baton.api.errors import InvalidRequestError
+from baton.api.sampling_params import SamplingParams
+from baton.wire.types import sampling_params_to_proto
 from engine import LLM
-from engine.request import Request, RequestStatus
-from engine.scheduler import Scheduler
+from engine.core.request import Request, RequestStatus
+from engine.core.scheduler import Scheduler
 from tests.fakes.engine_parts import make_request, make_scheduler, step
 
 MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "demo_model")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import ConfigError
-from engine.request import Request, RequestStatus
-from engine.waiting_queue import WAITING_QUEUES, WaitingQueue, make_waiting_queue
+from baton.api.errors import ConfigError
+from engine.core.request import Request, RequestStatus
+from engine.core.waiting_queue import WAITING_QUEUES, WaitingQueue, make_waiting_queue
 from tests.fakes.engine_parts import make_request, make_scheduler, step
 
 every_policy = pytest.mark.parametrize("policy", WAITING_QUEUES)

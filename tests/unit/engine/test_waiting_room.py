@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
-from engine.request import Request, RequestStatus
-from engine.waiting_queue import WAITING_QUEUES
-from engine.waiting_room import PARKED, WaitingRoom
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
+from engine.core.request import Request, RequestStatus
+from engine.core.waiting_queue import WAITING_QUEUES
+from engine.core.waiting_room import PARKED, WaitingRoom
 from tests.fakes.engine_parts import make_request
 
 STRUCTURED = SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex="a+"))

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.errors import ConfigError
 from engine import engine as engine_module
-from engine import warm_up
+from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.engine import Engine
-from engine.kv_cache import allocate_kv_cache
-from engine.model_runner import ModelRunner
-from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.worker import warm_up
+from engine.worker.kv_cache import allocate_kv_cache
+from engine.worker.model_runner import ModelRunner
 from models.base import CausalLM
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from baton.errors import TransferError
-from kvconnector.nixl.transport import NixlTransport
+from baton.api.errors import TransferError
+from kvconnector.transports.nixl.transport import NixlTransport
 from tests.fakes.kv_link import BLOCK_SHAPE, numbers
 
 pytestmark = pytest.mark.nixl

@@ -12,16 +12,21 @@ import pytest
 import torch
 
 from kvconnector.base import BlockPush
-from kvconnector.digests import BlockDigests, Written
 from kvconnector.endpoint import Endpoint
-from kvconnector.in_memory import InMemoryTransport
-from kvconnector.nixl.transport import NixlTransport
-from kvconnector.pair_keys import BlockKey
-from kvconnector.paths import CUDA_IPC_PATH, PCIE_BYTES_PER_S, UNKNOWN_GPU_PATH, judge_path
 from kvconnector.peer_info import PeerInfo, host_identity
-from kvconnector.scratch import Scratch
-from kvconnector.sender import Sender
-from kvconnector.transfer import DEVICE_PORTIONS, HOST_PORTIONS
+from kvconnector.protocol.digests import BlockDigests, Written
+from kvconnector.protocol.pair_keys import BlockKey
+from kvconnector.protocol.sender import Sender
+from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS
+from kvconnector.transports.in_memory import InMemoryTransport
+from kvconnector.transports.nixl.transport import NixlTransport
+from kvconnector.transports.paths import (
+    CUDA_IPC_PATH,
+    PCIE_BYTES_PER_S,
+    UNKNOWN_GPU_PATH,
+    judge_path,
+)
+from kvconnector.transports.scratch import Scratch
 from tests.fakes.cuda import FakeCuda, OnDevice
 from tests.fakes.waiting import wait_until
 

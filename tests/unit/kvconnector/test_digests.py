@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
 from kvconnector.base import (
     NO_TRANSFER,
     BlockPush,
@@ -17,15 +17,15 @@ from kvconnector.base import (
     TransferEventKind,
     TransferKey,
 )
-from kvconnector.digests import BlockDigests, SentDigests, Written, digests_are_wanted
-from kvconnector.in_memory import InMemoryTransport, _Done
 from kvconnector.layout import LayerRange
-from kvconnector.messages import Digests, Verified, Watermark, decode, encode
-from kvconnector.pair_keys import BlockKey
-from kvconnector.receiver import Receiver
-from kvconnector.seals import peek
-from kvconnector.sender import Sender
-from kvconnector.transfer import MAX_ATTEMPTS, Piece
+from kvconnector.protocol.digests import BlockDigests, SentDigests, Written, digests_are_wanted
+from kvconnector.protocol.messages import Digests, Verified, Watermark, decode, encode
+from kvconnector.protocol.pair_keys import BlockKey
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.protocol.seals import peek
+from kvconnector.protocol.sender import Sender
+from kvconnector.protocol.transfer import MAX_ATTEMPTS, Piece
+from kvconnector.transports.in_memory import InMemoryTransport, _Done
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens

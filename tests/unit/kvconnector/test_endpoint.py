@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvconnector.endpoint import Endpoint
-from kvconnector.in_memory import InMemoryTransport
-from kvconnector.messages import Hello, Message, encode
-from kvconnector.seals import Channel, Channels
+from kvconnector.protocol.messages import Hello, Message, encode
+from kvconnector.protocol.seals import Channel, Channels
+from kvconnector.transports.in_memory import InMemoryTransport
 from tests.fakes.unsealed import unsealed
 from tests.fakes.waiting import wait_until
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.errors import ConfigError
-from kvconnector.fault_file import LOOK_EVERY_S, NO_FAULTS, FaultFile, faults_of
-from kvconnector.faults import FaultSpec, FaultyTransport
-from kvconnector.in_memory import InMemoryTransport
-from kvconnector.messages import Watermark
+from baton.api.errors import ConfigError
+from kvconnector.protocol.messages import Watermark
+from kvconnector.transports.fault_file import LOOK_EVERY_S, NO_FAULTS, FaultFile, faults_of
+from kvconnector.transports.faults import FaultSpec, FaultyTransport
+from kvconnector.transports.in_memory import InMemoryTransport
 from tests.fakes.unsealed import unsealed
 from tests.fakes.virtual_clock import VirtualClock
 

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from baton.errors import ConfigError, TransferError
-from kvconnector.faults import MAX_SWAP_S, FaultSpec, FaultyTransport, KillPoint
-from kvconnector.in_memory import InMemoryTransport
-from kvconnector.messages import (
+from baton.api.errors import ConfigError, TransferError
+from kvconnector.protocol.messages import (
     Commit,
     Grant,
     Hello,
@@ -21,7 +19,9 @@ from kvconnector.messages import (
     SelfTestResult,
     Watermark,
 )
-from kvconnector.seals import peek
+from kvconnector.protocol.seals import peek
+from kvconnector.transports.faults import MAX_SWAP_S, FaultSpec, FaultyTransport, KillPoint
+from kvconnector.transports.in_memory import InMemoryTransport
 from tests.fakes.unsealed import unsealed
 from tests.fakes.virtual_clock import VirtualClock
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import TransferError
-from baton.link import MAX_PEER_INFO_BYTES
-from kvconnector.messages import Commit, Digests, Grant, Quiet, decode, encode
+from baton.api.errors import TransferError
+from baton.link.words import MAX_PEER_INFO_BYTES
 from kvconnector.peer_info import PeerInfo
-from kvconnector.seals import peek
+from kvconnector.protocol.messages import Commit, Digests, Grant, Quiet, decode, encode
+from kvconnector.protocol.seals import peek
 
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),

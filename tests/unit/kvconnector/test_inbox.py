@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import torch
 
-from kvconnector import inbox as inbox_module
-from kvconnector.inbox import MESSAGES_PER_TURN, WARN_INTERVAL_S, Inbox
-from kvconnector.messages import Beat, Quiet, encode
-from kvconnector.peers import Peers
-from kvconnector.seals import Channel, Channels, Refusal
+from kvconnector.protocol import inbox as inbox_module
+from kvconnector.protocol.inbox import MESSAGES_PER_TURN, WARN_INTERVAL_S, Inbox
+from kvconnector.protocol.messages import Beat, Quiet, encode
+from kvconnector.protocol.peers import Peers
+from kvconnector.protocol.seals import Channel, Channels, Refusal
 from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
 from tests.fakes.virtual_clock import VirtualClock
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from baton.errors import TransferError
+from baton.api.errors import TransferError
 from kvconnector.base import TransferEvent, TransferEventKind
-from kvconnector.messages import Beat, Hello, Message
-from kvconnector.peers import BEAT_INTERVAL_S, HELLO_TIMEOUT_S, LEASE_S, Peers, PeerState
-from kvconnector.seals import peek
+from kvconnector.protocol.messages import Beat, Hello, Message
+from kvconnector.protocol.peers import BEAT_INTERVAL_S, HELLO_TIMEOUT_S, LEASE_S, Peers, PeerState
+from kvconnector.protocol.seals import peek
 from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
 from tests.fakes.unsealed import with_key
 from tests.fakes.virtual_clock import VirtualClock

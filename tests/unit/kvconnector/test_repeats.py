@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvconnector.messages import Start
-from kvconnector.repeats import REPEAT_S, Repeats
+from kvconnector.protocol.messages import Start
+from kvconnector.protocol.repeats import REPEAT_S, Repeats
 
 
 def start(request_id: str) -> Start:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import TransferError
-from kvconnector.pair_keys import KeyPair
+from baton.api.errors import TransferError
 from kvconnector.peer_info import PeerInfo
-from kvconnector.seals import (
+from kvconnector.protocol.pair_keys import KeyPair
+from kvconnector.protocol.seals import (
     HEADER_BYTES,
     TAG_BYTES,
     WINDOW,
@@ -176,7 +176,7 @@ def test_what_came_much_too_late_counts_as_lost() -> None:
 def test_no_churn_of_others_takes_the_channel_of_a_peer_that_is_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvconnector.seals.MAX_CHANNELS", 4)
+    monkeypatch.setattr("kvconnector.protocol.seals.MAX_CHANNELS", 4)
     ours, theirs = Channels("p"), Channels("d")
     sent, _ = meet("p", ours, "d", theirs)
     for number in range(20):

@@ -11,18 +11,18 @@ from unittest import mock
 import pytest
 import torch
 
-from baton.rates import format_rate
+from baton.telemetry.rates import format_rate
 from kvconnector.base import KVTransport, PendingWrite, TransferEvent, TransferEventKind
-from kvconnector.faults import FaultSpec, FaultyTransport
-from kvconnector.messages import HelloAck, Message, SelfTest, SelfTestResult, encode
-from kvconnector.paths import CUDA_IPC_PATH, UNKNOWN_GPU_PATH
 from kvconnector.peer_info import PeerInfo
-from kvconnector.peers import LEASE_S, MAX_BACK_OFF_S
-from kvconnector.receiver import Receiver
-from kvconnector.scratch import NUM_SLOTS
-from kvconnector.seals import peek
-from kvconnector.self_test import MAX_POSTED, MAX_TIMED_WRITES, OFFER_S, TIMEOUT_S
-from kvconnector.sender import Sender
+from kvconnector.protocol.messages import HelloAck, Message, SelfTest, SelfTestResult, encode
+from kvconnector.protocol.peers import LEASE_S, MAX_BACK_OFF_S
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.protocol.seals import peek
+from kvconnector.protocol.self_test import MAX_POSTED, MAX_TIMED_WRITES, OFFER_S, TIMEOUT_S
+from kvconnector.protocol.sender import Sender
+from kvconnector.transports.faults import FaultSpec, FaultyTransport
+from kvconnector.transports.paths import CUDA_IPC_PATH, UNKNOWN_GPU_PATH
+from kvconnector.transports.scratch import NUM_SLOTS
 from tests.fakes.handoff_cluster import ThreadlessEndpoint, endpoint_of
 from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
 from tests.fakes.virtual_clock import VirtualClock
@@ -47,7 +47,7 @@ class Scene:
         self.senders: dict[str, Sender] = {}
         self.events: dict[str, list[TransferEvent]] = {}
         self.dead: set[str] = set()
-        with mock.patch("kvconnector.receiver.Endpoint", ThreadlessEndpoint):
+        with mock.patch("kvconnector.protocol.receiver.Endpoint", ThreadlessEndpoint):
             transport = self._transport("d", self.target, d_faults)
             self.receiver = Receiver(transport, lambda: None, self._never, self.clock)
         self.events["d"] = endpoint_of(self.receiver).emitted
@@ -63,7 +63,7 @@ class Scene:
         raise AssertionError("no thread runs that could die") from error
 
     def add(self, engine_id: str) -> Sender:
-        with mock.patch("kvconnector.sender.Endpoint", ThreadlessEndpoint):
+        with mock.patch("kvconnector.protocol.sender.Endpoint", ThreadlessEndpoint):
             transport = self._transport(engine_id, torch.zeros(4, 2, 4, 8), self.p_faults)
             sender = Sender(transport, lambda: None, self._never, self.clock)
         self.senders[engine_id] = sender
@@ -130,7 +130,7 @@ def test_both_ends_hear_of_the_path_that_the_bandwidth_proves(
 
     monkeypatch.setattr(ScriptedTransport, "connect", connect_gpu)
     for lowest, expected in ((0.0, CUDA_IPC_PATH), (math.inf, UNKNOWN_GPU_PATH)):
-        monkeypatch.setattr("kvconnector.paths.PCIE_BYTES_PER_S", lowest)
+        monkeypatch.setattr("kvconnector.transports.paths.PCIE_BYTES_PER_S", lowest)
         scene = Scene()
         scene.add("p")
         scene.run(0.5)

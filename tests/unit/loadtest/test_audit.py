@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.link import node_request_id, scoped_id
+from baton.link.words import node_request_id, scoped_id
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from loadtest.audit import Auditor, BlockAudit
-from loadtest.clock import RunClock
-from loadtest.faults import Fault
-from loadtest.schedule import Schedule
-from loadtest.site import Site
+from loadtest.drills.audit import Auditor, BlockAudit
+from loadtest.drills.faults import Fault
+from loadtest.drills.schedule import Schedule
+from loadtest.drills.site import Site
+from loadtest.load.clock import RunClock
 
 # As nodes name it: a tenant's request, of one of the routers.
 R2 = node_request_id(scoped_id("r2", "t"), "router-0")
@@ -77,7 +77,7 @@ def serving(admin: AdminScript) -> tuple[grpc.Server, str]:
 
 def audited(texts: list[str], monkeypatch: pytest.MonkeyPatch, problem: str = "") -> Schedule:
     """A schedule that killed a process twice, between audits of a router whose node leaks."""
-    monkeypatch.setattr("loadtest.schedule.FREE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("loadtest.drills.schedule.FREE_TIMEOUT_S", 0.0)
     admin = AdminScript()
     admin.problem = problem
     server, address = serving(admin)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.cached import CacheReport, report_cache
-from loadtest.generate import Lengths
+from loadtest.load.cached import CacheReport, report_cache
+from loadtest.load.generate import Lengths
 from loadtest.plan import LoadPlan, OpenLoop
 from tests.fakes.load_targets import ScriptedTarget, even, run_virtually
 

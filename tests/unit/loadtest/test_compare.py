@@ -11,18 +11,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 from loadtest.compare import Comparison, Trial, _in_turn
 from loadtest.compare_command import parse_cores
-from loadtest.generate import Lengths
+from loadtest.drills.site import UpOptions
+from loadtest.load.generate import Lengths
+from loadtest.load.shapes import Deployment
 from loadtest.page.page import render_figures, render_page
 from loadtest.plan import LoadPlan, OpenLoop
-from loadtest.report import plain
-from loadtest.report_compare import comparison_to_json, print_comparison, trial_line, verdict_lines
-from loadtest.shapes import Deployment
-from loadtest.site import UpOptions
+from loadtest.report.report import plain
+from loadtest.report.report_compare import (
+    comparison_to_json,
+    print_comparison,
+    trial_line,
+    verdict_lines,
+)
+from loadtest.report.verdict import judge_comparison, values_of
 from loadtest.slo import Slo
-from loadtest.verdict import judge_comparison, values_of
 from tests.fakes.load_targets import Answer, ScriptedTarget, run_virtually
 from tests.unit.loadtest.test_page import assert_numbers_are_those_of
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from loadtest.datasets import read_dataset
-from loadtest.generate import Lengths
+from baton.api.errors import ConfigError
+from loadtest.load.datasets import read_dataset
+from loadtest.load.generate import Lengths
+from loadtest.load.prompts import Message, WrittenPrompt
+from loadtest.load.workload import PlannedRequest, planned_requests
 from loadtest.plan import ClosedLoop, LoadPlan
-from loadtest.prompts import Message, WrittenPrompt
-from loadtest.workload import PlannedRequest, planned_requests
 
 MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 SHAREGPT = [

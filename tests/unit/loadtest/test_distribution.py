@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import ConfigError
-from loadtest.distribution import PER_MILLE, distribution, weighted_distribution
-from loadtest.lengths import parse_lengths
-from loadtest.record import spread_tokens
+from baton.api.errors import ConfigError
+from loadtest.load.lengths import parse_lengths
+from loadtest.load.record import spread_tokens
+from loadtest.report.distribution import PER_MILLE, distribution, weighted_distribution
 from loadtest.slo import Slo
 
 Pairs = st.lists(

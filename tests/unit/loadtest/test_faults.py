@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from loadtest.audit import Auditor
-from loadtest.clock import RunClock
-from loadtest.fault_report import FaultReport, fault_line, report_faults
-from loadtest.faults import Fault, FaultEvent, check_schedule
-from loadtest.generate import Lengths
+from baton.api.errors import ConfigError
+from loadtest.drills.audit import Auditor
+from loadtest.drills.faults import Fault, FaultEvent, check_schedule
+from loadtest.drills.schedule import Schedule
+from loadtest.drills.site import Site, parse_pids, write_whole
+from loadtest.load.clock import RunClock
+from loadtest.load.generate import Lengths
 from loadtest.plan import LoadPlan, OpenLoop
-from loadtest.schedule import Schedule
-from loadtest.site import Site, parse_pids, write_whole
+from loadtest.report.fault_report import FaultReport, fault_line, report_faults
 from loadtest.slo import Slo
 from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
 

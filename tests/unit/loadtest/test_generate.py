@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError
-from loadtest.generate import (
+from baton.api.errors import ConfigError
+from loadtest.load.generate import (
     WORKLOADS,
     Lengths,
     Workload,
@@ -20,7 +20,7 @@ from loadtest.generate import (
     generate,
     on_off_arrivals,
 )
-from loadtest.traces import TraceRequest, num_blocks, prompt_token_ids, read_trace, write_trace
+from loadtest.load.traces import TraceRequest, num_blocks, prompt_token_ids, read_trace, write_trace
 
 
 def starts(rate_per_s: float = 10.0, seed: int = 0) -> Iterator[float]:

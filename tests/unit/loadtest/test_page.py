@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from loadtest.audit import BlockAudit
-from loadtest.fault_report import report_faults
-from loadtest.faults import Fault, FaultEvent
-from loadtest.generate import Lengths
+from baton.api.errors import ConfigError
+from loadtest.drills.audit import BlockAudit
+from loadtest.drills.faults import Fault, FaultEvent
+from loadtest.load.generate import Lengths
 from loadtest.page import page
 from loadtest.page.page import look_up, render_figures, render_page, write_page, write_pictures
 from loadtest.plan import LoadPlan, OpenLoop
-from loadtest.report import plain, result_to_json
-from loadtest.series import waterfall
+from loadtest.report.fault_report import report_faults
+from loadtest.report.report import plain, result_to_json
+from loadtest.report.series import waterfall
 from loadtest.slo import Slo
 from tests.fakes.browser import CHROMIUM, look_at_page, open_page
 from tests.fakes.load_targets import Answer, ScriptedTarget, even, run_virtually

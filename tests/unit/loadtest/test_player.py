@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from baton.errors import ConfigError
-from loadtest.distribution import PER_MILLE, Distribution
-from loadtest.generate import Lengths
+from baton.api.errors import ConfigError
+from loadtest.load.generate import Lengths
+from loadtest.load.player import Player
+from loadtest.load.record import Outcome
+from loadtest.load.traces import TraceRequest, write_trace
 from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop, TraceReplay
-from loadtest.player import Player
-from loadtest.progress import progress_line, show_progress
-from loadtest.record import Outcome
+from loadtest.report.distribution import PER_MILLE, Distribution
+from loadtest.report.progress import progress_line, show_progress
 from loadtest.run import RunResult
 from loadtest.slo import Slo
-from loadtest.traces import TraceRequest, write_trace
 from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.virtual_loop import VirtualLoop

@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from baton.outputs import DecodeReceipt, PrefillReceipt, PushReceipt, Receipt
-from loadtest.distribution import PER_MILLE, distribution
-from loadtest.generate import Lengths
+from baton.api.outputs import DecodeReceipt, PrefillReceipt, PushReceipt, Receipt
+from loadtest.load.generate import Lengths
 from loadtest.plan import LoadPlan, OpenLoop
+from loadtest.report.distribution import PER_MILLE, distribution
+from loadtest.report.series import MAX_BINS, Series, cdf, make_series, waterfall
+from loadtest.report.summary import RECEIPT_SECONDS
 from loadtest.run import RunResult
-from loadtest.series import MAX_BINS, Series, cdf, make_series, waterfall
 from loadtest.slo import Slo
-from loadtest.summary import RECEIPT_SECONDS
 from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
 
 

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import ConfigError
-from loadtest.confidence import bracket_interval, mean_interval
-from loadtest.generate import Lengths
+from baton.api.errors import ConfigError
+from loadtest.load.generate import Lengths
+from loadtest.load.workload import planned_requests
 from loadtest.page.page import render_figures, render_page
 from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop
-from loadtest.report import plain
-from loadtest.report_steps import (
+from loadtest.report.confidence import bracket_interval, mean_interval
+from loadtest.report.report import plain
+from loadtest.report.report_steps import (
     search_lines,
     search_to_json,
     step_heading,
@@ -30,7 +31,6 @@ from loadtest.run import RunResult
 from loadtest.search import Search, find_highest, play_search
 from loadtest.slo import Slo
 from loadtest.steps import Step, Sweep, play_sweep
-from loadtest.workload import planned_requests
 from tests.fakes.load_targets import ScriptedTarget, even, run_virtually
 from tests.unit.loadtest.test_page import assert_numbers_are_those_of
 

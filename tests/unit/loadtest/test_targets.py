@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from loadtest.distribution import PER_MILLE, Distribution
-from loadtest.generate import Lengths
+from baton.api.errors import ConfigError
+from loadtest.load.generate import Lengths
+from loadtest.load.record import Outcome
 from loadtest.plan import LoadPlan, OpenLoop
-from loadtest.record import Outcome
+from loadtest.report.distribution import PER_MILLE, Distribution
 from loadtest.run import Run, RunResult
 from loadtest.targets import TARGETS, open_target
 from loadtest.targets.base import Frame, TargetError, TargetOptions, Usage

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError
-from loadtest.traces import TraceRequest, prompt_token_ids, read_trace, write_trace
+from baton.api.errors import ConfigError
+from loadtest.load.traces import TraceRequest, prompt_token_ids, read_trace, write_trace
 
 # The two samples on Mooncake's front page (github.com/kvcache-ai/Mooncake), one per line.
 PUBLIC = """\

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from loadtest.generate import WORKLOADS, Lengths, gamma_arrivals, generate
-from loadtest.lengths import UniformLengths
+from baton.api.errors import ConfigError
+from loadtest.load.generate import WORKLOADS, Lengths, gamma_arrivals, generate
+from loadtest.load.lengths import UniformLengths
+from loadtest.load.traces import prompt_token_ids, write_trace
+from loadtest.load.workload import PlannedRequest, planned_requests
 from loadtest.options import fresh_seed
 from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop, TraceReplay
-from loadtest.traces import prompt_token_ids, write_trace
-from loadtest.workload import PlannedRequest, planned_requests
 
 
 def plan(**options: Any) -> LoadPlan:

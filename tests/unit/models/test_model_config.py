@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ModelLoadError
+from baton.api.errors import ModelLoadError
 from models.config import ModelConfig
 
 MINIMAL: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Unit tests of models.loader: what it accepts, and one clear line for what it does not."""
+"""Unit tests of models.loading.loader: what it accepts, and one clear line for what it does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.errors import ModelLoadError
+from baton.api.errors import ModelLoadError
 from models import load_model
 from tests.numerics.tiny_models import (
     hugging_face_logits,

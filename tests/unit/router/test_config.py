@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton.access import Access
-from baton.errors import ConfigError
+from baton.access.access import Access
+from baton.access.tls import TlsOptions
+from baton.api.errors import ConfigError
 from baton.node_program import run_node_program
-from baton.tls import TlsOptions
 from router.config import RouterConfig, check_exposure, requires_client_certs
 from router.program import serve
 from tests.fakes.certificates import Authority

@@ -6,8 +6,8 @@ import resource
 
 import pytest
 
-from baton.errors import ConfigError
-from baton.process import num_descriptors_allowed, raise_descriptor_limit
+from baton.api.errors import ConfigError
+from baton.processes.process import num_descriptors_allowed, raise_descriptor_limit
 from router.connection_budget import ConnectionOptions, share_descriptors
 from router.gate.overload import THRESHOLDS
 

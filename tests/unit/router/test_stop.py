@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.errors import NodeUnavailableError
+from baton.api.errors import NodeUnavailableError
 from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import token_1
 from tests.fakes.router_scene import Scene, asynchronous

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from baton.api.outputs import FinishReason
 from baton.block_hash import BlockHasher, shorten
-from baton.link import AbortAll
-from baton.outputs import FinishReason
+from baton.link.words import AbortAll
 from sim_node.sim_model import output_tokens
 from tests.fakes.sim_parts import TIMING, VOCAB_SIZE, SimPair
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 from sim_node.faults import FaultSpec
 from sim_node.options import SimOptions
 from sim_node.sim_model import output_tokens

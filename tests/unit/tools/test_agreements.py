@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.tokenizer import Tokenizer
+from baton.text.tokenizer import Tokenizer
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.layout import LayerRange
-from kvconnector.sockets.frames import (
+from kvconnector.transports.sockets.frames import (
     FROM_DIALLER,
     FROM_LISTENER,
     HEADER,
@@ -29,7 +29,7 @@ from kvconnector.sockets.frames import (
     cut_parts,
     encode_frame,
 )
-from kvconnector.sockets.memory import Discard, HostMemory, StagedMemory, memory_of
+from kvconnector.transports.sockets.memory import Discard, HostMemory, StagedMemory, memory_of
 
 SHAPE = (6, 3, 2, 4)  # blocks, layers, tokens, bytes; so that a layer has 8 bytes
 LAYER_BYTES, BLOCK_BYTES = 8, 24

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from kvconnector.receiver import Receiver
-from kvconnector.sender import Sender
-from kvconnector.sockets.transport import TlsTransport
+from kvconnector.protocol.receiver import Receiver
+from kvconnector.protocol.sender import Sender
+from kvconnector.transports.sockets.transport import TlsTransport
 from tests.fakes.kv_link import BLOCK_SHAPE, NUM_D_BLOCKS, NUM_P_BLOCKS, UNTOUCHED, Kind, Link
 from tests.fakes.kv_link import numbers as link_numbers
 from tests.fakes.tls_ends import where_of, with_where

@@ -10,11 +10,11 @@ import ssl
 import pytest
 import torch
 
-from baton.errors import TransferError
-from kvconnector.sockets import incoming, outgoing
-from kvconnector.sockets.connection import Connection
-from kvconnector.sockets.frames import Kind, WriteHead, encode_frame
-from kvconnector.sockets.outgoing import PostedWrite
+from baton.api.errors import TransferError
+from kvconnector.transports.sockets import incoming, outgoing
+from kvconnector.transports.sockets.connection import Connection
+from kvconnector.transports.sockets.frames import Kind, WriteHead, encode_frame
+from kvconnector.transports.sockets.outgoing import PostedWrite
 from tests.fakes.tls_ends import GRANTED, End, done, meet, rounds_until, where_of
 from tests.fakes.waiting import wait_until
 

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 import torch
 
-from baton.errors import ConfigError, TransferError
+from baton.api.errors import ConfigError, TransferError
 from kvconnector.base import PendingWrite
-from kvconnector.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
-from kvconnector.sockets.memory import StagedMemory
-from kvconnector.sockets.transport import _Where
+from kvconnector.transports.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
+from kvconnector.transports.sockets.memory import StagedMemory
+from kvconnector.transports.sockets.transport import _Where
 from tests.fakes.tls_ends import (
     GRANTED,
     SHAPE,
@@ -48,7 +48,7 @@ def test_memory_that_is_staged_is_written_and_kept_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a GPU's is, on both ends; here with host memory in its place."""
-    monkeypatch.setattr("kvconnector.sockets.transport.memory_of", StagedMemory)
+    monkeypatch.setattr("kvconnector.transports.sockets.transport.memory_of", StagedMemory)
     p, d = End("p"), End("d")
     p.transport.connect(d.info)
     d.transport.connect(p.info)

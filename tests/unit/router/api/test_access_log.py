@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from baton.access import Access
-from baton.access_log import AccessEntry, AccessLog, trace_id_of
-from baton.api_keys import draw_key, entry_text
-from baton.errors import InvalidRequestError
-from baton.identity import ANYBODY, Principal
-from baton.outputs import FinishReason
+from baton.access.access import Access
+from baton.access.api_keys import draw_key, entry_text
+from baton.access.identity import ANYBODY, Principal
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason
+from baton.serving.access_log import AccessEntry, AccessLog, trace_id_of
 from tests.fakes.grpc_scene import params, served
 from tests.fakes.http_scene import HttpScene, on_http
 from tests.fakes.router_scene import asynchronous
@@ -24,12 +24,12 @@ ON = AccessLog("demo", is_on=True)
 
 @pytest.fixture(autouse=True)
 def heard(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "baton.access_log")
+    caplog.set_level(logging.INFO, "baton.serving.access_log")
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     """The lines' fields, with their messages."""
-    records = [record for record in caplog.records if record.name == "baton.access_log"]
+    records = [record for record in caplog.records if record.name == "baton.serving.access_log"]
     return [{**vars(record), "message": record.getMessage()} for record in records]
 
 

@@ -9,19 +9,19 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.access import Access
-from baton.api_keys import entry_text
-from baton.client import AsyncClient, Client
-from baton.errors import (
+from baton.access.access import Access
+from baton.access.api_keys import entry_text
+from baton.access.identity import Credentials
+from baton.api.errors import (
     ConfigError,
     InvalidRequestError,
     OverloadedError,
     RequestCancelledError,
 )
-from baton.identity import Credentials
-from baton.link import DecodeCommand
-from baton.rpc import bearer, open_channel
-from baton.sampling_params import SamplingParams
+from baton.api.sampling_params import SamplingParams
+from baton.client.client import AsyncClient, Client
+from baton.link.words import DecodeCommand
+from baton.serving.rpc import bearer, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.gate.admission import Admission
 from router.gate.admission_options import AdmissionOptions

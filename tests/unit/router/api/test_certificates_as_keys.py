@@ -9,13 +9,13 @@ import aiohttp
 import grpc
 import pytest
 
-from baton import wire
-from baton.access import Access
-from baton.api_keys import entry_text
-from baton.call_gate import CallGate
-from baton.link import NodeRole
-from baton.rpc import RpcServer, bearer, open_channel
-from baton.tls import ServerContext, TlsFiles, TlsOptions, read_tls
+from baton.access.access import Access
+from baton.access.api_keys import entry_text
+from baton.access.tls import ServerContext, TlsFiles, TlsOptions, read_tls
+from baton.link import wire
+from baton.link.words import NodeRole
+from baton.serving.call_gate import CallGate
+from baton.serving.rpc import RpcServer, bearer, open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, node_pb2, node_pb2_grpc
 from router.api.admin.service import AdminService
 from router.api.grpc.link_service import NodeLinkService

@@ -17,15 +17,15 @@ from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from baton import wire
-from baton.access import Access
-from baton.api_keys import entry_text
-from baton.audit_log import AuditLog
-from baton.call_gate import CallGate
-from baton.call_roles import ANY, INFER, LOOK, OPEN, ROLES_OF_CALL
-from baton.identity import ANYBODY_HERE, Role
-from baton.link import NodeRole
-from baton.rpc import RpcServer, bearer, open_channel
+from baton.access.access import Access
+from baton.access.api_keys import entry_text
+from baton.access.audit_log import AuditLog
+from baton.access.call_roles import ANY, INFER, LOOK, OPEN, ROLES_OF_CALL
+from baton.access.identity import ANYBODY_HERE, Role
+from baton.link import wire
+from baton.link.words import NodeRole
+from baton.serving.call_gate import CallGate
+from baton.serving.rpc import RpcServer, bearer, open_channel
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,

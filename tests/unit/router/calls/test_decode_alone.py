@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import NodeUnavailableError
-from baton.link import CancelCommand, DecodeCommand, PrefillCommand
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
+from baton.api.errors import NodeUnavailableError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand
 from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import failure, token
 from tests.fakes.router_scene import Scene, asynchronous

@@ -8,8 +8,8 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.link import NodeRole, RequestDelta
-from baton.outputs import RequestOutput
+from baton.api.outputs import RequestOutput
+from baton.link.words import NodeRole, RequestDelta
 from router.calls.delta_order import MAX_EARLY, DeltaOrder
 from router.fleet.node import LegDelta
 

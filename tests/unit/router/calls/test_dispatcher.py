@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.errors import (
+from baton.api.errors import (
     BatonError,
     DeadlineExceededError,
     EngineDeadError,
@@ -17,9 +17,9 @@ from baton.errors import (
     OverloadedError,
     RequestCancelledError,
 )
-from baton.link import CancelCommand, DecodeCommand, PrefillCommand
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand
 from router.calls.call import CallOutput
 from tests.fakes.nodes import (
     DECODE_RECEIPT,

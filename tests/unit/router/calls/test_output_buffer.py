@@ -7,9 +7,9 @@ import tracemalloc
 
 import msgspec
 
-from baton.link import NodeRole
-from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
-from baton.sampling_params import SamplingParams
+from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import NodeRole
 from router.calls.output_buffer import OutputBuffer
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from baton.errors import BatonError, RequestCancelledError
-from baton.link import CancelCommand, DecodeCommand
-from baton.outputs import FinishReason
+from baton.api.errors import BatonError, RequestCancelledError
+from baton.api.outputs import FinishReason
+from baton.link.words import CancelCommand, DecodeCommand
 from router.api.admin.request_stats import Percentiles, window_stats
 from router.calls.call import Call
 from router.calls.request_log import RequestLog

@@ -8,16 +8,16 @@ import contextlib
 import msgspec
 import pytest
 
-from baton.errors import (
+from baton.api.errors import (
     ConfigError,
     DeadlineExceededError,
     InvalidRequestError,
     NodeUnavailableError,
     OverloadedError,
 )
-from baton.link import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
 from router.calls.retry_budget import RetryBudget, RetryOptions
 from tests.fakes.nodes import HandNode, failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous

@@ -8,8 +8,8 @@ import dataclasses
 
 import pytest
 
-from baton.errors import NodeUnavailableError, RequestCancelledError
-from baton.link import NodeBeat
+from baton.api.errors import NodeUnavailableError, RequestCancelledError
+from baton.link.words import NodeBeat
 from router.calls.retry_budget import RetryBudget
 from router.fleet.node import SILENT_BEATS
 from tests.fakes.nodes import HandNode, failure

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import pytest
 
-from baton.errors import NotFoundError, PoisonRequestError
-from baton.link import DecodeCommand, NodeRole, PrefillCommand
-from baton.outputs import FinishReason
-from baton.sampling_params import SamplingParams
+from baton.api.errors import NotFoundError, PoisonRequestError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import DecodeCommand, NodeRole, PrefillCommand
 from router.calls.dispatcher import Dispatcher
 from router.calls.retry_budget import RetryOptions
 from router.calls.suspects import MAX_HISTORIES, MAX_QUARANTINED, Suspects

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.link import NodeRole
+from baton.link.words import NodeRole
 from router.calls.retry_budget import RetryOptions
 from router.fleet.fleet_choice import spared
 from router.fleet.health import (

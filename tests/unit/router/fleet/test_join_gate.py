@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from baton import wire
-from baton.link import NodeRole, PeerUpdate
-from baton.rpc import RpcServer, open_channel
+from baton.link import wire
+from baton.link.words import NodeRole, PeerUpdate
+from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.api.grpc import link_service
 from router.api.grpc.link_service import NodeLinkService

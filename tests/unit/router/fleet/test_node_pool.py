@@ -7,7 +7,8 @@ import dataclasses
 
 import pytest
 
-from baton.link import (
+from baton.api.outputs import FinishReason
+from baton.link.words import (
     KVCacheEvents,
     NodeBeat,
     NodeRegistration,
@@ -16,7 +17,6 @@ from baton.link import (
     RequestError,
     SendKVSnapshot,
 )
-from baton.outputs import FinishReason
 from router.fleet.node import STALLED_FACTOR, STALLED_S, LegDelta, Node
 from router.fleet.node_pool import NodePool
 from router.fleet.pairing import incompatibility

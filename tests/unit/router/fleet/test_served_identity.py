@@ -9,9 +9,10 @@ from collections.abc import Mapping
 
 import pytest
 
+from baton.api.errors import NodeUnavailableError
 from baton.block_hash import DEFAULT_HASH_ALGORITHM
-from baton.errors import NodeUnavailableError
-from baton.link import (
+from baton.checkpoint.model_identity import IDENTITY_KEYS, SIMULATED
+from baton.link.words import (
     DecodeCommand,
     DrainSeen,
     NodeBeat,
@@ -20,7 +21,6 @@ from baton.link import (
     SendKVSnapshot,
     ServingState,
 )
-from baton.model_identity import IDENTITY_KEYS, SIMULATED
 from router.api.admin.views import describe_node
 from router.calls.retry_budget import RetryOptions
 from router.fleet.node_pool import NodePool

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import NodeUnavailableError
-from baton.link import DecodeCommand, NodeBeat
-from baton.sampling_params import SamplingParams
+from baton.api.errors import NodeUnavailableError
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import DecodeCommand, NodeBeat
 from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import token, token_1
 from tests.fakes.router_scene import Scene, asynchronous

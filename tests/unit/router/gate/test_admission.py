@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from baton.errors import ConfigError, DeadlineExceededError, OverloadedError
-from baton.identity import ANYBODY, Limits, Principal
+from baton.access.identity import ANYBODY, Limits, Principal
+from baton.api.errors import ConfigError, DeadlineExceededError, OverloadedError
 from router.gate.admission import Admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.call_gate import CallGate
-from baton.client import AsyncClient
-from baton.errors import OverloadedError
-from baton.outputs import FinishReason
-from baton.rpc import RpcServer
+from baton.api.errors import OverloadedError
+from baton.api.outputs import FinishReason
+from baton.client.client import AsyncClient
+from baton.serving.call_gate import CallGate
+from baton.serving.rpc import RpcServer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.gate.overload import HOLD_S, Level, LoopLag, Overload
 from router.gate.resources import memory_limit_bytes, num_descriptors, resident_bytes

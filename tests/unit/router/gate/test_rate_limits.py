@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import OverloadedError
-from baton.identity import ANYBODY, Limits, Principal
+from baton.access.identity import ANYBODY, Limits, Principal
+from baton.api.errors import OverloadedError
 from router.gate.rate_limits import REQUESTS, TOKENS, RateLimits
 from tests.fakes.virtual_clock import VirtualClock
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError
-from baton.identity import ANYBODY, Principal
+from baton.access.identity import ANYBODY, Principal
+from baton.api.errors import ConfigError
 from router.intake.cache_salts import CacheSalts, read_secret
 from router.intake.intake import GenerationRequest, Intake
 from router.policies.least_tokens import LeastTokens

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from baton.errors import InvalidRequestError, NodeUnavailableError
-from baton.identity import Principal
-from baton.outputs import FinishReason, TextDelta, join_deltas
-from baton.prompt import choice_seed
-from baton.sampling_params import MAX_SEED, SamplingParams
+from baton.access.identity import Principal
+from baton.api.errors import InvalidRequestError, NodeUnavailableError
+from baton.api.outputs import FinishReason, TextDelta, join_deltas
+from baton.api.prompt import choice_seed
+from baton.api.sampling_params import MAX_SEED, SamplingParams
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.fleet.prefix.prompt_hashes import HashKind

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.grammar_trials import GrammarTrials
-from baton.structured_output import StructuredOutput
+from baton.api.structured_output import StructuredOutput
+from baton.text.grammar_trials import GrammarTrials
 from router.intake.grammar_checks import GrammarChecks
 from tests.fakes.http_scene import TOKENIZER
 from tests.fakes.router_scene import asynchronous

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import InvalidRequestError
-from baton.identity import ANYBODY, Limits, Principal
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
-from baton.tokenizer import Tokenizer
+from baton.access.identity import ANYBODY, Limits, Principal
+from baton.api.errors import InvalidRequestError
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
+from baton.text.tokenizer import Tokenizer
 from router.calls.dispatcher import Dispatcher
 from router.intake.intake import GenerationRequest, Intake
 from router.policies.least_tokens import LeastTokens

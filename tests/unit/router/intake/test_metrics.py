@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.connection_limits import ConnectionCounts
-from baton.errors import BatonError, InvalidRequestError, NodeUnavailableError, OverloadedError
-from baton.link import NodeRole
-from baton.outputs import FinishReason, Receipt, TextDelta
+from baton.api.errors import BatonError, InvalidRequestError, NodeUnavailableError, OverloadedError
+from baton.api.outputs import FinishReason, Receipt, TextDelta
+from baton.link.words import NodeRole
+from baton.serving.connection_limits import ConnectionCounts
 from router.calls.suspects import Suspects
 from router.gate.admission import Admission
 from router.gate.admission_options import AdmissionOptions

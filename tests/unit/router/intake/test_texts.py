@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequestError, ModelLoadError
-from baton.tokenizer import Tokenizer
+from baton.api.errors import InvalidRequestError, ModelLoadError
+from baton.text.tokenizer import Tokenizer
 from router.intake.texts import MAX_MESSAGES, MAX_TOOLS, SHORT_TEXT_CHARS, ChatPrompt, Texts
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo_model"

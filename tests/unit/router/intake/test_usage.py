@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from baton.identity import ANYBODY, Principal
-from baton.outputs import PrefillReceipt, Receipt
+from baton.access.identity import ANYBODY, Principal
+from baton.api.outputs import PrefillReceipt, Receipt
 from router.calls.call import Call
 from router.calls.dispatcher import num_tokens_used
 from router.fleet.prefix.placement_memory import PlacementMemory

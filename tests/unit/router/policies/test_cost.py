@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.link import NodeBeat
+from baton.link.words import NodeBeat
 from router.calls.decisions import DecisionLog
 from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Candidate, RouteQuery

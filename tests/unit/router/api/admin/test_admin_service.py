@@ -12,13 +12,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.access import Access
-from baton.call_gate import CallGate
-from baton.errors import RequestCancelledError
-from baton.identity import ANYBODY, ANYBODY_HERE
-from baton.link import DrainCommand, NodeBeat, NodeRole, ServingState
-from baton.outputs import FinishReason
-from baton.rpc import RpcServer, open_channel
+from baton.access.access import Access
+from baton.access.identity import ANYBODY, ANYBODY_HERE
+from baton.api.errors import RequestCancelledError
+from baton.api.outputs import FinishReason
+from baton.link.words import DrainCommand, NodeBeat, NodeRole, ServingState
+from baton.serving.call_gate import CallGate
+from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, node_pb2
 from router.api.admin.service import AdminService
 from router.intake.intake import Intake

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from baton.access import Access
-from baton.admin_answers import PART_BYTES, Answer
-from baton.audit_log import AuditLog
-from baton.drain import Drain
-from baton.errors import InvalidRequestError, NodeUnavailableError
-from baton.ledger import BlockHolding, BlockOwner, Ledger
-from baton.link import (
+from baton.access.access import Access
+from baton.access.audit_log import AuditLog
+from baton.api.errors import InvalidRequestError, NodeUnavailableError
+from baton.api.outputs import RequestOutput
+from baton.link.admin_answers import PART_BYTES, Answer
+from baton.link.drain import Drain
+from baton.link.router_links import RouterLinks
+from baton.link.words import (
     AdminCall,
     AdminReply,
     NodeBeat,
@@ -29,9 +30,8 @@ from baton.link import (
     RouterBeat,
 )
 from baton.node_admin import NodeAdmin
-from baton.outputs import RequestOutput
-from baton.router_links import RouterLinks
-from baton.rpc import RpcServer
+from baton.serving.rpc import RpcServer
+from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger
 from baton.v1 import admin_pb2, node_pb2, node_pb2_grpc
 from router.api.admin.node_calls import NodeCalls
 from router.api.grpc.link_service import NodeLinkService

@@ -12,17 +12,17 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from baton.client import AsyncClient
-from baton.client_messages import make_request
-from baton.error_details import DETAILS_KEY, RECEIPT_KEY, receipt_from_trailers
-from baton.errors import (
+from baton.api.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     NodeUnavailableError,
     OverloadedError,
 )
-from baton.link import CancelCommand, PrefillCommand
-from baton.rpc import open_channel
+from baton.client.client import AsyncClient
+from baton.client.messages import make_request
+from baton.link.words import CancelCommand, PrefillCommand
+from baton.serving.error_details import DETAILS_KEY, RECEIPT_KEY, receipt_from_trailers
+from baton.serving.rpc import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from router.api.grpc.journal import JournalOptions
 from router.gate.admission import Admission

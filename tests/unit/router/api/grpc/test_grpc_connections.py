@@ -12,12 +12,13 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton import held_calls, wire_types
-from baton.connection_limits import RpcLimits
-from baton.link import CancelCommand
-from baton.rpc import RpcServer, open_channel
-from baton.tls import TlsFiles
+from baton.access.tls import TlsFiles
+from baton.link.words import CancelCommand
+from baton.serving import held_calls
+from baton.serving.connection_limits import RpcLimits
+from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import inference_pb2, types_pb2
+from baton.wire import types as wire_types
 from tests.fakes.certificates import Authority
 from tests.fakes.grpc_scene import params, served
 from tests.fakes.http_scene import until

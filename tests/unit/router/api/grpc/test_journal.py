@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from baton.errors import OverloadedError
-from baton.outputs import FinishReason, TextDelta
+from baton.api.errors import OverloadedError
+from baton.api.outputs import FinishReason, TextDelta
 from router.api.grpc.journal import MAX_READERS, Journal, JournalOptions
 from tests.fakes.router_scene import asynchronous
 

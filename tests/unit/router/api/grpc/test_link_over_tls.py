@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.access import Access
-from baton.call_gate import CallGate
-from baton.errors import ConfigError, NodeUnavailableError
-from baton.model_folder import config_digest
-from baton.rpc import RpcServer
-from baton.tls import TlsFiles, TlsOptions
+from baton.access.access import Access
+from baton.access.tls import TlsFiles, TlsOptions
+from baton.api.errors import ConfigError, NodeUnavailableError
+from baton.checkpoint.model_folder import config_digest
+from baton.serving.call_gate import CallGate
+from baton.serving.rpc import RpcServer
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node_pool import NodePool
@@ -98,7 +98,7 @@ def test_any_other_is_refused_at_once_in_one_line(
 def test_a_node_whose_links_break_comes_back_with_new_certificates_and_says_what_hinders_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.router_link._ASK_WHY_INTERVAL_S", 0.1)
+    monkeypatch.setattr("baton.link.router_link._ASK_WHY_INTERVAL_S", 0.1)
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     caplog.set_level(logging.WARNING)
 
@@ -119,7 +119,7 @@ def test_a_node_whose_links_break_comes_back_with_new_certificates_and_says_what
                 await until_told("its certificate is of no CA in")
                 await asyncio.sleep(1)
                 assert not pool.nodes
-                told = [one for one in caplog.records if one.name == "baton.router_link"]
+                told = [one for one in caplog.records if one.name == "baton.link.router_link"]
                 assert len(told) == 2  # each node once, not each try
                 new.issue("sim", "node/sim/sim")
                 old.ca_file.write_bytes(new.ca_file.read_bytes())

@@ -13,8 +13,10 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from baton import wire, wire_reading
-from baton.link import (
+from baton.api.outputs import RequestOutput, TokenLogprobs
+from baton.api.sampling_params import SamplingParams
+from baton.link import wire
+from baton.link.words import (
     AdminReply,
     CancelCommand,
     DecodeCommand,
@@ -22,10 +24,9 @@ from baton.link import (
     RequestDelta,
     RequestError,
 )
-from baton.outputs import RequestOutput, TokenLogprobs
-from baton.rpc import RpcServer, open_channel
-from baton.sampling_params import SamplingParams
+from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import node_pb2, node_pb2_grpc, types_pb2
+from baton.wire import reading as wire_reading
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node import LegDelta
 from router.fleet.node_claims import (

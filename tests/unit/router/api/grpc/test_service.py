@@ -10,17 +10,18 @@ from typing import Any, cast
 
 import pytest
 
-from baton import wire, wire_types
-from baton.access_log import AccessEntry
-from baton.call_gate import Context
-from baton.errors import InvalidRequestError
-from baton.identity import ANYBODY
-from baton.link import CancelCommand, PrefillCommand, RequestDelta
-from baton.outputs import FinishReason, RequestOutput, TextDelta, TokenLogprobs
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
-from baton.tokenizer import Tokenizer
+from baton.access.identity import ANYBODY
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason, RequestOutput, TextDelta, TokenLogprobs
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
+from baton.link import wire
+from baton.link.words import CancelCommand, PrefillCommand, RequestDelta
+from baton.serving.access_log import AccessEntry
+from baton.serving.call_gate import Context
+from baton.text.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, types_pb2
+from baton.wire import types as wire_types
 from router.api.grpc.inference_service import InferenceService
 from router.calls.dispatcher import Dispatcher
 from router.intake.intake import Intake

@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from baton.access import Access
-from baton.api_keys import entry_text
-from baton.outputs import FinishReason
+from baton.access.access import Access
+from baton.access.api_keys import entry_text
+from baton.api.outputs import FinishReason
 from tests.fakes.http_scene import MODEL, HttpScene, on_http
 
 

@@ -10,9 +10,9 @@ import zlib
 
 import pytest
 
-from baton.connection_limits import ConnectionLimits
-from baton.connections import Listener
-from baton.outputs import FinishReason
+from baton.api.outputs import FinishReason
+from baton.serving.connection_limits import ConnectionLimits
+from baton.serving.connections import Listener
 from router.api.http import exchange
 from tests.fakes.http_scene import HttpScene, on_http, until
 from tests.fakes.router_scene import asynchronous
@@ -205,7 +205,7 @@ async def test_few_long_bodies_of_one_caller_come_at_once(scene: HttpScene) -> N
     body = json.dumps({"model": "demo", "prompt": "x", "stop": ["s" * 1001]}).encode()
     long = body + b" " * 2**16
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("baton.held_calls.MAX_COMING", 2)
+        patch.setattr("baton.serving.held_calls.MAX_COMING", 2)
         patch.setattr(exchange, "BODY_TIMEOUT_S", 0.8)
         slow = [await connect(scene, request("/v1/completions", long)[:-1]) for _ in range(2)]
         await asyncio.sleep(0.1)

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from baton.grammars import load_grammar_tokenizer, make_grammar
-from baton.tokenizer import Tokenizer
+from baton.text.grammars import load_grammar_tokenizer, make_grammar
+from baton.text.tokenizer import Tokenizer
 from router.api.http.conversation import forced_call
 from router.api.http.schema import ChatRequest
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton.errors import OverloadedError
-from baton.link import PrefillCommand, RequestDelta
-from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.api.errors import OverloadedError
+from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.link.words import PrefillCommand, RequestDelta
 from router.api.http import completions, exchange
 from router.api.http.logprobs import TokenTexts
 from router.intake import long_answers

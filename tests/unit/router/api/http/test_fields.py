@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from baton.chat_template import ChatTemplate
-from baton.identity import Limits, Principal
-from baton.link import PrefillCommand, RequestDelta
-from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
-from baton.structured_output import StructuredOutput
+from baton.access.identity import Limits, Principal
+from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.api.structured_output import StructuredOutput
+from baton.link.words import PrefillCommand, RequestDelta
+from baton.text.chat_template import ChatTemplate
 from router.api.http import exchange
 from router.api.http.conversation import chat_prompt, takes_effort
 from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER

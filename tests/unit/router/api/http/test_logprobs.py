@@ -9,8 +9,8 @@ import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.outputs import TokenLogprobs
-from baton.tokenizer import Tokenizer
+from baton.api.outputs import TokenLogprobs
+from baton.text.tokenizer import Tokenizer
 from router.api.http.logprobs import TextOffsets, TokenTexts
 
 TOKENIZER = Tokenizer(Path(__file__).parents[5] / "examples" / "demo_model")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.outputs import FinishReason
+from baton.api.outputs import FinishReason
 from router.intake.parsers.choice import OutputParsers
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.access import Access
-from baton.api_keys import entry_text
-from baton.errors import OverloadedError
-from baton.link import CancelCommand
-from baton.outputs import FinishReason, Receipt, TextDelta
+from baton.access.access import Access
+from baton.access.api_keys import entry_text
+from baton.api.errors import OverloadedError
+from baton.api.outputs import FinishReason, Receipt, TextDelta
+from baton.link.words import CancelCommand
 from router.api.anthropic_messages.api import MessageEvents
 from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest, chat_request
 from router.api.http.conversation import chat_prompt

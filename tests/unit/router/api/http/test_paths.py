@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton.link import PrefillCommand
-from baton.outputs import FinishReason
+from baton.api.outputs import FinishReason
+from baton.link.words import PrefillCommand
 from baton.version import __version__
 from router.api.http_server import NOT_SERVED
 from router.intake import intake, texts

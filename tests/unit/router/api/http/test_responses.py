@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.errors import InvalidRequestError
-from baton.link import CancelCommand
-from baton.outputs import FinishReason
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason
+from baton.link.words import CancelCommand
 from router.api.http.conversation import chat_prompt
 from router.api.http.event_exchange import as_fields
 from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER

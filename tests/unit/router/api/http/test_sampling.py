@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.errors import InvalidRequestError
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.api.errors import InvalidRequestError
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
 from router.api.http.sampling import sampling_params
 from router.api.http.schema import SamplingRequest
 

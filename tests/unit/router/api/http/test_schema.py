@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequestError
+from baton.api.errors import InvalidRequestError
 from router.api.http.decoding import decode
 from router.api.http.schema import REFUSED, ChatRequest, CompletionRequest, NamedToolChoice
 

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from baton.errors import ConfigError, OverloadedError
-from baton.link import CancelCommand, PrefillCommand
-from baton.outputs import FinishReason
+from baton.api.errors import ConfigError, OverloadedError
+from baton.api.outputs import FinishReason
+from baton.link.words import CancelCommand, PrefillCommand
 from router.api.http import exchange
 from router.api.http.errors import error_response
 from router.api.http_server import HttpServer

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from baton.outputs import FinishReason
+from baton.api.outputs import FinishReason
 from tests.fakes.event_source import EventSourceReader
 from tests.fakes.http_scene import HttpScene, on_http
 

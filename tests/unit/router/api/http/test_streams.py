@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton.link import PrefillCommand, RequestDelta
-from baton.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.link.words import PrefillCommand, RequestDelta
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.connection_limits import ConnectionLimits
-from baton.tls import ServerContext, TlsFiles
+from baton.access.tls import ServerContext, TlsFiles
+from baton.serving.connection_limits import ConnectionLimits
 from tests.fakes.certificates import Authority
 from tests.fakes.http_scene import HttpScene, until
 

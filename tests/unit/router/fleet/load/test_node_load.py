@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from baton.link import NodeBeat, NodeRole
+from baton.link.words import NodeBeat, NodeRole
 from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
 from tests.fakes.fleets import FleetBook
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool, token, token_1

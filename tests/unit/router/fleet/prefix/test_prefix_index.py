@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.link import KVCacheEvents
+from baton.link.words import KVCacheEvents
 from router.fleet.prefix.prefix_index import MAX_KINDS, PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 from tests.fakes.virtual_clock import VirtualClock

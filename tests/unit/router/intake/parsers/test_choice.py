@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError
-from baton.tokenizer import Tokenizer
+from baton.api.errors import ConfigError
+from baton.text.tokenizer import Tokenizer
 from router.intake.parsers.base import ParserContext
 from router.intake.parsers.choice import OutputParsers
 from router.intake.parsers.hermes import Hermes

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.api.errors import ConfigError
 from router.intake.parsers import TOOL_CALL_PARSERS
 from router.intake.parsers.base import CallArguments, CallBegins, Reasoning
 from router.intake.parsers.plain import OneCall, PlainText

@@ -1,0 +1,1 @@
+"""Who may call, join and listen: keys, certificates, TLS, the audit log."""

@@ -1,0 +1,251 @@
+"""API keys at rest: the file that says who may call, and what each key allows. Knows no call.
+
+    [[key]]
+    name = "alice"
+    sha256 = "5e884898da28..."
+    tenant = "search"                      # as the name if not given
+    cache_group = "ours"                   # tenants that share what is cached; none if not given
+    roles = ["infer"]                      # infer, look, operate, join; infer if not given
+    expires = 2027-01-01                   # a day (its beginning, UTC) or a time with an offset
+    models = ["llama-3.1-8b"]              # served names; all if not given
+    limits = { requests_per_minute = 60 }  # fields of `Limits`
+
+A key is 256 random bits, so its SHA-256 can be kept in the open: there is no list of likely keys to
+try, which is all that a salt or a slow hash is for, and a request would pay for those every time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import re
+import secrets
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.access.identity import Limits, Principal, Role
+from baton.api.errors import ConfigError
+
+KEY_PREFIX = "baton_"  # by which a key is found where it should not be
+_KEY_BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_OLD_LINE = re.compile(r"[^\s=:\[\]#]+\s*:\s*\S+")
+SHORT_KEY_CHARS = 20  # one that somebody made up: its hash could be guessed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """One key.
+
+    Attributes:
+        digest: SHA-256 of the key.
+        principal: who brings it.
+        expires_at: by `time.time`; infinite if it never does.
+    """
+
+    digest: bytes = field(repr=False)
+    principal: Principal
+    expires_at: float = math.inf
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """A table of the file; what is in a field is checked afterwards."""
+
+    name: str
+    sha256: str
+    tenant: str = ""
+    cache_group: str = ""
+    roles: list[str] = msgspec.field(default_factory=lambda: ["infer"])
+    expires: Any = None
+    models: list[str] = []
+    limits: dict[str, Any] = {}
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    key: list[_Entry] = []
+
+
+def digest_of(key: str) -> bytes:
+    """What is kept of a key; any text has one."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def draw_key() -> str:
+    """A new key: 256 random bits."""
+    return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
+    """All keys of a file; raises ConfigError with one line that tells no key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_keys_file: cannot read {path} ({error})") from error
+    try:
+        return parse_keys(text)
+    except ConfigError as error:
+        raise ConfigError(f"api_keys_file: {path}: {error}") from None
+
+
+def parse_keys(text: str) -> tuple[ApiKey, ...]:
+    """The keys in a file's text; raises ConfigError."""
+    _refuse_old_lines(text)
+    try:
+        entries = msgspec.convert(tomllib.loads(text), _File, str_keys=True).key
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"is no TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{error}") from None
+    if not entries:
+        raise ConfigError("has no [[key]]; nobody could call")
+    keys = tuple(_check(f"key {number} ({entry.name!r})", entry)
+                 for number, entry in enumerate(entries, 1))  # fmt: skip
+    seen: dict[bytes, str] = {}
+    for key in keys:
+        if key.digest in seen:
+            raise ConfigError(f"one sha256 is there twice: of {seen[key.digest]!r} and of "
+                              f"{key.principal.name!r}")  # fmt: skip
+        seen[key.digest] = key.principal.name
+    return keys
+
+
+def _refuse_old_lines(text: str) -> None:
+    """Raise ConfigError for a file of ``name:key`` lines, and say what to do with it."""
+    lines = (line.strip() for line in text.splitlines())
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    if _OLD_LINE.fullmatch(first):
+        raise ConfigError(
+            "has lines of name:key, which held keys in the clear; make the new file of it with: "
+            "baton keys convert OLD > NEW"
+        )
+
+
+def _check(where: str, entry: _Entry) -> ApiKey:
+    """One key of its table; raises ConfigError."""
+    group = entry.cache_group or entry.name
+    names = {"name": entry.name, "tenant": entry.tenant or entry.name, "cache_group": group}
+    for name, value in names.items():
+        if not _NAME.fullmatch(value):
+            raise ConfigError(
+                f"{where}: {name}: must be 1 to 64 letters, digits, '.', '_', '@' or '-', and "
+                f"begin with a letter or digit, got {value[:80]!a}"
+            )
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", entry.sha256):
+        raise ConfigError(f"{where}: sha256: must be 64 hex digits")  # (it may be the key itself)
+    principal = Principal(
+        name=entry.name,
+        tenant=entry.tenant or entry.name,
+        cache_group=entry.cache_group,
+        roles=_roles(where, entry.roles),
+        models=frozenset(entry.models),
+        limits=_limits(where, entry.limits),
+    )
+    digest = bytes.fromhex(entry.sha256)
+    return ApiKey(digest=digest, principal=principal, expires_at=_expiry(where, entry.expires))
+
+
+def _roles(where: str, names: Sequence[str]) -> frozenset[Role]:
+    known = [role.value for role in Role]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{where}: roles: must be of {', '.join(known)}, got {name[:80]!a}")
+    if not names:
+        raise ConfigError(f"{where}: roles: must be at least one of {', '.join(known)}")
+    return frozenset(map(Role, names))
+
+
+def _limits(where: str, given: dict[str, Any]) -> Limits:
+    known = {one.name: one.default for one in fields(Limits)}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"{where}: limits: must be of {', '.join(known)}, got {name[:80]!a}")
+        is_whole = name in ("max_open_requests", "most_urgent_priority")
+        number = isinstance(value, int if is_whole else int | float) and value is not True
+        if not number or isinstance(value, bool) or not math.isfinite(value):
+            kind = "a whole number" if is_whole else "a number"
+            raise ConfigError(f"{where}: limits: {name}: must be {kind}, got {value!a:.80}")
+        if name == "weight" and not value > 0:
+            raise ConfigError(f"{where}: limits: weight: must be above 0, got {value}")
+        if name != "most_urgent_priority" and value < 0:
+            raise ConfigError(f"{where}: limits: {name}: must be 0 or more, got {value}")
+    return Limits(**given)
+
+
+def _expiry(where: str, when: Any) -> float:
+    """``datetime`` is a ``date``, too; a day is its beginning in UTC."""
+    if when is None:
+        return math.inf
+    if isinstance(when, datetime.date) and not isinstance(when, datetime.datetime):
+        when = datetime.datetime(when.year, when.month, when.day, tzinfo=datetime.UTC)
+    if not isinstance(when, datetime.datetime) or when.tzinfo is None:
+        raise ConfigError(
+            f"{where}: expires: must be a day such as 2027-01-31, or a time with an offset such as "
+            f"2027-01-31T12:00:00Z, both without quotes, got {when!s:.80}"
+        )
+    return when.timestamp()
+
+
+# ------------------------------------------------------------------ writing
+
+
+def entry_text(
+    key: str,
+    name: str,
+    *,
+    tenant: str = "",
+    roles: Iterable[str] = ("infer",),
+    expires: str = "",
+    models: Iterable[str] = (),
+) -> str:
+    """The table of a key, to be put into a file; raises ConfigError for what could not be read."""
+    lines = [
+        "[[key]]",
+        f"name = {_quoted(name)}",
+        f'sha256 = "{digest_of(key).hex()}"',
+    ]
+    if tenant:
+        lines.append(f"tenant = {_quoted(tenant)}")
+    lines.append(f"roles = {_quoted(list(roles))}")
+    if expires:
+        lines.append(f"expires = {expires}")
+    if list(models):
+        lines.append(f"models = {_quoted(list(models))}")
+    text = "\n".join(lines) + "\n"
+    parse_keys(text)
+    return text
+
+
+def _quoted(value: str | list[str]) -> str:
+    """As TOML has it; for these two it is as in JSON."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def convert_lines(text: str) -> tuple[str, list[str]]:
+    """From ``name:key`` lines to tables, and the names whose keys are too short to be kept.
+
+    Raises ConfigError, which tells no key.
+    """
+    tables, short = [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.strip().startswith("#"):
+            continue
+        name, _, key = (part.strip() for part in line.partition(":"))
+        if not name or not key:
+            raise ConfigError(f"line {number}: must be name:key")
+        tables.append(entry_text(key, name))
+        if len(key) < SHORT_KEY_CHARS:
+            short.append(name)
+    return "\n".join(tables), short
+
+
+def is_expired(key: ApiKey) -> bool:
+    """Whether a key is of no use any more."""
+    return key.expires_at <= time.time()

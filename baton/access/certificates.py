@@ -1,0 +1,149 @@
+"""Who a verified certificate is: its URIs as a `Principal`, and as the nodes that may join with it.
+
+    spiffe://TRUST-DOMAIN/ROLES/NAME                   a caller of a tenant of its own
+    spiffe://TRUST-DOMAIN/tenant/TENANT/ROLES/NAME     one of several callers of a tenant
+    spiffe://TRUST-DOMAIN/node/prefill/NAME            a prefill node (decode: a decode node)
+    spiffe://TRUST-DOMAIN/node/sim/NAME                simulated nodes, NAME-p0, NAME-d0 and so on
+
+ROLES is ``infer``, ``look`` or ``operate``, or several of them joined by ``-``. The trust domain
+is anybody's own: whom to trust says the CA. What has another form means nothing here.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from cryptography import x509
+
+from baton.access.identity import Principal, Role
+from baton.api.errors import UnauthenticatedError
+
+_WORD = r"[A-Za-z0-9._-]{1,128}"
+_CALLER = re.compile(
+    rf"spiffe://{_WORD}/(?:tenant/(?P<tenant>{_WORD})/)?"
+    rf"(?P<roles>(?:infer|look|operate)(?:-(?:infer|look|operate))*)/(?P<name>{_WORD})",
+    re.ASCII,
+)
+_NODE = re.compile(rf"spiffe://{_WORD}/node/(?P<kind>prefill|decode|sim)/(?P<name>{_WORD})")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeName:
+    """A node, or the simulated nodes of a process, that may join."""
+
+    kind: str
+    name: str
+
+    def covers(self, role: str, name: str) -> bool:
+        """Say whether a node that registers so is (one of) these."""
+        if self.kind == "sim":
+            return re.fullmatch(rf"{re.escape(self.name)}-{role[0]}\d+", name, re.ASCII) is not None
+        return (self.kind, self.name) == (role, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateIdentity:
+    """What a certificate says of its holder.
+
+    Attributes:
+        principal: without roles where no URI gives any.
+        nodes: that may join with it.
+        subject: for messages.
+        not_after: when it ends.
+    """
+
+    principal: Principal
+    nodes: tuple[NodeName, ...]
+    subject: str
+    not_after: datetime
+
+    def node_refusal(self, role: str, name: str) -> str:
+        """Say why a node of this role and name may not join with it; empty: it may."""
+        if any(node.covers(role, name) for node in self.nodes):
+            return ""
+        if not self.nodes:
+            return f"certificate: is for {self.subject}, which is no node"
+        return f"certificate: is for {self.subject}, not for node/{role}/{name}"
+
+
+def identity_of(subject: str, uris: Sequence[str], not_after: datetime) -> CertificateIdentity:
+    """Read the URIs of a certificate; raises UnauthenticatedError when they contradict."""
+    nodes = [NodeName(m["kind"], m["name"]) for m in map(_NODE.fullmatch, uris) if m]
+    callers = [match for match in map(_CALLER.fullmatch, uris) if match]
+    owners = {(match["name"], match["tenant"] or match["name"]) for match in callers}
+    if len(owners) > 1:
+        raise UnauthenticatedError(f"certificate: names more than one caller ({', '.join(uris)})")
+    roles = {Role(word) for match in callers for word in match["roles"].split("-")}
+    name, tenant = owners.pop() if owners else (nodes[0].name if nodes else subject, "")
+    if nodes:
+        roles.add(Role.JOIN)
+    return CertificateIdentity(
+        principal=Principal(name=name, tenant=tenant, roles=frozenset(roles)),
+        nodes=tuple(nodes),
+        subject=", ".join(uris) or subject,
+        not_after=not_after,
+    )
+
+
+def certificate_identity(source: Any) -> CertificateIdentity | None:
+    """Read the certificate that a call's connection was opened with; None: there was none.
+
+    The TLS library has verified it when the connection began. A connection may outlive its
+    certificate; the calls on it may not.
+
+    Args:
+        source: a gRPC servicer context, or the transport of an aiohttp request.
+
+    Raises:
+        UnauthenticatedError: it has expired since, or cannot be understood.
+    """
+    data = _certificate_of(source)
+    if not data:
+        return None
+    identity = _read(data)
+    if identity.not_after < datetime.now(UTC):
+        raise UnauthenticatedError(
+            f"certificate: of {identity.subject} has expired; connect again with a new one"
+        )
+    return identity
+
+
+def certificate_principal(source: Any) -> Principal | None:
+    """The same, and only who it is."""
+    identity = certificate_identity(source)
+    return None if identity is None else identity.principal
+
+
+def _certificate_of(source: Any) -> bytes:
+    """PEM or DER; empty where there is none."""
+    if hasattr(source, "auth_context"):
+        context: Mapping[str, Sequence[bytes]] = source.auth_context()
+        return next(iter(context.get("x509_pem_cert") or ()), b"")
+    connection = source.get_extra_info("ssl_object")
+    return b"" if connection is None else connection.getpeercert(binary_form=True) or b""
+
+
+@functools.lru_cache(maxsize=4096)  # the same few of all calls; reading one takes 50 us
+def _read(data: bytes) -> CertificateIdentity:
+    load = x509.load_pem_x509_certificate if data[:1] == b"-" else x509.load_der_x509_certificate
+    try:
+        certificate = load(data)
+        not_after = certificate.not_valid_after_utc
+        subject = certificate.subject.rfc4514_string() or "nobody"
+        uris = _uris(certificate)
+    except ValueError as error:
+        raise UnauthenticatedError("certificate: cannot be read") from error
+    return identity_of(subject, uris, not_after)
+
+
+def _uris(certificate: x509.Certificate) -> list[str]:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return names.get_values_for_type(x509.UniformResourceIdentifier)

@@ -1,0 +1,64 @@
+"""What a call shows of who makes it: of gRPC calls and of HTTP requests. Believes none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from baton.access.certificates import certificate_principal
+from baton.access.identity import Credentials
+from baton.api.errors import UnauthenticatedError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+_AUTHORIZATION, _API_KEY = "authorization", "x-api-key"
+TRACEPARENT = "traceparent"  # of W3C
+
+
+def grpc_credentials(context: Any) -> Credentials:
+    """Of a call, given gRPC's own context, while it is open."""
+    metadata = context.invocation_metadata() or ()
+    shown = [str(value) for name, value in metadata if name == _AUTHORIZATION]
+    return _credentials(shown, context, address_of(context.peer()))
+
+
+def traceparent(context: Any) -> str:
+    """Of a call: the trace that its caller says it is part of; empty: of none."""
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for name, value in metadata if name == TRACEPARENT), "")
+
+
+def http_credentials(request: web.BaseRequest) -> Credentials:
+    """Of a request: its authorization, or the key alone, as Anthropic's clients send it."""
+    shown = request.headers.getall(_AUTHORIZATION, [])
+    shown += [f"Bearer {key}" for key in request.headers.getall(_API_KEY, [])]
+    return _credentials(shown, request.transport, request.remote or "")
+
+
+def address_of(peer: str) -> str:
+    """The machine's address in gRPC's ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
+    kind, _, rest = unquote(peer).partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else rest
+
+
+def _credentials(shown: Sequence[str], source: Any, address: str) -> Credentials:
+    """What a call shows.
+
+    Args:
+        shown: its authorizations. Of several none counts: what is in front of a program may have
+            looked at another one than the program would.
+        source: what a certificate came with; None: the connection is gone.
+    """
+    certificate, problem = None, ""
+    try:
+        certificate = None if source is None else certificate_principal(source)
+    except UnauthenticatedError as error:
+        problem = str(error)
+    return Credentials(
+        authorization=shown[0] if len(shown) == 1 else ", ".join(shown),
+        certificate=certificate,
+        certificate_problem=problem,
+        address=address,
+    )

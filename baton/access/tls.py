@@ -1,0 +1,293 @@
+"""TlsFiles: what is in the files that `TlsOptions` name, checked; as gRPC and HTTPS take it.
+
+Files are read again when they change, so that certificates are rotated without a restart: servers
+look at each handshake, clients when they connect. Knows nothing of what a certificate allows.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from baton.access.tls_options import NO_TLS, SYSTEM_CAS, TlsOptions
+from baton.api.errors import ConfigError
+
+__all__ = [
+    "NO_TLS",
+    "SYSTEM_CAS",
+    "ServerContext",
+    "TlsFiles",
+    "TlsMaterial",
+    "TlsOptions",
+    "channel_credentials",
+    "client_context",
+    "describe",
+    "load_pair",
+    "names_of",
+    "read_material",
+    "read_tls",
+    "server_credentials",
+]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 0.5
+_MAX_FILE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsMaterial:
+    """What was in the files at one moment, checked; empty where none is named."""
+
+    chain: bytes = b""
+    key: bytes = b""
+    ca: bytes = b""
+
+
+class TlsFiles:
+    """The files of one program's options, read again when they change. Safe from any thread.
+
+    New files that are wrong are logged once, and the ones before stay in use: of a certificate and
+    a key that are replaced one after the other, no handshake sees a mixture.
+
+    Raises:
+        ConfigError: one of them cannot be read or is wrong; one line that names it.
+    """
+
+    def __init__(self, options: TlsOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.options = options
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen = _signature(options)
+        self._material = read_material(options)
+        self._look_at = clock() + _LOOK_INTERVAL_S
+
+    def current(self) -> TlsMaterial:
+        """Give what is to be used now; the same object as long as nothing has changed."""
+        with self._lock:
+            if self._clock() < self._look_at:
+                return self._material
+            self._look_at = self._clock() + _LOOK_INTERVAL_S
+            signature = _signature(self.options)
+            if signature == self._seen:
+                return self._material
+            self._seen = signature
+            try:
+                material = read_material(self.options)
+            except ConfigError as error:
+                logger.error("%s; the certificates stay as they were", error)
+                return self._material
+            if material != self._material:
+                self._material = material
+                logger.info("read new certificates: %s", describe(self.options, material))
+            return self._material
+
+
+def read_tls(options: TlsOptions) -> TlsMaterial | None:
+    """Read what a channel needs; None for no TLS. Raises ConfigError, one line."""
+    return read_material(options) if options else None
+
+
+def read_material(options: TlsOptions) -> TlsMaterial:
+    """Read the files and check that they can be used now; raises ConfigError, one line."""
+    chain = key = ca = b""
+    if options.cert:
+        chain, key = _read("tls_cert", options.cert), _read("tls_key", options.key)
+        _check_pair(options, chain, key)
+    if options.ca and options.ca != SYSTEM_CAS:
+        ca = _read("tls_ca", options.ca)
+        _certificates("tls_ca", options.ca, ca)
+    return TlsMaterial(chain=chain, key=key, ca=ca)
+
+
+def describe(options: TlsOptions, material: TlsMaterial) -> str:
+    """Say for whom the own certificate is, and how long; for logs."""
+    if not material.chain:
+        return f"the CAs of {options.ca}"
+    certificate = x509.load_pem_x509_certificates(material.chain)[0]
+    until = certificate.not_valid_after_utc
+    return f"{options.cert}, for {names_of(certificate)}, until {until:%Y-%m-%d %H:%M} UTC"
+
+
+def names_of(certificate: x509.Certificate) -> str:
+    """Every name that a certificate is for, as people read them."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError):
+        return "no name"
+    return ", ".join(str(name.value) for name in names) or "no name"
+
+
+def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.ServerCredentials:
+    """Make credentials of a gRPC server, which looks for new files at each handshake.
+
+    Python's gRPC knows two kinds of servers only: one that wants a certificate of everybody, and
+    one that asks nobody for any.
+    """
+    last = files.current()
+
+    def configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+        pair = [(material.key, material.chain)]
+        return grpc.ssl_server_certificate_configuration(pair, material.ca or None)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal last
+        material = files.current()
+        if material is last:
+            return None  # as it was
+        last = material
+        return configuration(material)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(last),
+        fetch,  # type: ignore[arg-type]  # the stubs do not know that it may give None
+        require_client_authentication=require_client_certs,
+    )
+
+
+def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
+    """Make credentials of a gRPC channel; they stay as they are for its life."""
+    return grpc.ssl_channel_credentials(
+        material.ca or None, material.key or None, material.chain or None
+    )
+
+
+class ServerContext(ssl.SSLContext):
+    """An HTTPS server's context that is made anew when the files have changed.
+
+    Each connection gets the newest one whole (chain, CAs, sessions): a context in use can be given
+    another chain, but can never lose a CA.
+    """
+
+    _files: TlsFiles
+    _require: bool
+    _made: tuple[TlsMaterial, ssl.SSLContext]
+
+    @classmethod
+    def of(cls, files: TlsFiles, *, require_client_certs: bool) -> ServerContext:
+        """Make one.
+
+        Args:
+            require_client_certs: else who shows none is served, too; a wrong one never is.
+        """
+        context = cls(ssl.PROTOCOL_TLS_SERVER)
+        context._files, context._require = files, require_client_certs
+        material = files.current()
+        context._made = (material, _server_context(material, require_client_certs))
+        return context
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """Begin a connection; what both event loops call for each."""
+        material = self._files.current()
+        if material is not self._made[0]:
+            self._made = (material, _server_context(material, self._require))
+        return self._made[1].wrap_bio(*args, **kwargs)
+
+
+def _server_context(material: TlsMaterial, require_client_certs: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    load_pair(context, material)
+    if material.ca:
+        context.load_verify_locations(cadata=material.ca.decode("ascii"))
+        context.verify_mode = ssl.CERT_REQUIRED if require_client_certs else ssl.CERT_OPTIONAL
+    return context
+
+
+def client_context(material: TlsMaterial) -> ssl.SSLContext:
+    """Make a client's context: the server's chain and name are checked."""
+    cadata = material.ca.decode("ascii") if material.ca else None
+    context = ssl.create_default_context(cadata=cadata)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    load_pair(context, material)
+    return context
+
+
+def load_pair(context: ssl.SSLContext, material: TlsMaterial) -> None:
+    """Give a context its certificate and key, if there are any."""
+    if not material.chain:
+        return
+    # The standard library takes paths only. What was checked is to be what is used, so it is not
+    # the user's files, which may change under way, but a copy that nobody else can read.
+    with tempfile.NamedTemporaryFile(prefix="baton-tls-") as file:  # mode 0600
+        file.write(material.chain + b"\n" + material.key)
+        file.flush()
+        context.load_cert_chain(file.name)
+
+
+# ---------------------------------------------------------------- checks of files
+
+
+def _signature(options: TlsOptions) -> tuple[tuple[int, int, int] | None, ...]:
+    """What differs when a file was replaced, whichever way."""
+    found: list[tuple[int, int, int] | None] = []
+    for path in (options.cert, options.key, options.ca):
+        try:
+            status = Path(path).stat() if path and path != SYSTEM_CAS else None
+        except (OSError, ValueError):
+            status = None
+        found.append(status and (status.st_mtime_ns, status.st_ino, status.st_size))
+    return tuple(found)
+
+
+def _read(option: str, path: str) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{option}: cannot read {path} ({why})") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{option}: {path} has more than {_MAX_FILE_BYTES} bytes")
+    return data
+
+
+def _certificates(option: str, path: str, data: bytes) -> list[x509.Certificate]:
+    try:
+        data.decode("ascii")  # as the ssl module wants it
+        return x509.load_pem_x509_certificates(data)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {path} holds no certificate in PEM form") from error
+
+
+def _check_pair(options: TlsOptions, chain: bytes, key: bytes) -> None:
+    certificate = _certificates("tls_cert", options.cert, chain)[0]
+    try:
+        private_key = load_pem_private_key(key, None)
+    except TypeError as error:
+        raise ConfigError(f"tls_key: {options.key} is encrypted; it must not be") from error
+    except ValueError as error:
+        raise ConfigError(f"tls_key: {options.key} holds no private key in PEM form") from error
+    if _public(private_key) != _public(certificate):
+        raise ConfigError(
+            f"tls_key: {options.key} is not the key of the certificate in {options.cert}"
+        )
+    now = datetime.now(UTC)
+    if certificate.not_valid_after_utc < now:
+        at = certificate.not_valid_after_utc
+        raise ConfigError(f"tls_cert: {options.cert} has expired ({at:%Y-%m-%d %H:%M} UTC)")
+    if certificate.not_valid_before_utc > now:
+        at = certificate.not_valid_before_utc
+        raise ConfigError(f"tls_cert: {options.cert} is not valid before {at:%Y-%m-%d %H:%M} UTC")
+
+
+def _public(holder: Any) -> bytes:
+    """The public key of a certificate or a private key, in a form that can be compared."""
+    key: bytes = holder.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return key

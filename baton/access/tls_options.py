@@ -1,0 +1,73 @@
+"""TlsOptions: which certificate, key and CAs a program is told to use. Reads no file of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from baton.api.errors import ConfigError
+
+CERT_VARIABLE = "BATON_TLS_CERT"
+KEY_VARIABLE = "BATON_TLS_KEY"
+CA_VARIABLE = "BATON_TLS_CA"
+REQUIRE_CLIENT_CERTS_VARIABLE = "BATON_TLS_REQUIRE_CLIENT_CERTS"
+SYSTEM_CAS = "system"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsOptions:
+    """What a program shows of itself, and whom it trusts; nothing given: no TLS.
+
+    Attributes:
+        cert: PEM file of its certificate and of those between it and the CA.
+        key: PEM file of the certificate's private key, not encrypted.
+        ca: PEM file of the CAs whose certificates it trusts; ``system``: those of this machine.
+        require_client_certs: whether a server answers only who shows a certificate.
+
+    Raises:
+        ConfigError: they do not go together. What is in the files is looked at later.
+    """
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+    require_client_certs: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.cert) != bool(self.key):
+            missing, given = ("tls_key", "tls_cert") if self.cert else ("tls_cert", "tls_key")
+            raise ConfigError(f"{missing}: must be given, too, when {given} is")
+        if self.require_client_certs and (not self.ca or self.ca == SYSTEM_CAS):
+            raise ConfigError(
+                "tls_require_client_certs: needs tls_ca, the file of the CAs that clients' "
+                "certificates are signed by"
+            )
+
+    @classmethod
+    def from_environment(cls) -> TlsOptions:
+        """Read what a client takes from ``BATON_TLS_CERT``, ``BATON_TLS_KEY``, ``BATON_TLS_CA``."""
+        read = os.environ.get
+        return cls(
+            cert=read(CERT_VARIABLE, ""), key=read(KEY_VARIABLE, ""), ca=read(CA_VARIABLE, "")
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.cert or self.ca)
+
+    @property
+    def verifies_clients(self) -> bool:
+        """Whether a server can tell by their certificates who its clients are."""
+        return bool(self.cert and self.ca and self.ca != SYSTEM_CAS)
+
+    def check_server(self) -> None:
+        """Raise ConfigError for what a client can do with and a server cannot."""
+        if self.ca and not self.cert:
+            raise ConfigError("tls_cert: must be given with tls_ca: a server has to show one")
+        if self.ca == SYSTEM_CAS:
+            raise ConfigError(
+                f"tls_ca: {SYSTEM_CAS!r} would let in whoever any of the world's CAs knows; "
+                "a server needs a file of its own CAs"
+            )
+
+
+NO_TLS = TlsOptions()

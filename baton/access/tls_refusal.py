@@ -1,0 +1,103 @@
+"""Why a connection cannot be opened, where TLS is the reason: asked once more, in words.
+
+gRPC says of a refused handshake no more than that a socket was closed. So when a connection failed,
+the same handshake is tried with the standard library, which says what was wrong.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+from baton.access.exposure import split_address
+from baton.access.tls import SYSTEM_CAS, TlsMaterial, TlsOptions, client_context, read_material
+from baton.api.errors import ConfigError
+
+_CONNECT_TIMEOUT_S = 2.0
+_ANSWER_TIMEOUT_S = 0.5  # for its refusal; a gRPC server speaks at once when it is content
+_WANTS_CERTIFICATE = "it wants a client certificate (--tls-cert, --tls-key)"
+# Servers of gRPC and of asyncio send none of these, and only hang up; others do.
+_ALERTS = {
+    "CERTIFICATE_REQUIRED": _WANTS_CERTIFICATE,
+    "UNKNOWN_CA": "it does not know the CA of our certificate {cert}",
+    "CERTIFICATE_EXPIRED": "our certificate {cert} has expired, it says",
+    "BAD_CERTIFICATE": "it refuses our certificate {cert}",
+    "CERTIFICATE_UNKNOWN": "it refuses our certificate {cert}",
+    "UNSUPPORTED_CERTIFICATE": "our certificate {cert} is for another purpose, it says",
+    "WRONG_VERSION_NUMBER": "it speaks no TLS",
+}
+
+
+def why_refused(address: str, options: TlsOptions, server_name: str = "") -> str:
+    """Say why TLS with a server fails; empty when it does not, or nobody is there. Blocks.
+
+    Args:
+        address: ``host:port``.
+        options: of the client.
+        server_name: that its certificate is to have; empty: the address's host.
+    """
+    host, port = split_address("router", address)
+    host = host.strip("[]")
+    try:
+        material = read_material(options)
+        with socket.create_connection((host, port), _CONNECT_TIMEOUT_S) as connection:
+            if not options:
+                return _why_plain_fails(connection)
+            return _why_tls_fails(connection, server_name.strip("[]") or host, options, material)
+    except ConfigError as error:
+        return str(error)
+    except OSError:
+        return ""
+
+
+def _why_tls_fails(
+    connection: socket.socket, name: str, options: TlsOptions, material: TlsMaterial
+) -> str:
+    context = client_context(material)
+    context.set_alpn_protocols(["h2"])
+    try:
+        with context.wrap_socket(connection, server_hostname=name) as secured:
+            secured.settimeout(_ANSWER_TIMEOUT_S)
+            # In TLS 1.3 a refusal of our certificate comes behind the handshake.
+            return "" if secured.recv(1) else _of_hanging_up(options)
+    except TimeoutError:
+        return ""
+    except ssl.SSLCertVerificationError as error:
+        return _of_verification(error, name, options)
+    except (ssl.SSLEOFError, ConnectionError):
+        return _of_hanging_up(options)
+    except ssl.SSLError as error:
+        reason = error.reason or str(error)
+        texts = (text for alert, text in _ALERTS.items() if alert in reason)
+        return next(texts, f"TLS fails ({reason})").format(cert=options.cert)
+
+
+def _of_hanging_up(options: TlsOptions) -> str:
+    """What it most probably means; what our certificate is to us, was looked at before."""
+    if not options.cert:
+        return _WANTS_CERTIFICATE
+    return f"it hangs up on our certificate {options.cert}; does it trust the CA of that?"
+
+
+def _of_verification(error: ssl.SSLCertVerificationError, name: str, options: TlsOptions) -> str:
+    match error.verify_code:  # OpenSSL's X509_V_ERR_*
+        case 9:
+            return "its certificate is not valid yet"
+        case 10:
+            return "its certificate has expired"
+        case 62 | 64:  # of a name, of an address
+            return f"its certificate is not for {name}"
+    where = "this machine's CAs" if options.ca in ("", SYSTEM_CAS) else options.ca
+    return f"its certificate is of no CA in {where} ({error.verify_message})"
+
+
+def _why_plain_fails(connection: socket.socket) -> str:
+    """Say whether a server that hung up on plain text speaks TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    context.set_alpn_protocols(["h2"])
+    try:
+        with context.wrap_socket(connection):
+            return "it speaks TLS, and --tls-ca (or BATON_TLS_CA) is not given"
+    except OSError:
+        return ""

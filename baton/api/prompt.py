@@ -1,0 +1,102 @@
+"""Checks of a request and what is drawn for it, the same at every edge: router, node, offline."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from baton.api.errors import InvalidRequestError
+from baton.api.sampling_params import MAX_SEED, SamplingParams
+
+MAX_PRIORITY = 2**31 - 1
+# Numbers that one answer may hold of its prompt: some 2 MiB on the wire, where a message ends at 8.
+MAX_PROMPT_LOGPROBS = 250_000
+
+
+def check_prompt(
+    token_ids: Sequence[int], *, vocab_size: int, max_model_len: int, field: str = "prompt"
+) -> None:
+    """Raise InvalidRequestError unless the prompt can be served.
+
+    Args:
+        vocab_size: token ids are below it.
+        max_model_len: most tokens of prompt and output; the output needs at least one.
+    """
+    if not token_ids:
+        raise InvalidRequestError(field, "must have at least 1 token, got 0")
+    if len(token_ids) >= max_model_len:
+        raise InvalidRequestError(
+            field, f"must have at most {max_model_len - 1} tokens, got {len(token_ids)}"
+        )
+    check_token_ids(field, token_ids, vocab_size)
+
+
+def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Raise InvalidRequestError for more logprobs of a prompt than one message holds."""
+    if params.prompt_logprobs is None:
+        return
+    num_logprobs = num_prompt_tokens * (params.prompt_logprobs + 1)
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        most = MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1
+        hint = f"at most {most}" if most >= 0 else "none"
+        raise InvalidRequestError(
+            "prompt_logprobs",
+            f"must be {hint} for a prompt of {num_prompt_tokens} tokens (prompt tokens x "
+            f"(prompt_logprobs + 1) is at most {MAX_PROMPT_LOGPROBS}), "
+            f"got {params.prompt_logprobs}",
+        )
+
+
+def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
+    """Raise InvalidRequestError if a parameter names a token that the model does not have."""
+    check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    check_token_ids("banned_token_ids", params.banned_token_ids, vocab_size)
+    check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)
+    if len(set(params.banned_token_ids)) == vocab_size:
+        raise InvalidRequestError(
+            "banned_token_ids", f"must leave at least 1 token, got all {vocab_size}"
+        )
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError if one is none of the model's."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequestError(
+            field, f"token ids must be 0 to {vocab_size - 1} (the vocabulary), got {wrong}"
+        )
+
+
+def check_priority(priority: int, most_urgent: int | None = None) -> None:
+    """Raise InvalidRequestError unless it fits where messages carry it, and its client may ask it.
+
+    Args:
+        most_urgent: the least number that the client may ask for; None: any.
+    """
+    if most_urgent is not None and priority < most_urgent:
+        raise InvalidRequestError(
+            "priority", f"must be {most_urgent} or more with this API key, got {priority}"
+        )
+    if not -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY:
+        raise InvalidRequestError(
+            "priority", f"must be {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, got {priority}"
+        )
+
+
+def draw_seed() -> int:
+    """A seed for a request that came without one."""
+    return secrets.randbits(63)
+
+
+def choice_seed(seed: int, choice_index: int) -> int:
+    """The seed of one of a prompt's ``n`` outputs: output i is what a request with seed + i gives.
+
+    Behind the greatest seed comes the least one; samplers count modulo 2**64, too.
+    """
+    return (seed + choice_index + MAX_SEED + 1) % 2**64 - MAX_SEED - 1
+
+
+def choice_request_id(request_id: str, choice_index: int) -> str:
+    """The id of one of a prompt's ``n`` outputs: the first has the request's own."""
+    return f"{request_id}-{choice_index}" if choice_index else request_id

@@ -1,0 +1,38 @@
+"""Sampling defaults: what a checkpoint's `generation_config.json` recommends to sample with.
+
+A request's own parameters win over them, and they win over Baton's. (Its end-of-sequence tokens are
+the engine's matter: they end outputs in any case.)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from baton.api.errors import InvalidRequestError, ModelLoadError
+from baton.api.sampling_params import SamplingParams
+
+_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def read_sampling_defaults(folder: Path) -> dict[str, Any]:
+    """By the names of `SamplingParams`; empty where the checkpoint recommends nothing.
+
+    Raises ModelLoadError for a file that is broken, or a value outside its limit.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"model: {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"model: {path} is not a JSON object")
+    defaults = {name: content[name] for name in _NAMES if content.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"model: {path}: {error}") from error
+    return defaults

@@ -1,0 +1,205 @@
+"""SamplingParams: how the next token of a request is chosen and when its output ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.api.errors import InvalidRequestError
+from baton.api.structured_output import StructuredOutput
+
+MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
+MAX_STOP_TOKEN_IDS = 256
+MAX_LISTED_TOKEN_IDS = 4096
+MAX_LOGIT_BIASES = 300
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000
+MAX_LOGPROBS = 20
+MAX_N = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Checked when made; a value outside its limit raises InvalidRequestError naming the field.
+
+    The logits of a token go through, in this order: repetition penalty, presence and frequency
+    penalty, logit bias, bans (``banned_token_ids``, ``allowed_token_ids``, ``structured_output``,
+    ``min_tokens``); then
+    the most probable token is taken (greedy), or one is drawn after temperature, top-k, top-p and
+    min-p.
+
+    Attributes:
+        n: outputs per prompt, 1 to 128. They share the prompt's KV; output i (from 0) is what a
+            request with seed + i gives. Through a router with `Client.generate_batch`.
+        max_tokens: most output tokens, at least 1.
+        temperature: 0 is greedy; larger is more random.
+        top_k: keep the k most probable tokens; 0 is off.
+        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+        min_p: keep tokens at least this times as probable as the best one, in [0, 1]; 0 is off.
+        seed: the same seed gives the same tokens whatever the batch or the node; None draws one.
+        repetition_penalty: above 0; logits of tokens in prompt or output are divided by it where
+            positive and multiplied where negative (Keskar et al., arXiv 1909.05858). 1 is off.
+        presence_penalty: in [-2, 2]; taken once off the logit of each token in the output.
+        frequency_penalty: in [-2, 2]; taken off as often as the token is in the output.
+        logit_bias: token id -> bias in [-100, 100], added to the logit; at most 300. Given as a
+            mapping or as pairs, kept as pairs sorted by token id.
+        allowed_token_ids: nothing else is drawn; None allows all.
+        banned_token_ids: are never drawn.
+        min_tokens: tokens that end the output are not drawn, and stop strings not looked for,
+            before there are this many; at most ``max_tokens``. If nothing else is allowed, they
+            are drawn all the same.
+        stop_token_ids: end the output; the token itself is part of it.
+        stop: strings that end the output; the text ends before the first one found.
+        ignore_eos: go on after the model's end-of-sequence token.
+        logprobs: give the logprob of each output token, and of this many most probable ones, 0 to
+            20; None gives none. Of the model's own distribution, before all of the above.
+        structured_output: what the output must look like. An end-of-sequence token is drawn only
+            where it may end, and ends it in spite of ``ignore_eos``; where nothing else can follow,
+            it ends by itself, before ``min_tokens`` if need be. Where the bans leave no token that
+            fits, the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut
+            it short.
+        prompt_logprobs: the same of each prompt token, given those before it; None for the first.
+            They come with the first output token; the prompt is computed without the prefix cache.
+    """
+
+    n: int = 1
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_number("temperature", self.temperature, "0 or more", 0, math.inf)
+        _check_int("top_k", self.top_k, 0, 2**31 - 1)
+        _check_number("top_p", self.top_p, "in (0, 1]", 5e-324, 1)
+        _check_number("min_p", self.min_p, "in [0, 1]", 0, 1)
+        _check_number("repetition_penalty", self.repetition_penalty, "above 0", 5e-324, math.inf)
+        _check_number("presence_penalty", self.presence_penalty, "in [-2, 2]", -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, "in [-2, 2]", -2, 2)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.structured_output, StructuredOutput | None):
+            got = type(self.structured_output).__name__
+            raise InvalidRequestError("structured_output", f"must be a StructuredOutput, got {got}")
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._keep("logit_bias", _biases(self.logit_bias))
+        self._keep("stop", _stop_strings(self.stop))
+        self._keep_ids("stop_token_ids", MAX_STOP_TOKEN_IDS)
+        self._keep_ids("banned_token_ids", MAX_LISTED_TOKEN_IDS)
+        if self.allowed_token_ids is None:
+            return
+        allowed = self._keep_ids("allowed_token_ids", MAX_LISTED_TOKEN_IDS)
+        if not set(allowed) - set(self.banned_token_ids):
+            raise InvalidRequestError(
+                "allowed_token_ids", f"must have at least 1 that is not banned, got {allowed!r}"
+            )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the choice of a token depends on more than the model's logits."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.banned_token_ids
+            or self.allowed_token_ids is not None
+            or self.min_tokens
+            or self.structured_output is not None
+        )
+
+    def _keep(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    def _keep_ids(self, field: str, max_ids: int) -> tuple[int, ...]:
+        """Turn a list of token ids into a tuple, so that the value is frozen indeed."""
+        token_ids = _as_tuple(field, getattr(self, field), "token ids", max_ids)
+        for token_id in token_ids:
+            _check_int(field, token_id, 0, MAX_TOKEN_ID)
+        self._keep(field, token_ids)
+        return token_ids
+
+
+def _as_tuple(field: str, value: object, what: str, limit: int) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise InvalidRequestError(field, f"must be a list of {what}, got {value!r}")
+    items = tuple(value)
+    if len(items) > limit:
+        raise InvalidRequestError(field, f"must have at most {limit}, got {len(items)}")
+    return items
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    """A mapping, or pairs, as pairs sorted by token id."""
+    field = "logit_bias"
+    given = value.items() if isinstance(value, Mapping) else value
+    biases: dict[int, float] = {}
+    for pair in _as_tuple(field, given, "token ids with biases", MAX_LOGIT_BIASES):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InvalidRequestError(field, f"must be pairs of token id and bias, got {pair!r}")
+        token_id, bias = pair
+        _check_int(field, token_id, 0, MAX_TOKEN_ID)
+        _check_number(field, bias, "in [-100, 100]", -100, 100)
+        if token_id in biases:
+            raise InvalidRequestError(field, f"must name a token once, got {token_id} twice")
+        biases[token_id] = float(bias)
+    return tuple(sorted(biases.items()))
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    """A list of strings; one string is a list of one."""
+    given = (value,) if isinstance(value, str) else value
+    strings = _as_tuple("stop", given, "strings", MAX_STOP_STRINGS)
+    kept = []
+    for text in strings:
+        if not isinstance(text, str):
+            raise InvalidRequestError("stop", f"must be strings, got {text!r}")
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise InvalidRequestError(
+                "stop", f"must be strings of 1 to {MAX_STOP_CHARS} characters, got {len(text)}"
+            )
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise InvalidRequestError("stop", f"must be valid Unicode, got {text!r}")
+        kept.append(text)
+    return tuple(kept)
+
+
+def _check_number(field: str, value: object, limits: str, low: float, high: float) -> None:
+    """Finite and from ``low`` to ``high``; ``limits`` says the same in words."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and low <= value <= high and value < math.inf:  # type: ignore[operator]  # a number
+        return
+    raise InvalidRequestError(field, f"must be {limits}, got {value!r}")
+
+
+def _check_int(field: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequestError(field, f"must be a whole number, got {value!r}")
+    if value < low:
+        raise InvalidRequestError(field, f"must be {low} or more, got {value}")
+    if value > high:
+        raise InvalidRequestError(field, f"must be {high} or less, got {value}")

@@ -1,0 +1,117 @@
+"""StructuredOutput: what an output must look like. A JSON schema, a regex, a grammar or a choice.
+
+Knows no model and no grammar library: `baton/text/grammars.py` turns it into what a matcher reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.api.errors import InvalidRequestError
+
+MAX_TEXT_BYTES = 65_536
+MAX_CHOICES = 1000
+KINDS = ("json_schema", "regex", "grammar", "choice", "json_object")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StructuredOutput:
+    """Exactly one of these; checked when made: raises InvalidRequestError naming the field.
+
+    Attributes:
+        json_schema: a JSON Schema, as text or as a mapping; kept as text.
+        regex: the whole output matches it (syntax of Rust's `regex` crate, no look-around).
+        grammar: a context-free grammar, in llguidance's Lark dialect (its first rule is ``start``)
+            or in GBNF (``root ::= ...``).
+        choice: the output is one of these texts; at most 1000.
+        json_object: the output is any JSON object.
+    """
+
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] = ()
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise _invalid("json_object", f"must be true or false, got {self.json_object!r}")
+        object.__setattr__(self, "choice", _choices(self.choice))
+        # A given value that is empty is a wrong one of its kind, not an absent one.
+        given = [kind for kind in KINDS if getattr(self, kind) not in (None, (), False)]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                "structured_output",
+                f"must have exactly one of {', '.join(KINDS)}, got {', '.join(given) or 'none'}",
+            )
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        if self.kind in ("json_schema", "regex", "grammar"):
+            _check_text(self.kind, self.text)
+
+    @property
+    def kind(self) -> str:
+        """Which one it is: the name of the field."""
+        return next(kind for kind in KINDS if getattr(self, kind) not in (None, (), False))
+
+    @property
+    def text(self) -> str:
+        """The schema, regex or grammar as it is sent; empty for the other kinds."""
+        value = getattr(self, self.kind)
+        return value if isinstance(value, str) else ""
+
+    def __repr__(self) -> str:
+        """Sizes only: it is printed where the users' texts must not be."""
+        size = f"{len(self.choice)} texts" if self.choice else f"{len(self.text)} characters"
+        return f"StructuredOutput({self.kind}: {size})"
+
+
+def _invalid(kind: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"structured_output.{kind}", problem)
+
+
+def _schema_text(value: object) -> str:
+    """Compact JSON; the order of the keys is kept: it is the order of the output's."""
+    if isinstance(value, str):
+        _check_text("json_schema", value)  # before it is parsed
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(schema, Mapping):
+            raise _invalid("json_schema", f"must be a JSON object, got {type(schema).__name__}")
+        return json.dumps(dict(schema), separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise _invalid("json_schema", "is nested too deeply") from None
+    except (ValueError, TypeError) as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise _invalid("json_schema", f"is not JSON: {error}") from None
+
+
+def _choices(value: object) -> tuple[str, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise _invalid("choice", f"must be a list of texts, got {value!r}")
+    choices = tuple(value)
+    if len(choices) > MAX_CHOICES:
+        raise _invalid("choice", f"must have at most {MAX_CHOICES}, got {len(choices)}")
+    for text in choices:
+        _check_text("choice", text)
+    num_bytes = sum(len(text.encode()) for text in choices)
+    if num_bytes > MAX_TEXT_BYTES:
+        raise _invalid("choice", f"must have at most {MAX_TEXT_BYTES} bytes, got {num_bytes}")
+    return choices
+
+
+def _check_text(kind: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise _invalid(kind, f"must be text, got {type(text).__name__}")
+    if not text:
+        raise _invalid(kind, "must not be empty")
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise _invalid(kind, f"is not valid Unicode at {error.start}") from None
+    if num_bytes > MAX_TEXT_BYTES:
+        raise _invalid(kind, f"must have at most {MAX_TEXT_BYTES} bytes, got {num_bytes}")

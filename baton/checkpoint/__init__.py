@@ -1,0 +1,1 @@
+"""What a model's folder or file says of itself, without reading its weights."""

@@ -1,0 +1,242 @@
+"""GGUF files: metadata and the places of the tensors, checked against the file's size.
+
+Read here and not by the `gguf` package, whose reader takes seconds and gigabytes for a vocabulary
+and needs numpy. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Refuses to know: what metadata means, what is in a tensor.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from baton.api.errors import ModelLoadError
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
+_MAX_DIMENSIONS = 4
+_SHOWN_TYPES = 3
+
+# Metadata types: number -> struct code. 8 is a string, 9 an array.
+_SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """How values are stored: blocks of so many values in so many bytes."""
+
+    name: str
+    values_per_block: int
+    bytes_per_block: int
+
+
+TENSOR_TYPES: Mapping[int, TensorType] = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    30: TensorType("BF16", 1, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in its file."""
+
+    type_id: int  # a key of TENSOR_TYPES
+    shape: tuple[int, ...]  # rows first; the file says it the other way round
+    start: int  # bytes, from the file's start
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """What a GGUF file says before its tensors' content.
+
+    Attributes:
+        header_bytes: where that content begins.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    header_bytes: int
+
+    @classmethod
+    def read(cls, path: Path) -> GgufFile:
+        """Raises ModelLoadError, one line: no GGUF file, truncated, of an unknown kind."""
+        try:
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+            ):
+                return _read(path, content)
+        except _BadFileError as error:
+            raise ModelLoadError(f"{path}: {error}") from error
+        except ValueError as error:  # what mmap says of an empty file
+            raise ModelLoadError(f"{path}: no GGUF file: {error}") from error
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+    def floats(self, name: str) -> tuple[float, ...]:
+        """Values of a small tensor in F32; raises ModelLoadError when it is another kind."""
+        tensor = self.tensors[name]
+        if TENSOR_TYPES[tensor.type_id].name != "F32":
+            found = TENSOR_TYPES[tensor.type_id].name
+            raise ModelLoadError(f"{self.path}: {name}: must be F32, got {found}")
+        with self.path.open("rb") as file:
+            file.seek(tensor.start)
+            return struct.unpack(f"<{prod(tensor.shape)}f", file.read(tensor.num_bytes))
+
+
+class _BadFileError(Exception):
+    """Says what is wrong with the bytes."""
+
+
+class _Cursor:
+    """Reads little-endian values one behind the other."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.content = content
+        self.position = 0
+
+    def scalar(self, code: str) -> Any:
+        start = self._take(struct.calcsize(f"<{code}"))
+        return struct.unpack_from(f"<{code}", self.content, start)[0]
+
+    def text(self) -> str:
+        length = self.scalar("Q")
+        start = self._take(length)
+        try:
+            return self.content[start : start + length].decode()
+        except UnicodeDecodeError as error:
+            raise _BadFileError(f"a text at byte {start} is not UTF-8") from error
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self._array()
+        if kind not in _SCALARS:
+            raise _BadFileError(f"metadata of unknown type {kind} at byte {self.position}")
+        return self.scalar(_SCALARS[kind])
+
+    def _array(self) -> list[Any]:
+        kind, length = self.scalar("I"), self.scalar("Q")
+        if kind == _STRING:
+            return self._texts(length)
+        if kind not in _SCALARS:
+            raise _BadFileError(f"an array of type {kind} at byte {self.position}")
+        code = f"<{length}{_SCALARS[kind]}"
+        self._check(length)
+        return list(struct.unpack_from(code, self.content, self._take(struct.calcsize(code))))
+
+    def _texts(self, number: int) -> list[str]:
+        """Like `number` times `text`; vocabularies are the greater part of a header."""
+        self._check(number * 8)  # each has its length, at least
+        content, position, size = self.content, self.position, len(self.content)
+        length_at = struct.Struct("<Q").unpack_from
+        texts = []
+        try:
+            for _ in range(number):
+                (length,) = length_at(content, position)
+                position += 8 + length
+                if length > size:
+                    break
+                texts.append(content[position - length : position].decode())
+        except (UnicodeDecodeError, struct.error) as error:
+            problem = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "truncated"
+            raise _BadFileError(f"{problem}: a text that ends at byte {position}") from error
+        if position > size:
+            raise _BadFileError(f"truncated: byte {position} is named, the file has {size}")
+        self.position = position
+        return texts
+
+    def _take(self, num_bytes: int) -> int:
+        """Where the next bytes start; the cursor moves behind them."""
+        self._check(num_bytes)
+        start = self.position
+        self.position += num_bytes
+        return start
+
+    def _check(self, num_bytes: int) -> None:
+        if self.position + num_bytes > len(self.content):
+            raise _BadFileError(
+                f"truncated: byte {self.position + num_bytes} is named, the file has "
+                f"{len(self.content)}"
+            )
+
+
+def _read(path: Path, content: mmap.mmap) -> GgufFile:
+    if content[:4] != MAGIC:
+        raise _BadFileError("no GGUF file: does not begin with GGUF")
+    cursor = _Cursor(content)
+    cursor.position = len(MAGIC)
+    version = cursor.scalar("I")
+    if version not in _VERSIONS:
+        # The version of a big-endian file has its bytes the other way round.
+        order = "big-endian" if version % (1 << 16) == 0 else f"GGUF version {version}"
+        raise _BadFileError(f"{order} is not supported; supported: versions 2 and 3, little-endian")
+    num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = cursor.text()
+        metadata[key] = cursor.value(cursor.scalar("I"))
+    stored = list(_tensor_places(cursor, num_tensors))
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT:
+        problem = f"must be a number from 1 to {_MAX_ALIGNMENT}, got {alignment!r:.100}"
+        raise _BadFileError(f"general.alignment: {problem}")
+    start = -(-cursor.position // alignment) * alignment
+    _refuse_unknown_types({name: type_id for name, type_id, _, _ in stored})
+    tensors = {}
+    for name, type_id, shape, offset in stored:
+        kind = TENSOR_TYPES[type_id]
+        if shape[-1] % kind.values_per_block:
+            raise _BadFileError(f"{name}: rows of {shape[-1]} values do not fit {kind.name} blocks")
+        num_bytes = prod(shape) // kind.values_per_block * kind.bytes_per_block
+        tensors[name] = StoredTensor(type_id, shape, start + offset, num_bytes)
+        if start + offset + num_bytes > len(content):
+            raise _BadFileError(
+                f"truncated: {name} ends at byte {start + offset + num_bytes}, the file has "
+                f"{len(content)}"
+            )
+    return GgufFile(path, metadata, tensors, start)
+
+
+def _tensor_places(cursor: _Cursor, number: int) -> Iterator[tuple[str, int, tuple[int, ...], int]]:
+    """Name, type, shape, and offset from where the tensors start."""
+    for _ in range(number):
+        name, num_dimensions = cursor.text(), cursor.scalar("I")
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+            raise _BadFileError(f"{name}: {num_dimensions} dimensions")
+        shape = tuple(reversed([cursor.scalar("Q") for _ in range(num_dimensions)]))
+        if not all(shape):
+            raise _BadFileError(f"{name}: a tensor without values")
+        yield name, cursor.scalar("I"), shape, cursor.scalar("Q")
+
+
+def _refuse_unknown_types(type_ids: Mapping[str, int]) -> None:
+    unknown = [name for name, type_id in type_ids.items() if type_id not in TENSOR_TYPES]
+    if unknown:
+        shown = ", ".join(f"{name} ({type_ids[name]})" for name in islice(unknown, _SHOWN_TYPES))
+        known = ", ".join(kind.name for kind in TENSOR_TYPES.values())
+        raise _BadFileError(f"quantization of {shown} is not supported; supported: {known}")

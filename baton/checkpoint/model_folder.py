@@ -1,0 +1,171 @@
+"""Model folders: from what a user typed to a folder, and what makes two folders the same model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.api.errors import ModelLoadError
+from baton.checkpoint.gguf.folder import WEIGHTS, folder_of_gguf
+from baton.checkpoint.weights_samples import read_samples
+
+_GGUF = ".gguf"
+_SHOWN_FILES = 4
+
+_TOKENIZER_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+]
+# What may differ between two folders that hold the same model.
+_VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+
+def find_model_folder(model: str, *, weights: bool = True) -> Path:
+    """The folder of a model, in Hugging Face layout.
+
+    A model is given as a folder in that layout, as a GGUF file, as a folder or an installed
+    package with one GGUF file in it, or as a hub id ("Qwen/Qwen3-0.6B"). A GGUF file's folder is
+    made in the user's cache (`baton/gguf`).
+
+    Args:
+        weights: fetch the weights too; the router needs only the configuration and tokenizer.
+
+    Raises:
+        ModelLoadError: it is none of these, it is broken, or it cannot be fetched.
+    """
+    try:
+        folder = Path(model).expanduser()
+        is_folder = folder.is_dir()
+    except (RuntimeError, OSError, ValueError) as error:  # unknown ~user, no permission, ...
+        raise ModelLoadError(f"model: {model!r} is not a usable path: {error}") from error
+    if is_folder:
+        return _in_folder(folder)
+    if folder.exists():
+        if folder.suffix.lower() != _GGUF:
+            raise ModelLoadError(
+                f"model: {folder} is a file; a folder, a {_GGUF} file or a hub id is needed"
+            )
+        return folder_of_gguf(folder)
+    if (packaged := _in_package(model)) is not None:
+        return folder_of_gguf(packaged)
+    # A hub id is "name" or "owner/name"; everything else can only have been meant as a path.
+    if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
+        raise ModelLoadError(f"model: folder {model} does not exist")
+    return _fetch_from_hub(model, weights=weights)
+
+
+def _in_folder(folder: Path) -> Path:
+    """The folder itself, or that of the GGUF file in it where it has no weights of its own."""
+    ggufs = sorted(path for path in folder.glob(f"*{_GGUF}") if path.name != WEIGHTS)
+    has_config = (folder / "config.json").is_file()
+    if has_config and (not ggufs or any(folder.glob("*.safetensors"))):
+        return folder
+    if not ggufs:
+        raise ModelLoadError(f"model: {folder} has no config.json and no {_GGUF} file")
+    return folder_of_gguf(_only(ggufs, f"folder {folder}"))
+
+
+def _in_package(name: str) -> Path | None:
+    """The GGUF file of an installed package; nothing of the package is imported."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        return None
+    try:
+        package = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    files = [path for path in package.files or () if path.suffix.lower() == _GGUF]
+    if not files:
+        return None
+    return _only([Path(str(package.locate_file(path))) for path in files], f"package {name}")
+
+
+def _only(ggufs: Sequence[Path], place: str) -> Path:
+    if len(ggufs) > 1:
+        names = ", ".join(path.name for path in ggufs[:_SHOWN_FILES])
+        more = f" and {len(ggufs) - _SHOWN_FILES} more" if len(ggufs) > _SHOWN_FILES else ""
+        raise ModelLoadError(f"model: {place} has several {_GGUF} files; name one: {names}{more}")
+    return ggufs[0]
+
+
+def _fetch_from_hub(model: str, *, weights: bool) -> Path:
+    # Imported here: it takes half a second, and a local folder does not need it.
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = _TOKENIZER_FILES + (["*.safetensors", "*.safetensors.index.json"] if weights else [])
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelLoadError(
+            f"model: {model!r} is no folder here and cannot be fetched from the hub: {reason}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a router must know of a model to check requests."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+
+def read_limits(folder: Path) -> ModelLimits:
+    """Limits from `config.json`; raises ModelLoadError naming a field that is missing or wrong."""
+    config = _read_config(folder)
+    values = []
+    for name in ("vocab_size", "max_position_embeddings"):
+        value = config.get(name)
+        if not isinstance(value, int) or value < 1:
+            raise ModelLoadError(
+                f"model: {folder / 'config.json'}: {name} must be a positive number, got {value!r}"
+            )
+        values.append(value)
+    return ModelLimits(*values)
+
+
+def config_digest(folder: Path) -> str:
+    """Digest of what `config.json` says about the network; equal for equal architectures."""
+    config = _read_config(folder)
+    stable = {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}
+    return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"model: {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"model: {path} is not a JSON object")
+    return config
+
+
+def weights_digest(folder: Path) -> str:
+    """Digest of the weights: their sizes, and of large files samples (`weights_samples`).
+
+    Raises ModelLoadError when a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob(WEIGHTS)]):
+        try:
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size};".encode())
+            with path.open("rb") as file:
+                for sample in read_samples(file, size):
+                    digest.update(sample)
+        except OSError as error:
+            raise ModelLoadError(f"model: {path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()[:16]

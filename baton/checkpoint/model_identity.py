@@ -1,0 +1,118 @@
+"""What decides a model's tokens, entry by entry: equal in all nodes that serve one model name.
+
+A folder says what it can; a node adds in what numbers it computes. Knows no node and no router.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.api.errors import ModelLoadError
+from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
+from baton.checkpoint.model_folder import config_digest, weights_digest
+
+# The order is the one in which people are told what differs.
+IDENTITY_KEYS = (
+    "model",
+    "weights",
+    "adapters",
+    "tokenizer",
+    "chat_template",
+    "generation_config",
+    "dtype",
+    "kv_cache_dtype",
+)
+NONE = "none"
+# The weights of nodes that have no model: they may say whatever folder they like.
+SIMULATED = "simulated"
+_INDEX = "model.safetensors.index.json"
+_DIGEST_CHARS = 16
+
+Identity = tuple[tuple[str, str], ...]
+
+
+def identity_of(entries: Mapping[str, str]) -> Identity:
+    """Those of ``entries`` that decide tokens; what is missing is empty."""
+    return tuple((key, entries.get(key, "")) for key in IDENTITY_KEYS)
+
+
+def describe_identity(identity: Identity) -> str:
+    """One line for people."""
+    return ", ".join(f"{key} {value}" for key, value in identity if value)
+
+
+def folder_identity(folder: Path) -> dict[str, str]:
+    """The entries that a model folder decides; without ``weights`` where it lacks some of them.
+
+    Raises:
+        ModelLoadError: a file of it cannot be read.
+    """
+    entries = {
+        "model": config_digest(folder),
+        "tokenizer": _file_digest(folder / "tokenizer.json"),
+        "chat_template": _chat_template_digest(folder),
+        "generation_config": _generation_digest(folder / "generation_config.json"),
+    }
+    if _has_weights(folder):
+        entries["weights"] = weights_digest(folder)
+    return entries
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether the weights are here, and all of them."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return any(folder.glob("*.safetensors")) or (folder / GGUF_WEIGHTS).is_file()
+    files = set(_read_object(index).get("weight_map", {}).values())
+    return bool(files) and all((folder / name).is_file() for name in files)
+
+
+def _chat_template_digest(folder: Path) -> str:
+    """Of all the places where a template may be; which of them counts is `chat_template.py`'s."""
+    parts = [
+        _read_object(folder / name).get("chat_template")
+        for name in ("tokenizer_config.json", "chat_template.json")
+    ]
+    files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
+    parts += [[path.name, _file_digest(path)] for path in sorted(files) if path.is_file()]
+    found = [part for part in parts if part]
+    return _digest(json.dumps(found, sort_keys=True).encode()) if found else NONE
+
+
+def _generation_digest(path: Path) -> str:
+    """It says which tokens end an output; who wrote it does not matter."""
+    settings = _read_object(path)
+    settings.pop("transformers_version", None)
+    return _digest(json.dumps(settings, sort_keys=True).encode()) if settings else NONE
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"model: {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"model: {path} is not a JSON object")
+    return found
+
+
+def _file_digest(path: Path) -> str:
+    return _digest(_read(path)) if path.is_file() else NONE
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelLoadError(f"model: {path} cannot be read: {error.strerror}") from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_DIGEST_CHARS]

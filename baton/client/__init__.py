@@ -1,0 +1,1 @@
+"""Client and AsyncClient: how Python programs call a router."""

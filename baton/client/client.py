@@ -1,0 +1,372 @@
+"""Client and AsyncClient: talk to a router from Python. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.access.tls_options import TlsOptions
+from baton.addresses import DEFAULT_ADDRESS
+from baton.api.outputs import Completion, TextDelta
+from baton.api.sampling_params import SamplingParams
+from baton.client.channel import AsyncChannel, SyncChannel
+from baton.client.messages import (
+    ModelDescription,
+    Progress,
+    Prompt,
+    credentials,
+    join,
+    join_batch,
+    make_batch_request,
+    make_prompt,
+    make_request,
+    models_from_proto,
+)
+from baton.link import wire
+from baton.v1 import inference_pb2
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "AsyncClient",
+    "Client",
+    "ModelDescription",
+    "Prompt",
+    "make_request",
+]
+
+
+class Client:
+    """Blocking client of a router.
+
+    Args:
+        address: ``host:port`` of the router.
+        api_key: for routers that want one; as ``BATON_API_KEY`` in the environment if None.
+        tls: certificates, which are read again when they change; as ``BATON_TLS_CA``,
+            ``BATON_TLS_CERT`` and ``BATON_TLS_KEY`` in the environment if None.
+
+    Raises:
+        ConfigError: a certificate cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: TlsOptions | None = None,
+    ) -> None:
+        self._metadata = credentials(api_key)
+        self._address = address
+        self._channel = SyncChannel(address, tls)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
+    ) -> Completion:
+        """The whole completion of one prompt; raises a BatonError."""
+        deltas = self.stream(
+            prompt, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
+        return join(list(deltas))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        request_id: str = "",
+        resumable: bool = False,
+        session_id: str = "",
+        priority: int = 0,
+    ) -> Iterator[TextDelta]:
+        """The completion piece by piece, as it is made; leaving the loop cancels the request.
+
+        Args:
+            resumable: when the connection breaks, go on where it broke, within some seconds.
+            session_id: requests with the same one share a beginning, such as a conversation's.
+            priority: where requests wait, smaller goes first.
+        """
+        request = make_request(
+            prompt,
+            sampling_params,
+            request_id,
+            resumable=resumable,
+            session_id=session_id,
+            priority=priority,
+        )
+        progress = Progress(request, timeout_s, self._metadata)
+        while True:
+            call = progress.next_call(self._channel.stub())
+            try:
+                for response in call:
+                    yield progress.take(response)
+                return
+            except grpc.RpcError as error:
+                time.sleep(progress.pause_after(self._channel.error_of(error), error))
+            finally:
+                call.cancel()
+
+    def resume(
+        self, request_id: str, next_output_index: int = 0, *, timeout_s: float | None = None
+    ) -> Iterator[TextDelta]:
+        """The rest of a resumable request: what comes behind ``next_output_index`` tokens."""
+        request = inference_pb2.ResumeRequest(
+            request_id=request_id, next_output_index=next_output_index
+        )
+        yield from self._read(self._channel.stub().Resume, request, timeout_s)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
+    ) -> list[list[Completion]]:
+        """The ``n`` completions of each prompt, in order; raises a BatonError."""
+        deltas = self.stream_batch(
+            prompts, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
+        return join_batch(list(deltas))
+
+    def stream_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
+    ) -> Iterator[TextDelta]:
+        """Pieces of all completions as they are made; they say of which prompt and choice."""
+        request = make_batch_request(
+            prompts, sampling_params, session_id=session_id, priority=priority
+        )
+        yield from self._read(self._channel.stub().GenerateBatch, request, timeout_s)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, as the model would see them."""
+        request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt))
+        return list(self._call(self._channel.stub().Tokenize, request).token_ids)
+
+    def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has."""
+        request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt))
+        return int(self._call(self._channel.stub().CountTokens, request).num_tokens)
+
+    def models(self) -> list[ModelDescription]:
+        """What the router serves."""
+        return models_from_proto(
+            self._call(self._channel.stub().ListModels, inference_pb2.ListModelsRequest())
+        )
+
+    def _read(self, method: Any, request: object, timeout_s: float | None) -> Iterator[TextDelta]:
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            for response in call:
+                yield wire.text_delta_from_proto(response)
+        except grpc.RpcError as error:
+            raise self._channel.error_of(error) from None
+        finally:
+            call.cancel()
+
+    def _call(self, method: Any, request: object) -> Any:
+        try:
+            return method(request, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._channel.error_of(error) from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """asyncio client of a router.
+
+    Args:
+        address: ``host:port`` of the router.
+        api_key: for routers that want one; as ``BATON_API_KEY`` in the environment if None.
+        tls: certificates, which are read again when they change; as ``BATON_TLS_CA``,
+            ``BATON_TLS_CERT`` and ``BATON_TLS_KEY`` in the environment if None.
+
+    Raises:
+        ConfigError: a certificate cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: TlsOptions | None = None,
+    ) -> None:
+        self._metadata = credentials(api_key)
+        self._address = address
+        self._channel = AsyncChannel(address, tls)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
+    ) -> Completion:
+        """The whole completion of one prompt; raises a BatonError."""
+        deltas = self.stream(
+            prompt, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
+        return join([delta async for delta in deltas])
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        request_id: str = "",
+        resumable: bool = False,
+        session_id: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """The completion piece by piece, as it is made; closing the iterator cancels it.
+
+        Args:
+            resumable: when the connection breaks, go on where it broke, within some seconds.
+            session_id: requests with the same one share a beginning, such as a conversation's.
+            priority: where requests wait, smaller goes first.
+        """
+        request = make_request(
+            prompt,
+            sampling_params,
+            request_id,
+            resumable=resumable,
+            session_id=session_id,
+            priority=priority,
+        )
+        progress = Progress(request, timeout_s, self._metadata)
+        while True:
+            call = progress.next_call(self._channel.stub())
+            try:
+                async for response in call:
+                    yield progress.take(response)
+                return
+            except grpc.RpcError as error:
+                pause_s = progress.pause_after(await self._channel.error_of(error), error)
+                await asyncio.sleep(pause_s)
+            finally:
+                call.cancel()
+
+    async def resume(
+        self, request_id: str, next_output_index: int = 0, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
+        """The rest of a resumable request: what comes behind ``next_output_index`` tokens."""
+        request = inference_pb2.ResumeRequest(
+            request_id=request_id, next_output_index=next_output_index
+        )
+        async for delta in self._read(self._channel.stub().Resume, request, timeout_s):
+            yield delta
+
+    async def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
+    ) -> list[list[Completion]]:
+        """The ``n`` completions of each prompt, in order; raises a BatonError."""
+        deltas = self.stream_batch(
+            prompts, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+        )
+        return join_batch([delta async for delta in deltas])
+
+    async def stream_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        session_id: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Pieces of all completions as they are made; they say of which prompt and choice."""
+        request = make_batch_request(
+            prompts, sampling_params, session_id=session_id, priority=priority
+        )
+        async for delta in self._read(self._channel.stub().GenerateBatch, request, timeout_s):
+            yield delta
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, as the model would see them."""
+        request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt))
+        return list((await self._call(self._channel.stub().Tokenize, request)).token_ids)
+
+    async def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has."""
+        request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt))
+        return int((await self._call(self._channel.stub().CountTokens, request)).num_tokens)
+
+    async def models(self) -> list[ModelDescription]:
+        """What the router serves."""
+        return models_from_proto(
+            await self._call(self._channel.stub().ListModels, inference_pb2.ListModelsRequest())
+        )
+
+    async def _read(
+        self, method: Any, request: object, timeout_s: float | None
+    ) -> AsyncGenerator[TextDelta, None]:
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for response in call:
+                yield wire.text_delta_from_proto(response)
+        except grpc.RpcError as error:
+            raise await self._channel.error_of(error) from None
+        finally:
+            call.cancel()
+
+    async def _call(self, method: Any, request: object) -> Any:
+        try:
+            return await method(request, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise await self._channel.error_of(error) from None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()

@@ -1,0 +1,271 @@
+"""What both clients put into messages and make of answers. Opens no connection."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import grpc
+
+from baton.api.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    NodeUnavailableError,
+    OverloadedError,
+    PermissionDeniedError,
+    RequestCancelledError,
+    UnauthenticatedError,
+)
+from baton.api.outputs import Completion, FinishReason, TextDelta, join_deltas
+from baton.api.prompt import check_priority
+from baton.api.sampling_params import MAX_TOKEN_ID, SamplingParams
+from baton.link import wire
+from baton.serving import rpc
+from baton.serving.error_details import error_from_trailers
+from baton.v1 import inference_pb2, types_pb2
+from baton.wire import types as wire_types
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages such as ``[{"role": "user", "content": "Hello"}]``."""
+
+# A router keeps a resumable request for about as long.
+RESUME_WITHIN_S = 10.0
+_RESUME_PAUSE_S = 0.25
+API_KEY_VARIABLE = "BATON_API_KEY"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A model that a router serves."""
+
+    name: str
+    max_model_len: int
+
+
+def credentials(api_key: str | None) -> rpc.Metadata:
+    """What a call brings to show whose it is.
+
+    Args:
+        api_key: as the environment variable ``BATON_API_KEY`` if None; empty: nothing.
+
+    Raises:
+        ConfigError: it cannot be sent.
+    """
+    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    if key and not (key.isascii() and key.isprintable()):
+        raise ConfigError("api_key: must be printable ASCII")
+    return rpc.bearer(key)
+
+
+class Progress:
+    """How far a stream has come, over all the calls that it takes."""
+
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float | None,
+        metadata: rpc.Metadata = (),
+    ) -> None:
+        if request.resumable and not request.request_id:
+            request.request_id = uuid.uuid4().hex
+        self._request = request
+        self._metadata = metadata
+        self._expires_at = None if timeout_s is None else time.monotonic() + timeout_s
+        self._next_output_index = 0
+        self._broke_at: float | None = None
+
+    def next_call(self, stub: Any) -> Any:
+        """The call that brings what is missing."""
+        timeout_s = None
+        if self._expires_at is not None:
+            timeout_s = max(self._expires_at - time.monotonic(), 0)
+        if self._next_output_index == 0:  # the same request again: the same stream, not another
+            return stub.Generate(self._request, timeout=timeout_s, metadata=self._metadata)
+        rest = inference_pb2.ResumeRequest(
+            request_id=self._request.request_id, next_output_index=self._next_output_index
+        )
+        return stub.Resume(rest, timeout=timeout_s, metadata=self._metadata)
+
+    def take(self, response: inference_pb2.GenerateResponse) -> TextDelta:
+        delta = wire.text_delta_from_proto(response)
+        self._next_output_index = delta.output_index + len(delta.token_ids)
+        self._broke_at = None
+        return delta
+
+    def pause_after(self, problem: BatonError, error: grpc.RpcError) -> float:
+        """Seconds until the next call, when the connection broke; raises the problem otherwise."""
+        is_broken = error.code() is grpc.StatusCode.UNAVAILABLE and not _said_by_router(error)
+        if not (self._request.resumable and is_broken):
+            raise problem from None
+        now = time.monotonic()
+        self._broke_at = now if self._broke_at is None else self._broke_at
+        if now - self._broke_at > RESUME_WITHIN_S:
+            raise problem from None
+        return _RESUME_PAUSE_S
+
+
+def make_request(
+    prompt: Prompt,
+    sampling_params: SamplingParams | None,
+    request_id: str = "",
+    *,
+    resumable: bool = False,
+    session_id: str = "",
+    priority: int = 0,
+) -> inference_pb2.GenerateRequest:
+    """The request message of a prompt; raises InvalidRequestError."""
+    check_priority(priority)
+    params = wire_types.sampling_params_to_proto(sampling_params or SamplingParams())
+    request = inference_pb2.GenerateRequest(
+        request_id=request_id,
+        sampling_params=params,
+        resumable=resumable,
+        session_id=_checked_text("session_id", session_id),
+        priority=priority,
+    )
+    _fill_prompt(request, prompt)
+    return request
+
+
+def make_batch_request(
+    prompts: Sequence[Prompt],
+    sampling_params: SamplingParams | None,
+    request_id: str = "",
+    *,
+    session_id: str = "",
+    priority: int = 0,
+) -> inference_pb2.GenerateBatchRequest:
+    """The request message of several prompts; raises InvalidRequestError."""
+    if isinstance(prompts, str):
+        raise InvalidRequestError("prompts", "must be a list of prompts, got a text")
+    check_priority(priority)
+    params = sampling_params or SamplingParams()
+    one = dataclasses.replace(params, n=1)
+    return inference_pb2.GenerateBatchRequest(
+        request_id=request_id,
+        prompts=map(make_prompt, prompts),
+        sampling_params=wire_types.sampling_params_to_proto(one),
+        n=params.n,
+        session_id=_checked_text("session_id", session_id),
+        priority=priority,
+    )
+
+
+def make_prompt(prompt: Prompt) -> inference_pb2.Prompt:
+    """Raises InvalidRequestError."""
+    message = inference_pb2.Prompt()
+    _fill_prompt(message, prompt)
+    return message
+
+
+def _fill_prompt(
+    request: inference_pb2.GenerateRequest | inference_pb2.Prompt, prompt: Prompt
+) -> None:
+    if isinstance(prompt, str):
+        request.text = _checked_text("prompt", prompt)
+        return
+    items = list(prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
+        for message in cast("list[Mapping[str, str]]", items):
+            if not isinstance(message.get("role"), str):
+                raise InvalidRequestError("chat", "each message needs a role and a content")
+            request.chat.messages.add(
+                role=_checked_text("chat", message["role"]),
+                content=_checked_text("chat", message.get("content", "")),
+            )
+        return
+    for token_id in items:
+        if not isinstance(token_id, int) or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise InvalidRequestError("prompt", f"{token_id!r} is not a token id")
+    request.token_ids.CopyFrom(types_pb2.TokenIds(ids=cast("list[int]", items)))
+
+
+def _checked_text(field: str, text: object) -> str:
+    """The text, if it can be sent; a terminal may hand over bytes that are no characters."""
+    if not isinstance(text, str):
+        raise InvalidRequestError(field, f"must be text, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(field, f"is not valid Unicode at {error.start}") from None
+    return text
+
+
+def join(deltas: Sequence[TextDelta]) -> Completion:
+    """The completion that pieces make."""
+    whole = join_deltas(deltas)
+    return Completion(
+        request_id=whole.request_id,
+        text=whole.text,
+        token_ids=whole.token_ids,
+        finish_reason=whole.finish_reason or FinishReason.ABORT,
+        receipt=whole.receipt,
+        logprobs=whole.logprobs,
+        prompt_logprobs=whole.prompt_logprobs,
+        choice_index=whole.choice_index,
+    )
+
+
+def join_batch(deltas: Sequence[TextDelta]) -> list[list[Completion]]:
+    """Completions by prompt and output."""
+    order = sorted(deltas, key=lambda d: (d.prompt_index, d.choice_index, d.output_index))
+    return [
+        [join(list(choice)) for _, choice in itertools.groupby(prompt, lambda d: d.choice_index)]
+        for _, prompt in itertools.groupby(order, lambda d: d.prompt_index)
+    ]
+
+
+def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelDescription]:
+    return [ModelDescription(model.name, model.max_model_len) for model in response.models]
+
+
+def is_unreachable(error: grpc.RpcError) -> bool:
+    """Whether a call failed because there was no connection, nor could one be opened."""
+    details = (error.details() or "").lower()
+    return error.code() is grpc.StatusCode.UNAVAILABLE and (
+        "failed to connect" in details or "connection refused" in details
+    )
+
+
+def error_of(error: grpc.RpcError, address: str, why: str = "") -> BatonError:
+    """The exception that made a status, or the nearest one when the router did not say.
+
+    Args:
+        why: it could not be reached, where that is known.
+    """
+    code, details = error.code(), error.details() or ""
+    said = error_from_trailers(details, trailers_of(error))
+    if said is not None:
+        return said
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        field, _, problem = details.partition(": ")
+        return InvalidRequestError(field, problem)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        if is_unreachable(error):
+            details = f"the router at {address} cannot be reached{': ' if why else ''}{why}"
+        return NodeUnavailableError(details)
+    kinds: dict[grpc.StatusCode, type[BatonError]] = {
+        grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+        grpc.StatusCode.CANCELLED: RequestCancelledError,
+        grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+        grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    }
+    return kinds.get(code, BatonError)(details or code.name)
+
+
+def _said_by_router(error: grpc.RpcError) -> bool:
+    return error_from_trailers("", trailers_of(error)) is not None
+
+
+def trailers_of(error: grpc.RpcError) -> dict[str, str | bytes]:
+    """What came behind a failed call, by name."""
+    trailers: Any = error.trailing_metadata() or ()
+    return dict(trailers)

@@ -1,0 +1,1 @@
+"""The link between router and node: its words, both ends, and its messages."""

@@ -1,0 +1,57 @@
+"""Drain: how a node comes to rest without losing anything.
+
+    SERVING -> DRAINING -> DRAINED        (and back, whenever it is told to serve again)
+
+A draining node says so in its beats. Every router answers that it has seen it, and as a link keeps
+its order, nothing that the router had placed before is still under way then. So DRAINED is exact:
+no router places anything more, and no request, transfer or block that a peer may write is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from baton.link.words import NodeBeat, ServingState
+
+
+class Drain:
+    """The serving state of one node; lives on its asyncio loop.
+
+    Attributes:
+        state: what the next beat says.
+        drained: set while the state is ``DRAINED``.
+    """
+
+    def __init__(self) -> None:
+        self.state = ServingState.SERVING
+        self.drained = asyncio.Event()
+
+    def begin(self) -> None:
+        """Take nothing new from now on; harmless when it is so already."""
+        if self.state is ServingState.SERVING:
+            self.state = ServingState.DRAINING
+
+    def resume(self) -> None:
+        """Serve (again)."""
+        self.state = ServingState.SERVING
+        self.drained.clear()
+
+    def mark(self, beat: NodeBeat, *, all_routers_know: bool) -> NodeBeat:
+        """The beat with the serving state in it, which it may complete."""
+        if self.state is not ServingState.SERVING:
+            is_quiet = all_routers_know and not _num_open(beat)
+            # (A router that joins a drained node has to see it, too; that takes a moment.)
+            self.state = ServingState.DRAINED if is_quiet else ServingState.DRAINING
+            (self.drained.set if is_quiet else self.drained.clear)()
+        return dataclasses.replace(beat, serving_state=self.state)
+
+
+def _num_open(beat: NodeBeat) -> int:
+    return (
+        beat.num_waiting
+        + beat.num_waiting_for_remote_kvs
+        + beat.num_running
+        + beat.num_transfers
+        + beat.num_quarantined_blocks
+    )

@@ -1,0 +1,87 @@
+"""Message cuts: what a node says in one step, in messages that a link carries.
+
+A message that is too long does not fail by itself: it breaks the link, and with it every request
+of the node. So steps are cut between requests; what one alone has too much of ends it. Nor may a
+message have too many parts: the smallest has two bytes, and who reads it makes an object of each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from baton.api.sampling_params import MAX_LOGPROBS
+from baton.v1 import node_pb2
+
+# Half of what a router takes in one message (`baton.serving.rpc.MAX_CLIENT_MESSAGE_BYTES`).
+MAX_LINK_MESSAGE_BYTES = 4 * 2**20
+MAX_LINK_DELTAS = 2**13
+# What a router reads of one message: more than a node that cuts its steps ever says.
+MAX_READ_DELTAS = 2 * MAX_LINK_DELTAS
+MAX_PARTS = 2**18  # tokens and their logprobs; rows; hashes
+# That a delta has besides: all are counted before a message is read (`baton.wire.parts`).
+_MORE_PARTS = 32
+
+
+def cut_message(
+    message: node_pb2.NodeMessage, max_bytes: int = MAX_LINK_MESSAGE_BYTES
+) -> Iterator[node_pb2.NodeMessage]:
+    """Give the message, or, if it is too long, its deltas in several, in their order."""
+    is_short = message.ByteSize() <= max_bytes and len(message.deltas.deltas) <= MAX_LINK_DELTAS
+    if message.WhichOneof("message") != "deltas" or (is_short and not parts_problem(message)):
+        yield message
+        return
+    step = message.deltas
+    part = node_pb2.StepDeltas(
+        epochs=step.epochs, output_indexes=step.output_indexes, token_ids=step.token_ids
+    )
+    num_bytes, num_parts = part.ByteSize(), len(step.epochs)
+    for delta in step.deltas:
+        delta_bytes, delta_parts = delta.ByteSize(), _num_parts(delta)
+        if delta_bytes > max_bytes or delta_parts > MAX_PARTS:
+            delta = _too_long(delta, delta_bytes)
+            delta_bytes, delta_parts = delta.ByteSize(), 0
+        is_full = num_bytes + delta_bytes > max_bytes or num_parts + delta_parts > MAX_PARTS
+        if num_bytes and (is_full or len(part.deltas) >= MAX_LINK_DELTAS):
+            yield node_pb2.NodeMessage(deltas=part)
+            part, num_bytes, num_parts = node_pb2.StepDeltas(), 0, 0
+        part.deltas.append(delta)
+        num_bytes += delta_bytes
+        num_parts += delta_parts + _MORE_PARTS
+    yield node_pb2.NodeMessage(deltas=part)
+
+
+def parts_problem(message: node_pb2.NodeMessage) -> str:
+    """Why a message is not to be read any further: it has too many parts; empty: it may be.
+
+    To be asked before anything is made of its parts: counting them costs a fraction of that.
+    """
+    step, events = message.deltas, message.kv_events
+    if len(step.deltas) > MAX_READ_DELTAS:
+        return f"deltas: must be at most {MAX_READ_DELTAS} in a message, got {len(step.deltas)}"
+    num_parts = max(len(step.epochs), len(step.output_indexes), len(step.token_ids))
+    num_parts += len(events.stored) + len(events.removed) + sum(map(_num_parts, step.deltas))
+    if num_parts > MAX_PARTS:
+        return f"message: must have at most {MAX_PARTS} parts, got {num_parts}"
+    return ""
+
+
+def tops_problem(message: node_pb2.NodeMessage) -> str:
+    """Why a long message is not to be read: its tokens have too many others; empty: it may be."""
+    for delta in message.deltas.deltas:
+        for one in itertools.chain(delta.logprobs, delta.prompt_logprobs):
+            if len(one.top_token_ids) > MAX_LOGPROBS:
+                return f"logprobs: must have at most {MAX_LOGPROBS} others of a token"
+    return ""
+
+
+def _num_parts(delta: node_pb2.RequestDelta) -> int:
+    """Not counted: the tops of logprobs, which are made by a loop in C."""
+    return len(delta.token_ids) + len(delta.logprobs) + len(delta.prompt_logprobs)
+
+
+def _too_long(delta: node_pb2.RequestDelta, num_bytes: int) -> node_pb2.RequestDelta:
+    """The request's end; another node would say as much."""
+    problem = f"logprobs: one step has {num_bytes} bytes of them, more than a message holds"
+    error = node_pb2.RequestError(code="INVALID_ARGUMENT", message=problem)
+    return node_pb2.RequestDelta(request_id=delta.request_id, epoch=delta.epoch, error=error)

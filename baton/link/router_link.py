@@ -1,0 +1,286 @@
+"""RouterLink: a node's end of the one stream between it and a router.
+
+Joins, carries events up and commands down, and joins again when the stream breaks. Every request
+of a broken link is aborted: the router that wanted it is gone or will place it anew. Requests have
+the router's names on the stream, and `node_request_id` behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.access.tls import NO_TLS, TlsOptions, read_tls
+from baton.access.tls_refusal import why_refused
+from baton.api.errors import ConfigError, InvalidRequestError, NodeUnavailableError
+from baton.api.outputs import RequestOutput
+from baton.link import wire
+from baton.link.admin_answers import AdminAnswers, Answer
+from baton.link.message_cuts import cut_message
+from baton.link.words import (
+    BEAT_INTERVAL_S,
+    AbortAll,
+    AdminCall,
+    AdminReply,
+    CancelCommand,
+    DecodeCommand,
+    NodeEvent,
+    NodeRegistration,
+    PrefillCommand,
+    Refusal,
+    RequestDelta,
+    RequestError,
+    RouterBeat,
+    RouterCommand,
+    node_request_id,
+    split_request_id,
+)
+from baton.serving.rpc import bearer, open_channel
+from baton.v1 import node_pb2, node_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+RETRY_INTERVAL_S = 0.5
+_ASK_WHY_INTERVAL_S = 5.0
+REGISTER_TIMEOUT_S = 2.0
+# A router that misses more beats is stopped or behind a dead network.
+MAX_MISSED_BEATS = 6
+_PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
+# Who it is, or what it may, is wrong: trying again changes nothing.
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_TOLD = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+class RouterLink:
+    """One node's link to one router.
+
+    Args:
+        router: ``host:port``.
+        registration: who this node is.
+        submit: takes commands; returns at once.
+        on_joined: called with True when registered, with False when the link is lost.
+        join_timeout_s: how long to try for the first time.
+        node_token: shows the router that this node may join.
+        answer: answers what operators ask; None: nothing.
+        tls: shows it who this node is; read anew for each link.
+        server_name: that the router's certificate must have; empty: the address's host.
+
+    Attributes:
+        router_id: of the router's process, once it was joined.
+        joined: whether there is a link now.
+        obstacle: why the router does not take this node now, if it said so when last asked.
+        problem: why there is none, where TLS is the reason.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        registration: NodeRegistration,
+        submit: Callable[[RouterCommand | AbortAll], None],
+        *,
+        on_joined: Callable[[bool], Awaitable[None]],
+        join_timeout_s: float,
+        node_token: str = "",
+        answer: Answer | None = None,
+        tls: TlsOptions = NO_TLS,
+        server_name: str = "",
+    ) -> None:
+        self.router = router
+        self.router_id = ""
+        self.joined = False
+        self.obstacle = self.problem = ""
+        self._telling: asyncio.Task[None] | None = None
+        # A key for each router: none of them can show the others' to be this node.
+        self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
+        self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
+        self._submit = submit
+        self._on_joined = on_joined
+        self._join_timeout_s = join_timeout_s
+        self._metadata = bearer(node_token)
+        self._tls = tls
+        self._server_name = server_name
+        self._num_missed_beats = 0
+        self._admin = AdminAnswers(answer, self._send_part)
+
+    def emit(self, event: NodeEvent) -> None:
+        """Queue an event; dropped while there is no link. On the loop's thread."""
+        if self.joined:
+            self._events.put_nowait(event)
+
+    async def run(self) -> None:
+        """Keep the link up for ever.
+
+        Raises:
+            NodeUnavailableError: the router did not answer in time, the first time.
+            ConfigError: the router refused this node, and why.
+        """
+        give_up_at = time.monotonic() + self._join_timeout_s
+        ever_joined = False
+        try:
+            while True:
+                await self._connect()
+                if self.joined:
+                    self.joined, ever_joined = False, True
+                    self._submit(AbortAll("the link to the router broke", self.router_id))
+                    await self._on_joined(False)
+                if self._telling is None:
+                    self._telling = asyncio.create_task(self._tell_why())
+                if not ever_joined and time.monotonic() > give_up_at:
+                    raise NodeUnavailableError(
+                        f"router: {self.router} cannot be reached (tried for "
+                        f"{self._join_timeout_s:g} s)"
+                    )
+                await asyncio.sleep(RETRY_INTERVAL_S)
+        finally:
+            self._stop_telling()
+
+    async def _tell_why(self) -> None:
+        """Log that there is no link, and why as far as it is known; again when that changes."""
+        told: str | None = None
+        while True:
+            if not self.obstacle:
+                self.problem = await asyncio.to_thread(
+                    why_refused, self.router, self._tls, self._server_name
+                )
+            why = self.obstacle or self.problem or "it cannot be reached"
+            if why != told:
+                told = why
+                logger.warning("router %s is tried again: %s", self.router, why)
+            await asyncio.sleep(_ASK_WHY_INTERVAL_S)
+
+    def _stop_telling(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        self.problem = ""
+
+    async def _connect(self) -> None:
+        """Be linked as long as it lasts; with the certificates that are there now."""
+        try:
+            tls = await asyncio.to_thread(read_tls, self._tls) if self._tls else None
+        except ConfigError:  # `_tell_why` says it; they may be better at the next try
+            return
+        async with open_channel(self.router, tls, server_name=self._server_name) as channel:
+            try:
+                await self._hold(channel)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _REFUSALS:
+                    raise ConfigError(f"the router refused this node: {error.details()}") from None
+                if error.code() in _TOLD:
+                    logger.warning("link to the router broke: %s", error.details())
+
+    async def _hold(self, channel: grpc.aio.Channel) -> None:
+        """Register, then carry messages until the stream breaks."""
+        stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
+        call = stub.Link(metadata=self._metadata)
+        try:
+            async with asyncio.timeout(REGISTER_TIMEOUT_S):
+                with contextlib.suppress(asyncio.InvalidStateError):  # refused: `read` says why
+                    await call.write(wire.registration_to_proto(self._registration))
+                first = await call.read()
+        except TimeoutError:  # it takes connections and does not answer
+            return
+        if not isinstance(first, node_pb2.RouterMessage):
+            return
+        if first.registered.problem:
+            self.obstacle = first.registered.problem
+            if first.registered.may_retry:
+                return
+            raise ConfigError(f"the router refused this node: {self.obstacle}")
+        self.obstacle = ""
+        self.router_id = first.registered.router_id
+        while not self._events.empty():  # of a time before this link
+            self._events.get_nowait()
+        self.joined = True
+        self._stop_telling()
+        await self._on_joined(True)
+        logger.info("joined router %s as %s", self.router, self._registration.node_name)
+        jobs = (self._write(call), self._read(call), self._watch())
+        tasks = [asyncio.create_task(job) for job in jobs]
+        try:
+            # Whichever ends, ends the link: a node that only listens or only talks is lost.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._admin.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send_part(self, reply: AdminReply) -> None:
+        """Put a part of an answer behind all events, so that no more than it is before a token.
+
+        On a link that is never idle, one now and then.
+        """
+        for _ in range(_MOST_PART_PAUSES):
+            if self._events.empty():
+                break
+            await asyncio.sleep(_PART_PAUSE_S)
+        self.emit(reply)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        while isinstance(message := await call.read(), node_pb2.RouterMessage):
+            self._num_missed_beats = 0
+            self._take(message)
+
+    async def _watch(self) -> None:
+        """End when the router says nothing; counted, so that who was stopped blames nobody."""
+        self._num_missed_beats = 0
+        while self._num_missed_beats <= MAX_MISSED_BEATS:
+            await asyncio.sleep(BEAT_INTERVAL_S)
+            self._num_missed_beats += 1
+        logger.warning("the router is silent")
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        while True:
+            event = await self._events.get()
+            try:
+                message = wire.node_event_to_proto(event)
+            except ValueError as error:  # a value that a peer sent and the wire cannot hold
+                logger.error("dropped an event that cannot be sent: %s", error)
+                continue
+            for delta in message.deltas.deltas:
+                delta.request_id, _ = split_request_id(delta.request_id)
+            try:
+                for part in cut_message(message):
+                    await call.write(part)
+            except asyncio.InvalidStateError:  # the router ended the call: it took us for dead
+                return
+
+    def _take(self, message: node_pb2.RouterMessage) -> None:
+        try:
+            command = wire.command_from_proto(message)
+        except InvalidRequestError as error:  # from the network: data, not a bug
+            logger.warning("refused a command: %s", error)
+            self._refuse(message, str(error))
+            return
+        if isinstance(command, AdminCall):
+            self._admin.take(command)
+            return
+        if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
+            name = node_request_id(command.request_id, self.router_id)
+            command = dataclasses.replace(command, request_id=name)
+        if command is not None and not isinstance(command, RouterBeat | Refusal):
+            self._submit(command)
+
+    def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> None:
+        """Tell the router that a request's command makes no sense, so that nobody waits for it."""
+        kind = message.WhichOneof("message")
+        command = message.prefill if kind == "prefill" else message.decode
+        name = node_request_id(command.request_id, self.router_id)
+        delta = RequestDelta(
+            RequestOutput(name, 0, ()),
+            command.epoch,
+            error=RequestError("INVALID_ARGUMENT", problem),
+        )
+        self._events.put_nowait((delta,))

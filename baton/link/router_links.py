@@ -1,0 +1,263 @@
+"""RouterLinks: a node's links to all of its routers, which know nothing of each other.
+
+Each request's tokens go to the router that placed it, everything else to all. A router may be
+given by a DNS name with several addresses; those that come later are joined later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from baton.access.exposure import split_address
+from baton.access.tls import NO_TLS, TlsOptions
+from baton.api.errors import ConfigError, NodeUnavailableError
+from baton.link.admin_answers import Answer
+from baton.link.drain import Drain
+from baton.link.router_link import RouterLink
+from baton.link.words import (
+    AbortAll,
+    DrainCommand,
+    DrainSeen,
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    PeerUpdate,
+    RequestDelta,
+    RouterCommand,
+    ServingState,
+    split_request_id,
+)
+
+logger = logging.getLogger(__name__)
+
+RESOLVE_INTERVAL_S = 10.0
+_FIRST_RESOLVE_INTERVAL_S = 0.5
+
+
+class RouterLinks:
+    """Holds a link to each router; lives on the node's asyncio loop.
+
+    Args:
+        routers: ``host:port`` of each; a host may have several addresses.
+        registration: who this node is.
+        submit: takes commands for the node's loop; returns at once.
+        drain: the node's serving state.
+        on_joined: called with whether there is a link to any router.
+        on_stop: called when a router wants the process to end, once it is drained.
+        join_timeout_s: how long to try to reach the first router.
+        node_token: shows routers that this node may join.
+        answer: answers what operators ask; None: nothing.
+        tls: shows them who this node is.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[str],
+        registration: NodeRegistration,
+        submit: Callable[[RouterCommand | AbortAll], None],
+        drain: Drain,
+        *,
+        on_joined: Callable[[bool], Awaitable[None]],
+        on_stop: Callable[[], None],
+        join_timeout_s: float,
+        node_token: str = "",
+        answer: Answer | None = None,
+        tls: TlsOptions = NO_TLS,
+    ) -> None:
+        self._routers = routers
+        self._registration = registration
+        self._submit = submit
+        self._drain = drain
+        self._on_joined = on_joined
+        self._on_stop = on_stop
+        self._join_timeout_s = join_timeout_s
+        self._node_token = node_token
+        self._answer = answer
+        self._tls = tls
+        self._links: dict[str, RouterLink] = {}  # by address
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._seers: set[str] = set()  # addresses of routers that know that the node drains
+        self._peers: dict[str, set[str]] = {}  # engine id -> addresses of the routers that have it
+
+    def emit(self, event: NodeEvent) -> None:
+        """Hand an event to whom it concerns. On the loop's thread."""
+        if not isinstance(event, tuple):
+            for link in self._links.values():
+                link.emit(event)
+        elif len(self._links) == 1:
+            next(iter(self._links.values())).emit(event)
+        else:
+            for router_id, deltas in _by_router(event).items():
+                for link in self._links.values():
+                    if link.router_id == router_id:
+                        link.emit(tuple(deltas))
+
+    def beat(self, beat: NodeBeat) -> None:
+        """Tell all routers how busy the node is, and whether it drains."""
+        joined = {address for address, link in self._links.items() if link.joined}
+        self.emit(self._drain.mark(beat, all_routers_know=joined <= self._seers))
+
+    async def run(self) -> None:
+        """Keep the links up for ever.
+
+        Raises:
+            NodeUnavailableError: no router answered in time, the first time.
+            ConfigError: a router refused this node, and why.
+        """
+        give_up_at = time.monotonic() + self._join_timeout_s
+        ever_joined = False
+        resolve_at = 0.0
+        try:
+            while True:
+                now = time.monotonic()
+                ever_joined |= any(link.joined for link in self._links.values())
+                if any(link.joined for link in self._links.values()):
+                    give_up_at = now + self._join_timeout_s
+                elif now > give_up_at:
+                    self._give_up(ever_joined=ever_joined)
+                if now >= resolve_at:
+                    await self._follow(await _resolve(self._routers))
+                    resolve_at = now + (RESOLVE_INTERVAL_S if self._links else 0.0)
+                tasks = list(self._tasks.values())
+                if tasks:
+                    done, _ = await asyncio.wait(
+                        tasks,
+                        timeout=_FIRST_RESOLVE_INTERVAL_S,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                    for task in done:
+                        self._end(task)
+                else:
+                    await asyncio.sleep(_FIRST_RESOLVE_INTERVAL_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _give_up(self, *, ever_joined: bool) -> None:
+        """Raise what kept this node from every router for so long, if it should not go on."""
+        obstacles = [link.obstacle for link in self._links.values() if link.obstacle]
+        if obstacles:  # another node has its name, most likely
+            raise ConfigError(
+                f"the router refuses this node for {self._join_timeout_s:g} s: {obstacles[0]}"
+            )
+        if not ever_joined:
+            problems = dict.fromkeys(link.problem for link in self._links.values())
+            why = "; ".join(filter(None, problems))
+            raise NodeUnavailableError(
+                f"router: {', '.join(self._routers)} cannot be reached (tried for "
+                f"{self._join_timeout_s:g} s){': ' if why else ''}{why}"
+            )
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """A router refused this node: so it cannot go on, unless it is leaving anyway."""
+        try:
+            task.result()  # raises: it never ends by itself
+        except ConfigError as error:
+            if self._drain.state is ServingState.SERVING:
+                raise
+            logger.warning("%s", error)  # other routers may still wait for what it has
+            (address,) = (name for name, one in self._tasks.items() if one is task)
+            del self._tasks[address], self._links[address]
+
+    async def _follow(self, addresses: Mapping[str, str]) -> None:
+        """Dial addresses that are new; leave those that are gone and do not answer.
+
+        Args:
+            addresses: with the hosts that they were found by.
+        """
+        if not addresses:  # the name service is away: no reason to leave anybody
+            return
+        for address in self._links.keys() - set(addresses):
+            if not self._links[address].joined:
+                logger.info("router %s is no longer an address of ours", address)
+                del self._links[address]
+                task = self._tasks.pop(address)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        for address, host in addresses.items():
+            if address not in self._links:
+                self._links[address] = link = self._make_link(address, host)
+                self._tasks[address] = asyncio.create_task(link.run())
+
+    def _make_link(self, address: str, host: str) -> RouterLink:
+        async def on_joined(joined: bool) -> None:
+            self._seers.discard(address)
+            if not joined:  # a router that is away says nothing of our peers
+                for routers in self._peers.values():
+                    routers.discard(address)
+            await self._on_joined(any(link.joined for link in self._links.values()))
+
+        return RouterLink(
+            address,
+            self._registration,
+            lambda command: self._take(address, command),
+            on_joined=on_joined,
+            join_timeout_s=float("inf"),  # here is who gives up
+            node_token=self._node_token,
+            answer=self._answer,
+            tls=self._tls,
+            server_name=host,
+        )
+
+    def _take(self, address: str, command: RouterCommand | AbortAll) -> None:
+        match command:
+            case DrainCommand(resume=True):
+                self._drain.resume()
+                self._seers.clear()
+            case DrainCommand():
+                self._drain.begin()
+                if command.stop:
+                    self._on_stop()
+            case DrainSeen():
+                if self._drain.state is not ServingState.SERVING:
+                    self._seers.add(address)
+            case PeerUpdate(engine_id=engine_id, removed=True):
+                routers = self._peers.get(engine_id, set())
+                routers.discard(address)
+                if not routers:  # as long as one router has it, it lives
+                    self._peers.pop(engine_id, None)
+                    self._submit(command)
+            case PeerUpdate(engine_id=engine_id):
+                self._peers.setdefault(engine_id, set()).add(address)
+                self._submit(command)
+            case _:
+                self._submit(command)
+
+
+def _by_router(deltas: Sequence[RequestDelta]) -> dict[str, list[RequestDelta]]:
+    grouped: dict[str, list[RequestDelta]] = {}
+    for delta in deltas:
+        _, router_id = split_request_id(delta.output.request_id)
+        grouped.setdefault(router_id, []).append(delta)
+    return grouped
+
+
+async def _resolve(routers: Sequence[str]) -> dict[str, str]:
+    """Every address of every router, with its host; names that nobody knows (now) are left out.
+
+    An address stays as it was written where its name has one only: messages name it so.
+    """
+    loop = asyncio.get_running_loop()
+    addresses: dict[str, str] = {}
+    for router in routers:
+        host, port = split_address("router", router)
+        try:
+            found = await loop.getaddrinfo(
+                host.strip("[]"), port, family=socket.AF_UNSPEC, type=socket.SOCK_STREAM
+            )
+        except OSError as error:
+            logger.debug("%s has no address: %s", host, error)
+            continue
+        hosts = list(dict.fromkeys(str(item[4][0]) for item in found))
+        ipv4 = [name for name in hosts if ":" not in name]  # of one machine, most often, both
+        names = ipv4 or [f"[{name}]" for name in hosts]
+        if len(names) == 1:
+            addresses[router] = host
+        else:
+            addresses.update(dict.fromkeys((f"{name}:{port}" for name in names), host))
+    return addresses

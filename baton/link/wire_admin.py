@@ -1,0 +1,39 @@
+"""What the router and the nodes answer alike to operators: log levels and profiles, as protobuf."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from baton.api.errors import ConfigError, InvalidRequestError
+from baton.telemetry.logs import change_log_level
+from baton.telemetry.stack_sampler import sample_stacks
+from baton.v1 import admin_pb2
+
+logger = logging.getLogger(__name__)
+
+
+def set_log_level(request: admin_pb2.SetLogLevelRequest) -> admin_pb2.SetLogLevelResponse:
+    """Of this process; raises InvalidRequestError."""
+    logger.info("log-level %r", request.level)  # while INFO is still logged
+    try:
+        previous = change_log_level(request.level)
+    except ConfigError as error:
+        raise InvalidRequestError(*str(error).split(": ", 1)) from None
+    return admin_pb2.SetLogLevelResponse(previous=previous)
+
+
+async def profile(thread_name: str, seconds: float) -> admin_pb2.ProfileResponse:
+    """Of one thread of this process; raises InvalidRequestError."""
+    found = await asyncio.to_thread(sample_stacks, thread_name, seconds)
+    return admin_pb2.ProfileResponse(
+        thread=found.thread,
+        num_samples=found.num_samples,
+        seconds=found.seconds,
+        functions=[
+            admin_pb2.ProfiledFunction(
+                function=one.name, place=one.place, num_own=one.num_own, num_total=one.num_total
+            )
+            for one in found.functions
+        ],
+    )

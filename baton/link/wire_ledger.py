@@ -1,0 +1,48 @@
+"""The ledger as protobuf; the other half of this is `baton admin audit`, which prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from baton.telemetry.ledger import BlockHolding, Ledger, to_ranges
+from baton.v1 import admin_pb2
+
+
+def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.ListBlocksResponse]:
+    """The ledger in parts, which merged are the whole; about so large each."""
+    part = admin_pb2.ListBlocksResponse(
+        num_blocks=ledger.num_blocks,
+        num_free_blocks=ledger.num_free_blocks,
+        num_references=ledger.num_references,
+        orphans=_ranges_to_proto(ledger.orphans),
+        overdrawn=_ranges_to_proto(ledger.overdrawn),
+    )
+    num_bytes = part.ByteSize()
+    for holding in ledger.holdings:
+        message = _holding_to_proto(holding)
+        num_bytes += message.ByteSize()
+        part.holdings.append(message)
+        if num_bytes >= part_bytes:
+            yield part
+            part, num_bytes = admin_pb2.ListBlocksResponse(), 0
+    yield part
+
+
+def _holding_to_proto(holding: BlockHolding) -> admin_pb2.BlockHolding:
+    return admin_pb2.BlockHolding(
+        owner=holding.owner.value,
+        request_id=holding.request_id,
+        epoch=holding.epoch,
+        state=holding.state,
+        peer=holding.peer,
+        age_s=holding.age_s,
+        num_blocks=len(holding.block_ids),
+        ranges=_ranges_to_proto(holding.block_ids),
+    )
+
+
+def _ranges_to_proto(block_ids: Iterable[int]) -> list[admin_pb2.BlockRange]:
+    return [
+        admin_pb2.BlockRange(first_block_id=first, num_blocks=number)
+        for first, number in to_ranges(block_ids)
+    ]

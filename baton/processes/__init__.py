@@ -1,0 +1,1 @@
+"""Processes: their life, their children, workers for what may take too long."""

@@ -1,0 +1,114 @@
+"""Process life: one-line errors, stop signals, and never outliving the parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from baton.processes.child_processes import PARENT_PIPE_VARIABLE
+
+if TYPE_CHECKING:
+    import asyncio
+
+_PARENT_GRACE_S = 5.0
+_MAX_DESCRIPTORS = 2**20  # containers have limits that no machine can keep
+
+
+def run_program(
+    main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str, log_format: str = "text"
+) -> int:
+    """Run a program's main coroutine to its end; returns the exit code.
+
+    Raises:
+        BatonError: what is wrong with options, files or peers.
+    """
+    # Imported here: who asks for help does not wait for it.
+    import uvloop
+
+    from baton.telemetry.logs import close_logging, set_up_logging
+
+    watch_parent()
+    try:
+        set_up_logging(log_level, log_format)
+        raise_descriptor_limit()
+        uvloop.run(main())
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        close_logging()
+    return 0
+
+
+def raise_descriptor_limit() -> None:
+    """Let the process open as many descriptors as it may be allowed.
+
+    The soft limit is often 1,024 still, for the sake of programs that use `select`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    with contextlib.suppress(OSError, ValueError):  # what there is is enough for few connections
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def num_descriptors_allowed() -> int:
+    """How many descriptors the process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MAX_DESCRIPTORS)
+
+
+def print_error(error: object) -> None:
+    """One line on standard error."""
+    text = " ".join(str(error).split())
+    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.flush()
+
+
+def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set; the second such signal ends the process at once."""
+    import asyncio
+
+    event = asyncio.Event()
+
+    def stop() -> None:
+        if event.is_set():
+            os._exit(130)
+        event.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    return event
+
+
+def watch_parent() -> None:
+    """End this process when the one that started it ends, however that ends.
+
+    `baton up` hands each child the reading end of a pipe that it never writes to: end of file
+    means that it is gone. Works after kill -9 of the parent, too.
+    """
+    value = os.environ.pop(PARENT_PIPE_VARIABLE, "")
+    if not value.isdigit():
+        return
+    descriptor = int(value)
+
+    def wait() -> None:
+        while True:
+            try:
+                if not os.read(descriptor, 1):
+                    break
+            except InterruptedError:
+                continue
+            except OSError:
+                break
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(_PARENT_GRACE_S)
+        os._exit(1)  # it did not stop by itself
+
+    threading.Thread(target=wait, name="watch-parent", daemon=True).start()

@@ -1,0 +1,291 @@
+"""WorkerProcesses: does what clients' texts may make costly in processes that can be ended.
+
+Knows no kind of work; `worker_template` is the other end. A template process loads what the work
+needs once and forks workers of it, within milliseconds, one whenever one ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.api.errors import InvalidRequestError, NodeUnavailableError, OverloadedError
+from baton.processes.child_processes import PYTHON_MODULE
+from baton.processes.worker_template import (
+    ANSWER,
+    COMMAND,
+    DONE,
+    FORK,
+    KILL,
+    LENGTH,
+    REFUSED,
+    Setup,
+    WorkLimits,
+)
+
+__all__ = ["WorkLimitError", "WorkLimits", "WorkerProcesses"]
+
+logger = logging.getLogger(__name__)
+
+# A worker that is over its time ends itself; one that does not even do that is ended from here.
+_GRACE_S = 5.0
+_POLL_S = 0.05
+
+
+class WorkLimitError(Exception):
+    """A piece of work cost more than it may; whoever asked for it says so in words of its own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Worker:
+    number: int
+    link: socket.socket
+
+    def has_ended(self) -> bool:
+        """Whether it ended while it had nothing to do: out of memory, the kernel ends it first."""
+        try:
+            return not self.link.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+    async def ask(self, work: bytes) -> tuple[bytes, bool]:
+        """The answer to a piece of work, empty if the worker ended over it; and if it has ended."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self.link, LENGTH.pack(len(work)) + work)
+            if header := await self._receive(ANSWER.size):
+                num_bytes, is_last = ANSWER.unpack(header)
+                answer = await self._receive(num_bytes)
+                return answer, is_last or not answer
+        except ConnectionError:
+            pass
+        return b"", True
+
+    async def _receive(self, num_bytes: int) -> bytes:
+        received = bytearray()
+        while len(received) < num_bytes:
+            part = await asyncio.get_running_loop().sock_recv(
+                self.link, min(num_bytes - len(received), 2**20)
+            )
+            if not part:
+                return b""
+            received += part
+        return bytes(received)
+
+
+class WorkerProcesses:
+    """Processes that do one kind of work, each piece of it within limits. One event loop's.
+
+    They start with the first piece of work, or with `start`, and end with this process, however
+    that ends. Callers take turns: however much work one of them has, one worker is left for the
+    others.
+
+    Args:
+        work: ``"module:function"``; given ``options`` it returns the function that does the work.
+        limits: of one piece.
+        num_workers: at least 2.
+        max_waiting: pieces of work that wait; of one caller, half as many.
+    """
+
+    def __init__(
+        self,
+        work: str,
+        options: Mapping[str, str],
+        limits: WorkLimits,
+        *,
+        num_workers: int = 3,
+        max_waiting: int = 4096,
+    ) -> None:
+        assert num_workers >= 2
+        self.limits = limits
+        self._setup = Setup(work=work, options=dict(options), limits=limits)
+        self._num_workers = num_workers
+        self._max_waiting = max_waiting
+        self._numbers = itertools.count()
+        self._template: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._links: dict[int, socket.socket] = {}  # of all workers that were not dropped
+        self._idle: list[_Worker] = []
+        self._active: Counter[str] = Counter()  # caller -> workers
+        # Who waited longest for a turn comes first.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[_Worker]]] = OrderedDict()
+        self._num_waiting = 0
+        self._finalizer: weakref.finalize[..., WorkerProcesses] | None = None
+
+    def start(self) -> None:
+        """Start the processes now, so that the first piece of work need not wait for that."""
+        if self._template is None:
+            self._start_template()
+            self._idle = [self._fork() for _ in range(self._num_workers)]
+
+    async def run(self, work: bytes, *, caller: str = "") -> bytes:
+        """The result of a piece of work. Cancelling ends the worker that does it.
+
+        Args:
+            caller: whose work it is.
+
+        Raises:
+            InvalidRequestError: what the work itself raised.
+            WorkLimitError: it costs more than it may.
+            OverloadedError: too much work waits.
+            NodeUnavailableError: the processes cannot be started.
+        """
+        self.start()
+        worker = await self._take(caller)
+        if worker.has_ended():  # which is not to be blamed on this work
+            worker = self._replace(worker)
+        template = self._template
+        answer, has_ended = b"", True
+        try:
+            async with asyncio.timeout(self.limits.wall_s + _GRACE_S):
+                answer, has_ended = await worker.ask(work)
+        except TimeoutError:
+            pass  # it does not even end itself
+        finally:
+            if has_ended:
+                worker = self._replace(worker)
+            self._give_back(worker, caller)
+        if answer[:1] == DONE:
+            return answer[1:]
+        if answer[:1] == REFUSED:
+            raise InvalidRequestError(*msgspec.json.decode(answer[1:], type=tuple[str, str]))
+        if await self._has_ended(template):
+            raise NodeUnavailableError("a process that reads requests ended; try again")
+        raise WorkLimitError(f"takes more than {self.limits} of memory")
+
+    def close(self) -> None:
+        """End the processes; also done when nobody has this object any more."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    # ------------------------------------------------------------------ turns
+
+    async def _take(self, caller: str) -> _Worker:
+        """An idle worker, in turn."""
+        if self._idle and caller not in self._waiting and self._may_have(caller):
+            self._active[caller] += 1
+            return self._idle.pop()
+        queue = self._waiting.setdefault(caller, deque())
+        if self._num_waiting >= self._max_waiting or len(queue) >= self._max_waiting // 2:
+            if not queue:
+                del self._waiting[caller]
+            raise OverloadedError(
+                f"{self._num_waiting} texts wait to be read; a caller may have "
+                f"{self._max_waiting // 2}, all together {self._max_waiting}"
+            )
+        future: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        queue.append(future)
+        self._num_waiting += 1
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not future.cancelled():
+                self._give_back(future.result(), caller)
+            raise
+
+    def _may_have(self, caller: str) -> bool:
+        return self._active[caller] < self._num_workers - 1
+
+    def _give_back(self, worker: _Worker, caller: str) -> None:
+        self._active[caller] -= 1
+        if not self._active[caller]:
+            del self._active[caller]
+        self._idle.append(worker)
+        while self._idle:
+            waiting = next((name for name in self._waiting if self._may_have(name)), None)
+            if waiting is None:
+                return
+            queue = self._waiting[waiting]
+            future = queue.popleft()
+            self._num_waiting -= 1
+            self._waiting.move_to_end(waiting)
+            if not queue:
+                del self._waiting[waiting]
+            if not future.done():  # its caller did not go away
+                self._active[waiting] += 1
+                future.set_result(self._idle.pop())
+
+    # ------------------------------------------------------------------ processes
+
+    def _start_template(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {
+            **os.environ,
+            # Threads that a library starts are lost in a fork, and waited for for ever.
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+            # Address space is counted: one heap for all threads.
+            "MALLOC_ARENA_MAX": "1",
+        }
+        self._template = subprocess.Popen(
+            [*PYTHON_MODULE, "baton.processes.worker_template", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # Ctrl-C is for the program, which still has requests to end
+        )
+        theirs.close()
+        ours.send(msgspec.json.encode(self._setup))
+        self._control = ours
+        self._finalizer = weakref.finalize(self, _end, self._template, ours, self._links)
+
+    def _fork(self) -> _Worker:
+        """A new worker. It is there as soon as the template has loaded what it needs."""
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        worker = _Worker(next(self._numbers), ours)
+        self._links[worker.number] = ours
+        with theirs:
+            command = COMMAND.pack(FORK, worker.number)
+            # If the template has ended, whoever asks this worker will find out.
+            with contextlib.suppress(ConnectionError):
+                socket.send_fds(self._control, [command], [theirs.fileno()])
+        return worker
+
+    def _replace(self, worker: _Worker) -> _Worker:
+        """End a worker that is of no use any more, and start another."""
+        assert self._control is not None
+        self._links.pop(worker.number, worker.link).close()
+        with contextlib.suppress(ConnectionError):
+            self._control.send(COMMAND.pack(KILL, worker.number))
+        return self._fork()
+
+    async def _has_ended(self, template: subprocess.Popen[bytes] | None) -> bool:
+        """Whether the template is what failed; then another one starts."""
+        assert template is not None
+        if template.poll() is None:
+            await asyncio.sleep(_POLL_S)  # its sockets close before it can be seen to have ended
+        if template.poll() is None:
+            return False
+        if self._template is template:
+            logger.error("a worker template ended with exit code %s", template.returncode)
+            self.close()
+            self._start_template()
+            self._idle = [self._fork() for _ in self._idle]
+        return True
+
+
+def _end(
+    template: subprocess.Popen[bytes], control: socket.socket, links: dict[int, socket.socket]
+) -> None:
+    """The kernel ends the workers with their template."""
+    control.close()
+    for link in links.values():
+        link.close()
+    links.clear()
+    template.kill()
+    template.wait()

@@ -1,0 +1,184 @@
+"""Worker template: a process that loads one kind of work and forks workers that do it in bounds.
+
+Started by `worker_processes`. What it is told comes from its parent alone: a socket of theirs,
+bytes in frames, no pickle. A worker that needs more than it may have is ended by the
+system itself, in whatever library it is; so nothing here needs to trust the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from baton.api.errors import InvalidRequestError
+
+# Of a frame from the parent: its length, and then so many bytes.
+LENGTH = struct.Struct("<I")
+# Of the answer: the same, and whether the worker ends now, for it has grown.
+ANSWER = struct.Struct("<I?")
+# On the control socket: what to do with the worker of this number.
+COMMAND = struct.Struct("<cI")
+FORK, KILL = b"f", b"k"
+# The first byte of an answer.
+DONE, REFUSED, TOO_MUCH = b"d", b"r", b"m"
+
+# Libraries recurse where texts nest. A stack that overflows ends the worker, and only that.
+_STACK_BYTES = 64 * 2**20
+# A worker that has grown by more makes room for a new one: what is left over by one piece of work
+# is not to count for the next.
+_KEPT_BYTES = 8 * 2**20
+_PR_SET_PDEATHSIG = 1
+
+Work = Callable[[bytes], bytes]
+
+
+class WorkLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one piece of work may cost.
+
+    Attributes:
+        cpu_s: of processor time, in all of its threads.
+        wall_s: until the answer; more, for a busy machine is nobody's fault.
+        memory_bytes: beyond what the worker has before it.
+    """
+
+    cpu_s: float
+    wall_s: float
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.cpu_s:g} s of processor time or {self.memory_bytes / 2**20:.0f} MiB"
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message to a template.
+
+    Attributes:
+        work: ``"module:function"``; given ``options`` it returns the function that does the work.
+    """
+
+    work: str
+    options: dict[str, str]
+    limits: WorkLimits
+
+
+def serve(control: socket.socket, work: Work, limits: WorkLimits) -> None:
+    """Fork and end workers as the parent says; returns when the parent is gone."""
+    workers: dict[int, int] = {}  # number -> process id; not reaped before they are dropped
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
+        if not message:
+            break
+        command, number = COMMAND.unpack(message)
+        if command == KILL:
+            if number in workers:
+                _end(workers.pop(number))
+            continue
+        process_id = os.fork()
+        if process_id == 0:
+            control.close()
+            _be_worker(socket.socket(fileno=descriptors[0]), work, limits)
+        os.close(descriptors[0])
+        workers[number] = process_id
+    for process_id in workers.values():
+        _end(process_id)
+
+
+def _end(process_id: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, signal.SIGKILL)
+    os.waitpid(process_id, 0)
+
+
+def _be_worker(link: socket.socket, work: Work, limits: WorkLimits) -> None:
+    """Never returns."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # When memory runs out, this is what can be spared.
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    # A library that runs out of memory says so and aborts: the parent's log has our words for it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_answer_all, args=(link, work, limits))
+    thread.start()
+    thread.join()
+    os._exit(0)
+
+
+def _answer_all(link: socket.socket, work: Work, limits: WorkLimits) -> None:
+    """Until the parent hangs up, or memory that is not given back says to start afresh."""
+    resident_bytes = resident_memory_bytes()
+    limit = _memory_bytes(0) + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    while (frame := _receive(link)) is not None:
+        # Nobody handles these two signals: each of them ends the process, wherever it is.
+        signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
+        signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
+        answer = _answer(work, frame)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        del frame
+        has_grown = resident_memory_bytes() - resident_bytes > _KEPT_BYTES
+        link.sendall(ANSWER.pack(len(answer), has_grown) + answer)
+        if has_grown:
+            return
+
+
+def _answer(work: Work, frame: bytes) -> bytes:
+    try:
+        return DONE + work(frame)
+    except InvalidRequestError as error:
+        return REFUSED + msgspec.json.encode([error.field, error.problem])
+    except MemoryError:
+        return TOO_MUCH
+
+
+def _receive(link: socket.socket) -> bytes | None:
+    """The next frame; None when the parent is gone."""
+    header = link.recv(LENGTH.size, socket.MSG_WAITALL)
+    if len(header) < LENGTH.size:
+        return None
+    num_bytes = LENGTH.unpack(header)[0]
+    frame = link.recv(num_bytes, socket.MSG_WAITALL) if num_bytes else b""
+    return frame if len(frame) == num_bytes else None
+
+
+def resident_memory_bytes() -> int:
+    """Memory of this process."""
+    return _memory_bytes(1)
+
+
+def _memory_bytes(column: int) -> int:
+    """A column of the kernel's table: 0 is addresses, 1 is memory."""
+    columns = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(columns[column]) * resource.getpagesize()
+
+
+def main() -> None:
+    """``python -m baton.processes.worker_template DESCRIPTOR``."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    setup = msgspec.json.decode(control.recv(2**16), type=Setup)
+    module, _, function = setup.work.partition(":")
+    work = getattr(importlib.import_module(module), function)(setup.options)
+    gc.collect()
+    gc.freeze()  # what is here stays, in pages that all workers share
+    serve(control, work, setup.limits)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What every server of ours has: connections, the gate of its calls, errors, metrics pages."""

@@ -1,0 +1,284 @@
+"""CallGate: what every gRPC call goes through: who calls, whether it may, and errors as statuses.
+
+Takes our exceptions, gives status codes; nobody else calls `context.abort`. Who calls is asked
+before the call's message is read, and before it is said whether there is such a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from baton.access.access import Access
+from baton.access.audit_log import AuditKind
+from baton.access.call_roles import ANY, INFER, JOIN, OPEN, ROLES_OF_CALL, Roles
+from baton.access.credentials import grpc_credentials, traceparent
+from baton.access.identity import ANYBODY_HERE, Principal, Role
+from baton.api.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
+from baton.serving.access_log import AccessEntry, AccessLog, trace_id_of
+from baton.serving.error_details import details_trailer, receipt_trailer
+from baton.serving.held_calls import HeldCalls
+from baton.serving.stall_watch import StallWatch
+from baton.wire.reading import MAX_LINK_PARTS, MAX_PARTS, Unread, forgiving, patient
+
+logger = logging.getLogger(__name__)
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_NOBODY: Roles = frozenset()
+# Of a message of health checks and reflection: names of services.
+MAX_OPEN_BYTES = 2**16
+_NOT_TOLD = ("prompt",)  # what clients wrote is nobody's business
+
+
+class Context:
+    """What a service may know of a call, and who makes it.
+
+    Attributes:
+        principal: who calls.
+        entry: what the access log tells of the call.
+        address: of the machine that calls, without a port. (Asked at the beginning: gRPC crashes
+            who asks it for the peer of a call that has ended.)
+    """
+
+    __slots__ = ("_context", "address", "entry", "principal")
+
+    def __init__(
+        self, context: _Raw, principal: Principal, address: str, entry: AccessEntry
+    ) -> None:
+        self._context = context
+        self.principal = principal
+        self.address = address
+        self.entry = entry
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline; None when it has none."""
+        return self._context.time_remaining()
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """What TLS knows of the caller, as gRPC has it; empty without TLS."""
+        return self._context.auth_context()
+
+    def set_trailing_metadata(self, trailers: tuple[tuple[str, str | bytes], ...]) -> None:
+        """What comes behind the last response."""
+        self._context.set_trailing_metadata(trailers)
+
+
+class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+    """Guards all calls of one server, those that do not exist, too.
+
+    Args:
+        access: knows who may call.
+        anybody: who calls where there are no credentials; see `Access.principal_of`.
+        stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
+        check_load: raises when no prompts are taken on; asked before a message is read.
+        access_log: is told of calls that clients make.
+    """
+
+    def __init__(
+        self,
+        access: Access | None = None,
+        anybody: Principal = ANYBODY_HERE,
+        *,
+        stall_timeout_s: float = 30.0,
+        check_load: Callable[[], None] = lambda: None,
+        access_log: AccessLog | None = None,
+    ) -> None:
+        self._access = access or Access()
+        self._anybody = anybody
+        self._stall_timeout_s = stall_timeout_s
+        self._check_load = check_load
+        self._access_log = access_log or AccessLog()
+        # One: several would take most turns of the interpreter from the loop.
+        self._thread = ThreadPoolExecutor(1, "long-messages")
+        self._held = HeldCalls()
+
+    def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
+        """The same with another limit."""
+        return CallGate(
+            self._access,
+            self._anybody,
+            stall_timeout_s=stall_timeout_s,
+            check_load=self._check_load,
+            access_log=self._access_log,
+        )
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        roles = ROLES_OF_CALL.get(method, _NOBODY)
+        if handler is not None and roles is OPEN:
+            return _open(handler)
+        # As a stream of messages, however many there are to be: so it is ours when the first one is
+        # read. On the wire there is no difference.
+        deserialize = handler.request_deserializer if handler else None
+        if deserialize is not None:
+            if roles is ANY:  # a library's
+                deserialize = forgiving(deserialize, max_bytes=MAX_OPEN_BYTES)
+            else:
+                deserialize = patient(deserialize, MAX_LINK_PARTS if roles == JOIN else MAX_PARTS)
+        return grpc.stream_stream_rpc_method_handler(
+            self._guard(method, handler, ANY if handler is None else roles),
+            deserialize,
+            handler.response_serializer if handler else None,
+        )
+
+    def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
+        from structlog.contextvars import bind_contextvars  # here: clients do not wait for it
+
+        async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
+            watch: StallWatch | None = None
+            entry, principal, status = AccessEntry(call=method), None, "CANCELLED"
+            held = contextlib.ExitStack()
+            try:
+                shown = grpc_credentials(raw)
+                entry.address = shown.address
+                entry.trace_id = trace_id_of(traceparent(raw))
+                bind_contextvars(trace_id=entry.trace_id or None)
+                principal = self._access.admit(shown, roles, method, self._anybody)
+                if Role.INFER in roles:
+                    self._check_load()
+                if handler is None:
+                    await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
+                    return
+                context = Context(raw, principal, shown.address, entry)
+                caller = principal.name or shown.address
+                if roles is ANY:
+                    has_messages = handler.request_streaming
+                    held.enter_context(self._held.hold_stream(caller, has_messages=has_messages))
+                messages = _readable(requests, None if roles == JOIN else self._thread)
+                request: Any = messages
+                if not handler.request_streaming:
+                    request = await self._held.only_message(caller, messages)
+                behavior = _behavior(handler)
+                if inspect.isasyncgenfunction(behavior):
+                    watch = StallWatch(
+                        shown.address, self._stall_timeout_s, functools.partial(_say_last, raw)
+                    )
+                    async with contextlib.aclosing(behavior(request, context)) as responses:
+                        async for response in responses:
+                            if not watch.num_sent:  # with the first message, no status could be
+                                await raw.send_initial_metadata(())  # sent while it is not taken
+                            watch.is_sending = True
+                            yield response  # back when the client's side has taken it
+                            watch.is_sending = False
+                            watch.num_sent += 1
+                    status = "OK"
+                    return
+                if handler.response_streaming:  # of a library, which writes by itself
+                    await behavior(request, raw)
+                    return
+                try:
+                    response = await behavior(request, context)
+                except BatonError as error:
+                    self._note(method, context, request, str(error))
+                    raise
+                self._note(method, context, request)
+                status = "OK"
+                yield response
+            except grpc.aio.BaseError:  # gRPC's own, such as a client that is gone
+                raise
+            except Exception as error:
+                status = status_name(error) if isinstance(error, BatonError) else "INTERNAL"
+                await _abort(raw, error)
+            finally:
+                held.close()
+                if roles is INFER:
+                    self._access_log.write(entry, principal, status)
+                if watch is not None:
+                    watch.close()
+
+        return guarded
+
+    def _note(self, method: str, context: Context, request: Any, problem: str = "") -> None:
+        """Tell the audit log what an operator did, once it is known how it ended."""
+        roles = ROLES_OF_CALL.get(method) or _NOBODY
+        if roles.isdisjoint((Role.LOOK, Role.OPERATE)) or not isinstance(request, Message):
+            return
+        kind = AuditKind.LOOKED if Role.LOOK in roles else AuditKind.CHANGED
+        arguments = {
+            field.name: f"{len(value)} characters" if field.name in _NOT_TOLD else value
+            for field, value in request.ListFields()
+        }
+        self._access.note(kind, context.principal, context.address, method, arguments, problem)
+
+
+def _open(handler: Handler) -> Handler:
+    """One that anybody may call: what is no message is refused, and not in the log for ever."""
+    answer: Callable[..., Any] | None = handler.unary_unary
+    if answer is None or handler.request_deserializer is None:
+        return handler
+
+    async def answer_message(request: Any, context: _Raw) -> Any:
+        if isinstance(request, InvalidRequestError):
+            await _abort(context, request)
+        return await answer(request, context)
+
+    return grpc.unary_unary_rpc_method_handler(
+        answer_message,
+        request_deserializer=forgiving(handler.request_deserializer, max_bytes=MAX_OPEN_BYTES),
+        response_serializer=handler.response_serializer,
+    )
+
+
+async def _readable(
+    requests: AsyncIterator[Any], thread: ThreadPoolExecutor | None
+) -> AsyncIterator[Any]:
+    """The messages of a call; raises the error of one that could not be read.
+
+    Args:
+        thread: reads long messages; None: they are given as they are, unread.
+    """
+    async for request in requests:
+        if isinstance(request, InvalidRequestError):
+            raise request
+        if isinstance(request, Unread) and thread is not None:
+            request = await asyncio.get_running_loop().run_in_executor(thread, request.message)
+        yield request
+
+
+async def _say_last(context: _Raw, problem: str) -> None:
+    """Tell a client that it was cut off, should it ever read on."""
+    with contextlib.suppress(grpc.aio.BaseError):
+        await _abort(context, RequestCancelledError(problem))
+
+
+def _behavior(handler: Handler) -> Callable[..., Any]:
+    found = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    assert found is not None
+    return found
+
+
+async def _abort(context: _Raw, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, BatonError):
+        status, message = status_of(error), str(error)
+        trailers = [details_trailer(status.value[0], message, error)]
+        if error.receipt is not None:
+            trailers.append(receipt_trailer(error.receipt))
+        await context.abort(status, message, tuple(trailers))
+    logger.error("unexpected error in a call", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+
+
+def status_of(error: BatonError) -> grpc.StatusCode:
+    """The status code of one of our errors; the nearest class in the table counts."""
+    return grpc.StatusCode[status_name(error)]

@@ -1,0 +1,389 @@
+"""Listener: TCP connections for a protocol; no more than there is room for, and none that hangs.
+
+Accepts them itself, so that a connection counts before its TLS handshake. Knows no HTTP: whoever
+serves says when a connection is at work.
+
+    accepted -> waits for a first request -> at work <-> idle
+                                             (or cut off: it takes nothing of what it is sent)
+
+One that is not at work makes way for a new one when there is no room: idle and half-open
+connections never keep anybody out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from typing import cast
+
+from baton.access.exposure import split_address
+from baton.api.errors import ConfigError
+from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 512
+_SWEEP_INTERVAL_S = 0.5
+_NO_ROOM_PAUSE_S = 0.1
+# A host may have a name in a family of addresses that the machine does not speak.
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # of failed handshakes
+# Read of a connection at once. The loop's own 256 KiB hold it up for half a second when they are
+# chunks of a byte.
+_READ_BYTES = 2**14
+_MAX_LOOKED_AT = 64  # for one that can make way
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One accepted connection: passes everything on to the protocol that serves it.
+
+    Attributes:
+        address: of the peer, without its port.
+        waits_since: for a request, by the loop's clock.
+    """
+
+    def __init__(
+        self, listener: Listener, address: str, inner: asyncio.Protocol, sock: socket.socket
+    ) -> None:
+        self.address = address
+        self.inner = inner
+        self.waits_since = 0.0
+        self.setup: asyncio.Task[None] | None = None
+        self._listener = listener
+        self._socket = sock
+        self._transport: asyncio.Transport | None = None
+        self._is_aborted = False
+        self._is_lost = False
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """That the peer has not taken yet, beyond what the system holds."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Close at once, whatever is under way."""
+        self._is_aborted = True
+        if self._transport is not None:
+            self._transport.abort()
+            return
+        # It is being set up. Not cancelled amid that: the loop would keep its descriptor for ever.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Forget the connection: it is closed, or never came up."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._listener.forget(self)
+
+    # ------------------------------------------------------------------ asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._is_aborted:
+            self.end()
+            self.inner = asyncio.Protocol()  # which serves nothing
+            self._transport.abort()
+        self.inner.connection_made(transport)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._listener.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.inner.data_received(bytes(self._listener.read_buffer[:nbytes]))
+
+    def eof_received(self) -> bool | None:
+        return self.inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._listener.note_unsent(self)
+        self.inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._listener.note_sent(self)
+        self.inner.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.end()
+        self.inner.connection_lost(error)
+
+
+class Listener:
+    """Accepts connections on one address, within limits.
+
+    Args:
+        make_protocol: what serves a connection; made when it is accepted.
+        limits: of all of them.
+
+    Attributes:
+        counts: for metrics.
+        read_buffer: for what comes next on any connection; taken from it at once.
+    """
+
+    def __init__(
+        self, make_protocol: Callable[[], asyncio.Protocol], limits: ConnectionLimits | None = None
+    ) -> None:
+        self.limits = limits or ConnectionLimits()
+        self.counts = ConnectionCounts()
+        self.read_buffer = bytearray(_READ_BYTES)
+        self._make_protocol = make_protocol
+        self._ssl: ssl.SSLContext | None = None
+        self._told_of: dict[str, float] = {}  # addresses of failed handshakes, and when
+        self._sockets: list[socket.socket] = []
+        self._sweeping: asyncio.Task[None] | None = None
+        self._of_protocol: dict[asyncio.BaseProtocol, Connection] = {}
+        # Those that wait, the longest waiting first; of all, and of each address.
+        self._fresh: dict[Connection, None] = {}
+        self._idle: dict[Connection, None] = {}
+        self._waiting_of: dict[str, dict[Connection, None]] = {}
+        self._num_of: dict[str, int] = {}
+        self._unsent: dict[Connection, tuple[int, float]] = {}  # bytes, and since when
+
+    async def start(
+        self, option: str, listen: str, *, ssl_context: ssl.SSLContext | None = None
+    ) -> str:
+        """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
+
+        Args:
+            option: names the address in errors.
+
+        Raises:
+            ConfigError: the address is malformed, or cannot be listened on.
+        """
+        host, port = split_address(option, listen)
+        loop = asyncio.get_running_loop()
+        self._ssl = ssl_context
+        try:
+            self._sockets = await _listen(host.strip("[]"), port)
+        except OSError as error:
+            number = error.errno or 0  # below 0: of name resolution
+            why = os.strerror(number).lower() if number > 0 else str(error)
+            raise ConfigError(f"{option}: cannot listen on {listen} ({why})") from error
+        for sock in self._sockets:
+            loop.add_reader(sock, self._accept, sock)
+        self._sweeping = asyncio.create_task(self._sweep_on())
+        return f"{host}:{self._sockets[0].getsockname()[1]}"
+
+    def stop_accepting(self) -> None:
+        """Take no new connections; those that are open go on. Harmless when it was done before."""
+        loop = asyncio.get_running_loop()
+        for sock in self._sockets:
+            loop.remove_reader(sock)
+            sock.close()
+        self._sockets = []
+
+    def close(self) -> None:
+        """Take no new connections and cut off all that are open."""
+        self.stop_accepting()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for connection in list(self._of_protocol.values()):
+            connection.abort()
+
+    @contextlib.contextmanager
+    def working(self, protocol: asyncio.BaseProtocol) -> Iterator[None]:
+        """Around the work on one request: its connection is at work, and behind it idle."""
+        connection = self._of_protocol.get(protocol)
+        if connection is not None:
+            self._stop_waiting(connection)
+            self.counts.at_work += 1
+        try:
+            yield
+        finally:
+            if connection is not None:
+                self.counts.at_work -= 1
+                if protocol in self._of_protocol:
+                    self._wait(connection, self._idle)
+
+    # ------------------------------------------------------------------ said by connections
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed."""
+        del self._of_protocol[connection.inner]
+        self._stop_waiting(connection)
+        self._unsent.pop(connection, None)
+        self.counts.open -= 1
+        self._num_of[connection.address] -= 1
+        if not self._num_of[connection.address]:
+            del self._num_of[connection.address]
+
+    def note_unsent(self, connection: Connection) -> None:
+        """More waits to be sent than one should hold."""
+        now = asyncio.get_running_loop().time()
+        self._unsent[connection] = (connection.num_unsent_bytes, now)
+
+    def note_sent(self, connection: Connection) -> None:
+        """Its peer took enough of that."""
+        self._unsent.pop(connection, None)
+
+    # ------------------------------------------------------------------ accepting
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_BACKLOG):
+            try:
+                sock, address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._pause(listening, error)
+                return
+            self._take(sock, str(address[0]))
+
+    def _pause(self, listening: socket.socket, error: OSError) -> None:
+        """The system has no descriptor or memory for one more: make room, and try again soon."""
+        logger.warning("cannot accept a connection: %s", error.strerror)
+        self._displace(self._oldest(self._fresh, self._idle))
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listening)
+
+        def go_on() -> None:
+            if listening in self._sockets:
+                loop.add_reader(listening, self._accept, listening)
+
+        loop.call_later(_NO_ROOM_PAUSE_S, go_on)
+
+    def _take(self, sock: socket.socket, address: str) -> None:
+        if not self._make_room(address):
+            self.counts.refused += 1
+            sock.close()
+            return
+        connection = Connection(self, address, self._make_protocol(), sock)
+        self._of_protocol[connection.inner] = connection
+        self._num_of[address] = self._num_of.get(address, 0) + 1
+        self.counts.open += 1
+        self.counts.accepted += 1
+        self._wait(connection, self._fresh)
+        connection.setup = asyncio.create_task(self._set_up(connection, sock))
+
+    def _make_room(self, address: str) -> bool:
+        """Whether one more of this address may come; one that waits may have to go for it."""
+        limits, of_address = self.limits, self._waiting_of.get(address, {})
+        if self._num_of.get(address, 0) >= limits.max_connections_per_address:
+            return self._displace(self._oldest(of_address))
+        if self.counts.open >= limits.max_connections:
+            # One's own first: many connections of one address cost the others none of theirs.
+            return self._displace(self._oldest(of_address, self._fresh, self._idle))
+        return True
+
+    @staticmethod
+    def _oldest(*waiting: dict[Connection, None]) -> Connection | None:
+        """Who waits longest in the first of these that has any; it has got its last answer."""
+        for connections in waiting:
+            for connection in itertools.islice(connections, _MAX_LOOKED_AT):
+                if not connection.num_unsent_bytes:
+                    return connection
+        return None
+
+    def _displace(self, connection: Connection | None) -> bool:
+        if connection is None:
+            return False
+        self.counts.displaced += 1
+        connection.abort()
+        connection.end()  # its place is free now, whenever its end is heard of
+        return True
+
+    async def _set_up(self, connection: Connection, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        timeout_s = self.limits.header_timeout_s if self._ssl else None
+        sock.setblocking(False)
+        try:
+            await loop.connect_accepted_socket(
+                lambda: connection, sock, ssl=self._ssl, ssl_handshake_timeout=timeout_s
+            )
+        except (OSError, asyncio.CancelledError) as error:  # gone, or no TLS
+            if isinstance(error, ssl.SSLError):
+                self._note_refused_handshake(connection.address, error)
+            sock.close()
+            connection.end()
+
+    def _note_refused_handshake(self, address: str, error: ssl.SSLError) -> None:
+        """Log it, but no more than once a minute of one address, and of few addresses."""
+        now = asyncio.get_running_loop().time()
+        told = {one: at for one, at in self._told_of.items() if now - at < _TELL_AGAIN_S}
+        if address not in told and len(told) < _MAX_TOLD:
+            told[address] = now
+            # (Of a certificate: what is wrong with it. Else a word such as WRONG_VERSION_NUMBER.)
+            why = getattr(error, "verify_message", "") or error.reason or "it ended"
+            logger.warning("a TLS handshake with %s failed: %s", address, why)
+        self._told_of = told
+
+    # ------------------------------------------------------------------ waiting
+
+    def _wait(self, connection: Connection, among: dict[Connection, None]) -> None:
+        connection.waits_since = asyncio.get_running_loop().time()
+        among[connection] = None
+        self._waiting_of.setdefault(connection.address, {})[connection] = None
+
+    def _stop_waiting(self, connection: Connection) -> None:
+        self._fresh.pop(connection, None)
+        self._idle.pop(connection, None)
+        of_address = self._waiting_of.get(connection.address, {})
+        of_address.pop(connection, None)
+        if not of_address:
+            self._waiting_of.pop(connection.address, None)
+
+    async def _sweep_on(self) -> None:
+        limits = self.limits
+        shortest_s = min(limits.header_timeout_s, limits.idle_timeout_s, limits.stall_timeout_s)
+        while True:
+            await asyncio.sleep(min(_SWEEP_INTERVAL_S, shortest_s / 4))
+            now = asyncio.get_running_loop().time()
+            self._end_waiting(self._fresh, now - limits.header_timeout_s)
+            self._end_waiting(self._idle, now - limits.idle_timeout_s)
+            self._end_stalled(now)
+
+    def _end_waiting(self, waiting: dict[Connection, None], since: float) -> None:
+        """Cut off those that wait since this time or longer."""
+        late = list(itertools.takewhile(lambda one: one.waits_since <= since, waiting))
+        for connection in late:
+            self.counts.timed_out += 1
+            connection.abort()
+            self._stop_waiting(connection)
+
+    def _end_stalled(self, now: float) -> None:
+        for connection, (num_bytes, since) in list(self._unsent.items()):
+            left = connection.num_unsent_bytes
+            if left < num_bytes:
+                self._unsent[connection] = (left, now)
+            elif now - since >= self.limits.stall_timeout_s:
+                self.counts.stalled += 1
+                connection.abort()
+
+
+async def _listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on all addresses of a host, on one port; raises OSError."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
+    )
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    for family, _, _, _, address in dict.fromkeys(found):
+        try:
+            sock = socket.create_server(
+                (address[0], port, *address[2:]), family=family, backlog=_BACKLOG
+            )
+        except OSError as error:
+            if error.errno not in _NO_SUCH_ADDRESS:
+                for other in sockets:
+                    other.close()
+                raise
+            missing = error
+            continue
+        sock.setblocking(False)
+        sockets.append(sock)
+        port = sock.getsockname()[1]
+    if not sockets:
+        assert missing is not None
+        raise missing
+    return sockets

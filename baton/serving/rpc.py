@@ -1,0 +1,182 @@
+"""gRPC set-up that every program shares: servers, channels, and errors to status codes.
+
+Takes our exceptions, gives status codes; nobody else calls `context.abort`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from baton.access.exposure import split_address
+from baton.access.tls import TlsFiles, TlsMaterial, channel_credentials, server_credentials
+from baton.api.errors import ConfigError
+from baton.serving.call_gate import CallGate
+from baton.serving.connection_limits import RpcLimits
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+# What a client sends grows on its way to a node: text becomes token ids, and more.
+MAX_CLIENT_MESSAGE_BYTES = 8 * 2**20
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # A machine that vanished closes nothing: ask whether it is there while a call is open.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+]
+# The library knows v1alpha only.
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+_IDENTITY_ONLY = 1  # in gRPC's set of compression algorithms
+_SERVER_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_CLIENT_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 2000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Calls that wait to be taken; more of them are dropped as CANCELLED, which says nothing.
+    ("grpc.server.max_pending_requests", 20_000),
+    ("grpc.server.max_pending_requests_hard_limit", 40_000),
+    # A message of a few kilobytes would become megabytes, and many of them gigabytes.
+    ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+    ("grpc.max_concurrent_streams", 4096),
+]
+
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+
+def _add_reflection(servicer: Any, server: grpc.aio.Server) -> None:
+    """Serve reflection v1alpha, and v1: the same messages under another name."""
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(REFLECTION_V1, methods),))
+
+
+def bearer(token: str) -> Metadata:
+    """Metadata that says who calls; none for an empty token."""
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+class RpcServer:
+    """A gRPC server with health checking and reflection.
+
+    Args:
+        services: full names of the services that `register` adds, for reflection.
+        register: adds the servicers to the server.
+        gate: guards all calls; without one, anybody of this machine may make them.
+        reuse_port: whether other processes may serve on the same port, each a part of the
+            connections. Without it a second server on the port does not start.
+        limits: of connections.
+        tls: what the server shows; None: no TLS.
+        require_client_certs: whether only those are served that show a certificate of a CA in
+            ``tls``; else nobody is asked for one.
+    """
+
+    def __init__(
+        self,
+        services: Sequence[ServiceDescriptor],
+        register: Callable[[grpc.aio.Server], None],
+        gate: CallGate | None = None,
+        *,
+        reuse_port: bool = False,
+        limits: RpcLimits | None = None,
+        tls: TlsFiles | None = None,
+        require_client_certs: bool = False,
+    ) -> None:
+        self._credentials = (
+            None
+            if tls is None
+            else server_credentials(tls, require_client_certs=require_client_certs)
+        )
+        limits = limits or RpcLimits()
+        options = [
+            *_SERVER_OPTIONS,
+            *limits.channel_arguments(),
+            ("grpc.so_reuseport", int(reuse_port)),
+        ]
+        gate = (gate or CallGate()).with_stall_timeout(limits.stall_timeout_s)
+        self._server = grpc.aio.server(interceptors=[gate], options=options)
+        register(self._server)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # lazy there
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._service_names = [service.full_name for service in services]
+        names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # lazy there
+        _add_reflection(servicer, self._server)
+
+    async def start(self, listen: str) -> str:
+        """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
+
+        Raises ConfigError when the address is malformed or in use.
+        """
+        host, port = split_address("listen", listen)
+        try:
+            if self._credentials is None:
+                bound = self._server.add_insecure_port(listen)
+            else:
+                bound = self._server.add_secure_port(listen, self._credentials)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"listen: cannot listen on {listen}; is the port in use by another program?"
+            ) from error
+        if bound == 0 or (port not in (0, bound)):
+            raise ConfigError(f"listen: cannot listen on {listen}")
+        await self._server.start()
+        return f"{host}:{bound}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """Answer health checks with SERVING or NOT_SERVING, for each service and overall."""
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if serving else status.NOT_SERVING
+        for name in ("", *self._service_names):
+            await self._health.set(name, value)
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop accepting calls; those in progress have ``grace_s`` to end."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def open_channel(
+    address: str, tls: TlsMaterial | None = None, *, server_name: str = ""
+) -> grpc.aio.Channel:
+    """An asyncio channel with our limits.
+
+    Args:
+        tls: None: no TLS.
+        server_name: that the server's certificate must have; empty: the address's host.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(
+        address, channel_credentials(tls), options=_tls_options(server_name)
+    )
+
+
+def open_sync_channel(address: str, tls: TlsMaterial | None = None) -> grpc.Channel:
+    """A blocking channel with our limits; without TLS if there is none."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, channel_credentials(tls), options=_tls_options())
+
+
+def _tls_options(server_name: str = "") -> list[tuple[str, Any]]:
+    named = [("grpc.ssl_target_name_override", server_name.strip("[]"))] if server_name else []
+    # Else a channel of new certificates could go on with a connection of the old ones.
+    return [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1), *named]

@@ -1,0 +1,214 @@
+"""Logs: what programs write on standard error, as text for people or as JSON for programs.
+
+Lines are written by a thread: a reader that does not read holds up nothing. What others said is in
+messages and values, and none of it begins a line or moves a terminal's cursor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import sys
+import threading
+from collections.abc import MutableMapping
+from datetime import UTC, datetime
+from typing import Any, TextIO, TypeAlias
+
+import structlog
+from structlog.typing import Processor
+
+from baton.api.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+MAX_WAITING = 10_000
+# What is ours. Libraries are heard from `info` on: what gRPC and asyncio debug is themselves.
+OURS = (
+    "baton", "router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
+    "engine", "kvconnector", "models", "baton_kernels",
+)  # fmt: skip
+_MOST_AT_ONCE = 100
+_CLOSE_TIMEOUT_S = 2.0
+
+Event: TypeAlias = MutableMapping[str, Any]
+
+
+def set_up_logging(level: str, log_format: str = "text") -> None:
+    """Log to standard error from now on; raises ConfigError for what is unknown.
+
+    Args:
+        log_format: one of `LOG_FORMATS`.
+    """
+    if log_format not in LOG_FORMATS:
+        known = ", ".join(LOG_FORMATS)
+        raise ConfigError(f"log_format: must be one of {known}, got {log_format!r}")
+    _check_level(level)
+    close_logging()
+    handler = _LineWriter(sys.stderr)
+    handler.setFormatter(_make_formatter(log_format))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    _set_level(level)
+
+
+def close_logging() -> None:
+    """Write what waits, for some seconds at most; nothing is logged behind it."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _LineWriter):
+            handler.stop()
+
+
+def change_log_level(level: str) -> str:
+    """Log from now on what is of this level or above, and return the level before.
+
+    Raises ConfigError for an unknown level.
+    """
+    _check_level(level)
+    previous = logging.getLevelName(logging.getLogger(OURS[0]).getEffectiveLevel()).lower()
+    _set_level(level)
+    return previous
+
+
+def _set_level(level: str) -> None:
+    number = logging.getLevelNamesMapping()[level.upper()]
+    for name in OURS:
+        logging.getLogger(name).setLevel(number)
+    logging.getLogger().setLevel(max(number, logging.INFO))
+
+
+def _check_level(level: str) -> None:
+    if level.lower() not in LOG_LEVELS:
+        raise ConfigError(f"log_level: must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
+
+
+class _LineWriter(logging.Handler):
+    """Hands lines to a thread that writes them. When too many wait, new ones are lost, and told.
+
+    Attributes:
+        num_lost: lines that were not written.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.num_lost = 0
+        self._told_lost = 0
+        self._stream = stream
+        self._waiting: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._waiting.put_nowait(self.format(record))
+        except queue.Full:
+            self.num_lost += 1
+        except (TypeError, ValueError):  # arguments that do not fit the message
+            self.handleError(record)
+
+    # (Not `close`: libraries that configure logging close all handlers that there are, and log on.)
+    def stop(self) -> None:
+        """Write what waits, and nothing more."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        line = self._waiting.get()
+        while line is not None:
+            lines = [line]
+            while len(lines) < _MOST_AT_ONCE and not self._waiting.empty():
+                line = self._waiting.get()
+                if line is None:
+                    break
+                lines.append(line)
+            lost, self._told_lost = self.num_lost - self._told_lost, self.num_lost
+            if lost:
+                lines.append(self._line_of_loss(lost))
+            with contextlib.suppress(OSError, ValueError):  # nobody reads, nothing can be said
+                self._stream.write("\n".join(lines) + "\n")
+                self._stream.flush()
+            if line is not None:
+                line = self._waiting.get()
+
+    def _line_of_loss(self, number: int) -> str:
+        message = "%d lines of this log are lost: whoever reads it is too slow"
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (number,), None)
+        return self.format(record)
+
+
+# ------------------------------------------------------------------ lines
+
+
+def _make_formatter(log_format: str) -> logging.Formatter:
+    of_record: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.ExtraAdder(),
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        _add_time,
+        structlog.processors.format_exc_info,
+    ]
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=of_record,
+        processors=[_render_text if log_format == "text" else _render_json],
+    )
+
+
+def _add_time(logger: Any, name: str, event: Event) -> Event:
+    at = datetime.fromtimestamp(event["_record"].created, UTC)
+    event["time"] = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return event
+
+
+def _render_text(logger: Any, name: str, event: Event) -> str:
+    """``TIME LEVEL LOGGER: message key=value ...``, and a traceback below it, indented."""
+    head, fields, exception = _parts(event)
+    text = f"{head['time']} {head['level'].upper()} {head['logger']}: {_printable(head['message'])}"
+    text += "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
+    return "\n  ".join([text, *map(_printable, exception.splitlines())])
+
+
+def _render_json(logger: Any, name: str, event: Event) -> str:
+    head, fields, exception = _parts(event)
+    more = {"exception": exception} if exception else {}
+    return json.dumps({**head, **fields, **more}, default=str)
+
+
+def _parts(event: Event) -> tuple[Event, Event, str]:
+    """What every line has, what this one has, and its traceback."""
+    head = {
+        "time": event["time"],
+        "level": event["level"],
+        "logger": event["logger"],
+        "message": str(event["event"]),
+    }
+    no_field = (*head, "event", "exception", "exc_info", "stack_info", "stack")
+    whose = {key: event.pop(key, None) for key in ("request_id", "trace_id")}
+    fields = {
+        key: value
+        for key, value in {**whose, **event}.items()
+        if key not in no_field and not key.startswith("_") and value is not None
+    }
+    return head, fields, event.get("exception") or ""
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def _quoted(value: object) -> str:
+    """A value as nobody takes it for several, or for a key."""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    if text and text.isprintable() and not any(char in text for char in ' "='):
+        return text
+    return _printable(json.dumps(text, ensure_ascii=False))

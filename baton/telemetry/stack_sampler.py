@@ -1,0 +1,90 @@
+"""Stack sampler: what a thread of this process spends its time on, while it goes on working.
+
+Looks at the thread's Python stack every few milliseconds. What it costs is one look each; what it
+does not see is inside C code: that counts for the Python function that called it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+from baton.api.errors import InvalidRequestError
+
+INTERVAL_S = 0.005
+MAX_SECONDS = 60.0
+NUM_FUNCTIONS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class SampledFunction:
+    """How often a function was seen.
+
+    Attributes:
+        place: ``file:line`` where it begins; the file's last two parts.
+        num_own: samples in it.
+        num_total: samples in it or in what it called.
+    """
+
+    name: str
+    place: str
+    num_own: int
+    num_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class StackProfile:
+    """What one thread was seen doing; functions seen most come first."""
+
+    thread: str
+    num_samples: int
+    seconds: float
+    functions: list[SampledFunction]
+
+
+def sample_stacks(thread_name: str, seconds: float) -> StackProfile:
+    """Watch a thread for so long; blocks the calling thread, and no other.
+
+    Raises InvalidRequestError.
+    """
+    if not 0 < seconds <= MAX_SECONDS:
+        raise InvalidRequestError(
+            "seconds", f"must be above 0 and at most {MAX_SECONDS:g}, got {seconds:g}"
+        )
+    thread = next((one for one in threading.enumerate() if one.name == thread_name), None)
+    if thread is None or thread.ident is None:
+        raise InvalidRequestError("thread", f"there is no thread {thread_name!r}")
+    own: Counter[CodeType] = Counter()
+    total: Counter[CodeType] = Counter()
+    num_samples, began_at = 0, time.monotonic()
+    while (now := time.monotonic()) < began_at + seconds:
+        frame = sys._current_frames().get(thread.ident)
+        if frame is None:
+            break  # it ended
+        num_samples += 1
+        own[frame.f_code] += 1
+        total.update(_codes(frame))
+        time.sleep(max(began_at + num_samples * INTERVAL_S - now, 0.0))
+    order = sorted(total, key=lambda code: (-own[code], -total[code]))
+    functions = [
+        SampledFunction(code.co_qualname, _place(code), own[code], total[code])
+        for code in order[:NUM_FUNCTIONS]
+    ]
+    return StackProfile(thread_name, num_samples, time.monotonic() - began_at, functions)
+
+
+def _codes(frame: FrameType | None) -> set[CodeType]:
+    """Of every function on a stack, once each: a recursive one is not seen twice."""
+    codes = set()
+    while frame is not None:
+        codes.add(frame.f_code)
+        frame = frame.f_back
+    return codes
+
+
+def _place(code: CodeType) -> str:
+    return "/".join(code.co_filename.split("/")[-2:]) + f":{code.co_firstlineno}"

@@ -1,0 +1,1 @@
+"""Between text and tokens: tokenizer, templates, stop strings, grammars."""

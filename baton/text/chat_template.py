@@ -1,0 +1,239 @@
+"""ChatTemplate: a checkpoint's Jinja template, and a conversation as the text that it makes of it.
+
+What `transformers` renders is rendered here, to the same text. A checkpoint is not trusted: the
+template runs in Jinja's sandbox, and where clients wait (the router) in a process that can be
+ended.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from baton.api.errors import ConfigError, InvalidRequestError, ModelLoadError
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+_MORE_TEMPLATES = "additional_chat_templates"
+# What a message's reasoning is called. Templates read the first one; those of gpt-oss the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """The templates of one checkpoint, by name; most have one.
+
+    Args:
+        sources: by name; `DEFAULT` is for conversations, `TOOL_USE` for those with tools.
+        special_tokens: variables of the templates, such as ``bos_token``.
+        origin: where they came from, for errors.
+
+    Attributes:
+        takes_tools: whether tools that are given are looked at.
+        variables: names that the template asks for, of a conversation with tools.
+
+    Raises ModelLoadError when one does not compile.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: Path
+    ) -> None:
+        self.sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+        environment = _environment()
+        try:
+            self._templates = {n: environment.from_string(s) for n, s in self.sources.items()}
+            asked = _undeclared(environment, self.sources[self._name(with_tools=True)])
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ModelLoadError(
+                f"tokenizer: the chat template in {origin} is broken: {error}"
+            ) from error
+        self.variables = asked
+        self.takes_tools = "tools" in asked
+
+    def source(self, *, with_tools: bool) -> str:
+        """The template that such a conversation goes through, as text."""
+        return self.sources[self._name(with_tools)]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation, up to where the assistant's answer begins.
+
+        Args:
+            options: more variables of the template, such as ``enable_thinking``.
+
+        Raises InvalidRequestError when the template refuses the messages.
+        """
+        variables = {
+            **self._special_tokens,
+            "documents": None,
+            "add_generation_prompt": True,
+            **(options or {}),
+            "messages": [_as_templates_read(message) for message in messages],
+            "tools": list(tools) or None,  # templates ask whether there are any
+        }
+        try:
+            return self._templates[self._name(bool(tools))].render(variables)
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            raise InvalidRequestError("chat", f"the chat template refused it: {error}") from error
+
+    def _name(self, with_tools: bool) -> str:
+        return TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
+
+
+def load_chat_template(
+    folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    """The checkpoint's own template; None if it brings none.
+
+    Args:
+        config: what its `tokenizer_config.json` says.
+    """
+    sources = _named(config.get("chat_template"))
+    if not sources:  # of checkpoints of early 2024
+        sources = _named(_in_its_own_json(folder))
+    if (folder / "chat_template.jinja").is_file():
+        sources[DEFAULT] = _read(folder / "chat_template.jinja")
+    for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja")):
+        sources[path.stem] = _read(path)
+    return ChatTemplate(sources, special_tokens, folder) if DEFAULT in sources else None
+
+
+def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """A template that a user names instead of the checkpoint's; raises ConfigError."""
+    try:
+        return ChatTemplate({DEFAULT: path.read_text(encoding="utf-8")}, special_tokens, path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {path} cannot be read: {error}") from error
+    except ModelLoadError as error:
+        raise ConfigError(f"chat_template: {error}") from error
+
+
+def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """A template that a client names; raises InvalidRequestError when it does not compile.
+
+    It can take any time and memory: for processes that can be ended only.
+    """
+    try:
+        return ChatTemplate({DEFAULT: source}, special_tokens, Path("the request"))
+    except (ModelLoadError, SyntaxError, ValueError, RecursionError) as error:
+        raise InvalidRequestError("chat_template", f"is broken: {error}") from error
+
+
+def _named(value: object) -> dict[str, str]:
+    """A template, or several with names, as checkpoints write them."""
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    if isinstance(value, list):
+        value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+    if not isinstance(value, dict):
+        return {}
+    return {n: s for n, s in value.items() if isinstance(n, str) and isinstance(s, str)}
+
+
+def _in_its_own_json(folder: Path) -> object:
+    path = folder / "chat_template.json"
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"tokenizer: {path} is not JSON: {error}") from error
+    return content.get("chat_template") if isinstance(content, dict) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"tokenizer: {path} cannot be read: {error}") from error
+
+
+def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What is None is not there; reasoning has each of its names."""
+    plain = {name: value for name, value in message.items() if value is not None}
+    found = [plain[name] for name in _REASONING if name in plain]
+    if found:
+        plain = {"thinking": found[0], **plain, "reasoning_content": found[0]}
+    return plain
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}``: marks what an assistant wrote, for training. Here it is just there."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's interface
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _undeclared(environment: jinja2.Environment, source: str) -> frozenset[str]:
+    """What `jinja2.meta.find_undeclared_variables` says, without computing anything."""
+    finder = jinja2.meta.TrackingCodeGenerator(environment)
+    finder.optimizer = None
+    finder.visit(environment.parse(source))
+    return frozenset(finder.undeclared_identifiers)
+
+
+@jinja2.pass_context  # which there is none of while a template is compiled
+def _as_it_is(context: jinja2.runtime.Context, value: object) -> object:
+    return value
+
+
+def _environment() -> jinja2.Environment:
+    """What Hugging Face templates are written for."""
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def to_json(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+        # Nothing is computed while a template is compiled, which is where nothing bounds it:
+        # `{{ "a" * 10**10 }}` took as much memory.
+        optimized=False,
+        finalize=_as_it_is,
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters["tojson"] = to_json
+    return environment

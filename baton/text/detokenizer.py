@@ -1,0 +1,162 @@
+"""Detokenizer: the text of a growing output, piece by piece; however it is cut, the same text.
+
+Most vocabularies say of each token alone what it adds to an output, as bytes: those are joined and
+read as UTF-8. Of the few others the library is asked, one token after the other.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from baton.text.token_pieces import OutputPieces
+
+# A character has at most 4 bytes, so 8 tokens that are no text are no beginning of one.
+_HELD_PER_SKIPPED = 8
+_LONG_PIECE_TOKENS = 64
+_CONTEXT_TOKENS = 16
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# What Python makes of a byte that is part of no character, if it is to be told again.
+_LONE_BYTE = re.compile("[\udc80-\udcff]")
+
+
+class Decodes(Protocol):
+    """What a `Detokenizer` needs of a tokenizer.
+
+    Attributes:
+        special_token_ids: are no text, if not said otherwise.
+    """
+
+    special_token_ids: frozenset[int]
+
+    def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
+        """What each token adds; None when that depends on the tokens around it."""
+        ...
+
+    def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
+        """What the library makes of tokens, those of ``skipped`` left out."""
+        ...
+
+
+class Detokenizer:
+    """Text of one output; a piece never ends in half a character.
+
+    Args:
+        skip_special_tokens: they are no text,
+        shown_token_ids: but for these.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Decodes,
+        *,
+        skip_special_tokens: bool = True,
+        shown_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        if shown_token_ids:
+            skipped -= shown_token_ids
+        pieces = tokenizer.pieces(skipped)
+        self._text = _Window(tokenizer, skipped) if pieces is None else _JoinedPieces(pieces)
+
+    def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
+        """What ``token_ids`` add to the text; empty while a character is incomplete.
+
+        With ``last``, what is left is given as it is: all pieces joined are the decoded output.
+        """
+        return self._text.push(token_ids, last=last)
+
+
+class _JoinedPieces:
+    """Joins what tokens add.
+
+    A byte that is part of no character becomes a replacement character as the library's decoder
+    would have it: each one by itself (byte fallback), or those of one broken character together.
+    """
+
+    def __init__(self, pieces: OutputPieces) -> None:
+        self._pieces = pieces
+        self._has_begun = False
+        self._num_to_strip = pieces.num_stripped
+        errors = "surrogateescape" if pieces.has_byte_tokens else "replace"
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+
+    def push(self, token_ids: Sequence[int], *, last: bool) -> str:
+        first = b"" if self._has_begun else self._begin(token_ids := list(token_ids))
+        text = self._decoder.decode(first + self._pieces.later(token_ids), last)
+        if self._pieces.has_byte_tokens and not text.isascii():
+            text = _LONE_BYTE.sub(_REPLACEMENT, text)
+        return self._strip(text) if self._num_to_strip and text else text
+
+    def _begin(self, token_ids: list[int]) -> bytes:
+        """What the first token adds, if it is among these; takes it, and those before, away."""
+        for index, token_id in enumerate(token_ids):
+            if (first := self._pieces.first(token_id)) is not None:
+                self._has_begun = True
+                del token_ids[: index + 1]
+                return first
+        token_ids.clear()
+        return b""
+
+    def _strip(self, text: str) -> str:
+        """Without what the decoder takes from the beginning of an output."""
+        start = 0
+        while start < len(text) and self._num_to_strip:
+            if text[start] != self._pieces.stripped:
+                self._num_to_strip = 0
+                break
+            start += 1
+            self._num_to_strip -= 1
+        return text[start:]
+
+
+class _Window:
+    """Asks the library again with each token, and shows what is new.
+
+    token ids   [ ...... | shown before | new ]
+                         ^ _start       ^ _shown
+
+    An output that stays incomplete, of bytes that are no characters, is looked at ever more
+    seldom: all that is decoded is a small multiple of what the output has.
+    """
+
+    def __init__(self, tokenizer: Decodes, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._ids: list[int] = []
+        self._start = 0  # decoding starts a little earlier: some tokens depend on the one before
+        self._shown = 0
+        self._look_at = 0  # when there are so many ids
+
+    def push(self, token_ids: Sequence[int], *, last: bool) -> str:
+        # One by one, so that it does not matter which came together.
+        texts = [self._push_one(token_id) for token_id in token_ids]
+        return "".join([*texts, self._look(last=True)] if last else texts)
+
+    def _push_one(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        return self._look() if len(self._ids) >= self._look_at else ""
+
+    def _look(self, *, last: bool = False) -> str:
+        before = self._decode(self._start, self._shown)
+        now = self._decode(self._start, len(self._ids))
+        if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not last):
+            num_held = len(self._ids) - self._shown
+            self._look_at = len(self._ids) + 1 + num_held // _HELD_PER_SKIPPED
+            return ""
+        self._start = self._shown
+        if len(self._ids) - self._start > _LONG_PIECE_TOKENS:
+            self._shorten_context(now)
+        self._shown = len(self._ids)
+        return now[len(before) :]
+
+    def _shorten_context(self, now: str) -> None:
+        """Do not decode a long piece again with each one behind it, if its end says as much."""
+        start = len(self._ids) - _CONTEXT_TOKENS
+        if now.endswith(self._decode(start, len(self._ids))):
+            self._start = start
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode_at_once(self._ids[start:end], self._skipped)

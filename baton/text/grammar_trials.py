@@ -1,0 +1,106 @@
+"""GrammarTrials: compiles clients' grammars in worker processes, to see what they cost.
+
+What comes back costs about as much again where it is used: a grammar's cost follows from its text
+and the tokens alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from baton.api.errors import InvalidRequestError
+from baton.api.structured_output import StructuredOutput
+from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
+from baton.processes.worker_template import Work, resident_memory_bytes
+from baton.text.grammars import (
+    compile_grammar,
+    library_errors,
+    load_grammar_tokenizer,
+    make_grammar,
+)
+
+# A schema of hundreds of properties takes some hundredths of a second and some megabytes.
+LIMITS = WorkLimits(cpu_s=1.0, wall_s=10.0, memory_bytes=96 * 2**20)
+
+
+_SIZE = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A grammar that compiles.
+
+    Attributes:
+        grammar: as the library reads it.
+        num_bytes: memory that it takes compiled.
+    """
+
+    grammar: str
+    num_bytes: int
+
+
+class GrammarTrials:
+    """Compiles grammars for one checkpoint as they will be compiled to be used. One event loop's.
+
+    Args:
+        model_folder: of the checkpoint.
+        eos_token_ids: are allowed where the output may end.
+    """
+
+    def __init__(self, model_folder: Path, eos_token_ids: Iterable[int] = ()) -> None:
+        options = {
+            "tokenizer": str(model_folder / "tokenizer.json"),
+            "eos_token_ids": " ".join(map(str, eos_token_ids)),
+        }
+        self._workers = WorkerProcesses("baton.text.grammar_trials:make_work", options, LIMITS)
+
+    async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:
+        """What a grammar turned out to be, if it compiles within the limits.
+
+        Raises what `WorkerProcesses.run` does, and InvalidRequestError when it costs too much.
+        """
+        kind = structured_output.kind
+        work = msgspec.json.encode([kind, structured_output.text, structured_output.choice])
+        try:
+            answer = await self._workers.run(work, caller=caller)
+        except WorkLimitError as error:
+            problem = f"{error} to be compiled: large numbers, repeats and choices multiply"
+            raise InvalidRequestError(f"structured_output.{kind}", problem) from None
+        return Trial(answer[_SIZE.size :].decode(), _SIZE.unpack_from(answer)[0])
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._workers.close()
+
+
+def make_work(options: Mapping[str, str]) -> Work:
+    """In a worker template: the function that makes grammars and compiles them."""
+    eos_token_ids = map(int, options["eos_token_ids"].split())
+    try:
+        tokenizer = load_grammar_tokenizer(Path(options["tokenizer"]), eos_token_ids)
+    except InvalidRequestError as error:
+        problem = error.problem
+
+        def refuse(work: bytes) -> bytes:
+            raise InvalidRequestError("structured_output", problem)
+
+        return refuse
+
+    def work(frame: bytes) -> bytes:
+        kind, text, choice = msgspec.json.decode(frame, type=tuple[str, str, tuple[str, ...]])
+        given = {"choice": choice} if kind == "choice" else {kind: text or True}
+        structured_output = StructuredOutput(**given)
+        with library_errors(structured_output):
+            grammar = make_grammar(structured_output)
+        before = resident_memory_bytes()
+        matcher = compile_grammar(structured_output, grammar, tokenizer)
+        num_bytes = max(resident_memory_bytes() - before, 0)
+        del matcher
+        return _SIZE.pack(num_bytes) + grammar.encode()
+
+    return work

@@ -1,0 +1,164 @@
+"""Grammars: a StructuredOutput as the grammar library reads it, and as it matches it.
+
+The library is llguidance (docs/adr/0009): Rust, no torch. Its texts come from clients, and what
+they cost shows only when they are compiled: so whoever has not seen a grammar compiled within
+limits does that in a process that can be ended (`baton/text/grammar_trials.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from baton.api.errors import InvalidRequestError
+from baton.api.structured_output import StructuredOutput
+from baton.text.schema_repairs import enforceable_schema
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# More rules make the conversion from GBNF slow; the grammar of SQL or of C has a few hundred.
+MAX_RULES = 1000
+# (Possessive, and with blanks of one line only: linear in a text that is blanks, or one name.)
+_RULE = re.compile(r"^[^\S\n]*+[!?\w.-]++\s*+(?:::=|:)", re.MULTILINE)
+_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
+_MAX_PROBLEM_CHARS = 200
+# As `json.dumps` writes. With free whitespace an output of bounded schema could go on for ever.
+_JSON_DEFAULTS: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+
+def parser_limits() -> LLParserLimits:
+    """What one step of an output may cost: some milliseconds, some megabytes.
+
+    They do not bound what compiling costs.
+    """
+    return LLParserLimits(
+        initial_lexer_fuel=300_000,
+        step_lexer_fuel=100_000,
+        step_max_items=5_000,
+        max_lexer_states=20_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def make_grammar(structured_output: StructuredOutput) -> str:
+    """What `LLMatcher` reads; raises InvalidRequestError."""
+    text = structured_output.text
+    match structured_output.kind:
+        case "json_schema":
+            return _json_grammar(enforceable_schema(text))
+        case "json_object":
+            return _json_grammar('{"type":"object"}')
+        case "regex":
+            return LLMatcher.grammar_from_regex(text)
+        case "grammar":
+            return LLMatcher.grammar_from_lark(_lark(text))
+        case _:
+            texts = (json.dumps(one, ensure_ascii=False) for one in structured_output.choice)
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+
+
+def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLTokenizer:
+    """A checkpoint's tokenizer as the library wants it; raises InvalidRequestError.
+
+    Args:
+        path: of its ``tokenizer.json``.
+        eos_token_ids: are allowed where the output may end; the tokenizer's own if there are none.
+    """
+    if not path.is_file():
+        raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
+    try:
+        tokenizer = LLTokenizer(str(path))
+        known = [i for i in sorted(eos_token_ids) if i < tokenizer.vocab_size]
+        return LLTokenizer(str(path), eos_token=known) if known else tokenizer
+    except Exception as error:  # the library raises nothing better
+        problem = f"this checkpoint's tokenizer.json cannot be used: {one_line(str(error))}"
+        raise InvalidRequestError("structured_output", problem) from None
+
+
+def compile_grammar(
+    structured_output: StructuredOutput, grammar: str, tokenizer: LLTokenizer
+) -> LLMatcher:
+    """The matcher of what `make_grammar` gave, at its beginning; raises InvalidRequestError."""
+    with library_errors(structured_output):
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        problem = _problem_at_start(matcher)
+    if problem:
+        raise invalid_grammar(structured_output, problem)
+    return matcher
+
+
+@contextmanager
+def library_errors(structured_output: StructuredOutput) -> Iterator[None]:
+    """What the library raises inside becomes InvalidRequestError."""
+    try:
+        yield
+    except InvalidRequestError:
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception; no signal comes here
+        raise invalid_grammar(structured_output, str(error) or type(error).__name__) from None
+
+
+def invalid_grammar(structured_output: StructuredOutput, problem: str) -> InvalidRequestError:
+    """The library's message as one line of ours."""
+    if problem.startswith("NoExtensionBias"):
+        problem = "no output can match it"
+    lines = " ".join(problem.replace("<non-verbose/>", "").split())
+    if len(lines) > _MAX_PROBLEM_CHARS:
+        # The offending text is quoted first, what is wrong with it comes last.
+        lines = f"{lines[: _MAX_PROBLEM_CHARS // 2]} ... {lines[-_MAX_PROBLEM_CHARS // 2 :]}"
+    return InvalidRequestError(f"structured_output.{structured_output.kind}", lines)
+
+
+def one_line(text: str) -> str:
+    """A message of the library, short enough for an error."""
+    return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_PROBLEM_CHARS]
+
+
+def _problem_at_start(matcher: LLMatcher) -> str:
+    """Why no output can begin; empty if one can.
+
+    The first masks cost the most, and show most of what is too complex: so not in a step.
+    """
+    first = matcher.compute_bitmask()
+    if not matcher.is_error() and not any(first):
+        return "no output of this model can match it"
+    ahead = matcher.deep_copy()
+    if (allowed := _first_of(first)) is not None and ahead.consume_token(allowed):
+        ahead.compute_bitmask()
+    return ahead.get_error()
+
+
+def _first_of(bits: bytes) -> int | None:
+    """The lowest number whose bit is set, low bits first."""
+    for index, byte in enumerate(bits):
+        if byte:
+            return index * 8 + (byte & -byte).bit_length() - 1
+    return None
+
+
+def _json_grammar(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(
+        schema, defaults=_JSON_DEFAULTS, overrides={"lenient": False}
+    )
+
+
+def _lark(text: str) -> str:
+    num_rules = len(_RULE.findall(text))
+    if num_rules > MAX_RULES:
+        raise InvalidRequestError(
+            "structured_output.grammar", f"must have at most {MAX_RULES} rules, got {num_rules}"
+        )
+    return text if _LARK.search(text) else gbnf_to_lark(text)

@@ -1,0 +1,128 @@
+"""Schema repairs: what of a JSON schema the grammar library would let through, and must not.
+
+* A class of characters with control characters and without ``"`` or ``\\`` (such as ``[^"]``) also
+  matches the escaped form of what it excludes. It is narrowed to match no control characters.
+* Where names are open, a name may come twice; then ``minProperties`` would count it twice. Such a
+  schema is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+from baton.api.errors import InvalidRequestError
+
+_OF_NAMES = ("properties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")
+# In a class of characters: what Python's `re` reads in another way than the library.
+_ANOTHER_SYNTAX = re.compile(r"\[|&&|--|~~|\\[pPhHuxQ]")
+_PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|.)")
+_CONTROL = "".join(map(chr, range(0x20)))
+
+
+def enforceable_schema(text: str) -> str:
+    """A schema, as JSON, whose every output fits; raises InvalidRequestError if there is none."""
+    return json.dumps(_repair(json.loads(text)), separators=(",", ":"))
+
+
+def _repair(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_repair(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    _check_min_properties(schema)
+    return {key: _repair_value(key, value) for key, value in schema.items()}
+
+
+def _repair_value(key: str, value: Any) -> Any:
+    if key in _VALUES:
+        return value
+    if key == "pattern" and isinstance(value, str):
+        return repair_pattern(value)
+    if key in _OF_NAMES and isinstance(value, dict):
+        return {name: _repair(schema) for name, schema in value.items()}
+    if key == "patternProperties" and isinstance(value, dict):
+        return {repair_pattern(name): _repair(schema) for name, schema in value.items()}
+    return _repair(value)
+
+
+def _check_min_properties(schema: dict[str, Any]) -> None:
+    wanted = schema.get("minProperties")
+    if not isinstance(wanted, int | float) or schema.get("type", "object") != "object":
+        return
+    is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
+    properties, required = schema.get("properties"), schema.get("required")
+    num_certain = 1  # the first of the others, if there are any, has a name of its own
+    if isinstance(properties, dict) and isinstance(required, list):
+        num_certain += sum(isinstance(name, str) and name in properties for name in required)
+    if is_open and wanted > num_certain:
+        raise InvalidRequestError(
+            "structured_output.json_schema",
+            f"minProperties: {wanted} cannot be enforced where names are open, as one may come "
+            "twice: list them in properties, with additionalProperties: false and without "
+            "patternProperties",
+        )
+
+
+def repair_pattern(pattern: str) -> str:
+    """A regex whose classes match no escaped form of what they exclude."""
+    parts: list[str] = []
+    position = 0
+    while position < len(pattern):
+        end = position + 1
+        if pattern[position] == "\\":
+            found = _PROPERTY.match(pattern, position)
+            end = found.end() if found else position + 2
+            part = pattern[position:end]
+            parts.append(_narrowed(f"[{part}]") if found else part)
+        elif pattern[position] == "[":
+            end = _end_of_class(pattern, position)
+            part = pattern[position:end]
+            parts.append(_narrowed(part) if _may_leak(part) else part)
+        else:
+            parts.append(pattern[position])
+        position = end
+    return "".join(parts)
+
+
+def _narrowed(one: str) -> str:
+    return rf"[{one}&&[^\x00-\x1F]]"
+
+
+def _end_of_class(pattern: str, start: int) -> int:
+    """Behind the bracket that closes a class; the library has classes in classes."""
+    depth, position = 0, start
+    while position < len(pattern):
+        sign = pattern[position]
+        if sign == "\\":
+            position += 1
+        elif sign == "[":
+            depth += 1
+            if pattern[position + 1 : position + 2] == "^":
+                position += 1
+            if pattern[position + 1 : position + 2] == "]":  # the first one is a character
+                position += 1
+        elif sign == "]":
+            depth -= 1
+            if not depth:
+                return position + 1
+        position += 1
+    return len(pattern)
+
+
+@functools.lru_cache(maxsize=1024)
+def _may_leak(one: str) -> bool:
+    """Whether a class matches control characters, and not both of those that need escapes."""
+    if _ANOTHER_SYNTAX.search(one, 1):
+        return True
+    try:
+        matches = re.compile(one).match
+    except re.error:
+        return True
+    if matches('"') and matches("\\"):
+        return False
+    # A few of them, as in `[a-z\n]`, are written out, and do no harm.
+    return any(map(matches, _CONTROL)) and matches("\x7f") is not None

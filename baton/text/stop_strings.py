@@ -1,0 +1,197 @@
+"""Stop strings: end an output's text before the first of them, wherever token borders fall.
+
+Torch-free; the router's service and the offline engine share it. Knows no request and no stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.api.sampling_params import SamplingParams
+from baton.text.detokenizer import Detokenizer
+from baton.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetokenizeOptions:
+    """How tokens become the text that a client sees.
+
+    Attributes:
+        skip_special_tokens: False: the text shows them, but not the one that ended the output.
+        include_stop: the text ends behind what ended it, not before.
+        shown_token_ids: special tokens that the text shows in any case.
+    """
+
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    shown_token_ids: frozenset[int] = frozenset()
+
+
+DEFAULT_TEXT = DetokenizeOptions()
+
+
+class StopStrings:
+    """Looks for stop strings in a text that comes in pieces; linear in the text.
+
+    Of several, the one that is complete first ends the text; of those complete at the same
+    character, the one that began first. So it does not matter how the text is cut into pieces.
+
+    Args:
+        include: whether the text ends behind it.
+
+    Attributes:
+        found: the one that ended the text; None: not yet.
+    """
+
+    def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
+        self.found: str | None = None
+        self._include = include
+        self._searches = [_Search(text) for text in stop]
+        # The end of the text so far that may still become a stop string.
+        self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one was found; what comes after it is nobody's."""
+        return self.found is not None
+
+    def push(self, text: str) -> str:
+        """What of the text can be shown now: up to a stop string, or to what may become one."""
+        if self.stopped:
+            return ""
+        num_before = len(self._held)
+        found = [
+            (end, end - len(search.stop), search.stop)
+            for search in self._searches
+            if (end := search.push(text)) is not None
+        ]
+        text = self._held + text
+        if found:
+            self._held = ""
+            end, begin, self.found = min(found)
+            return text[: num_before + (end if self._include else begin)]
+        num_held = max((search.num_matched for search in self._searches), default=0)
+        shown = len(text) - num_held
+        self._held = text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """What is still held back: the text is at its end."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Search:
+    """One string in a text that comes in pieces, by Knuth, Morris and Pratt's method (1977).
+
+    Attributes:
+        num_matched: characters at the end of the text that the string begins with; the most.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._borders = _borders(stop)
+
+    def push(self, text: str) -> int | None:
+        """Where in this piece the string is complete for the first time; None: nowhere."""
+        stop, matched, position = self.stop, self.num_matched, 0
+        while position < len(text):
+            if not matched:
+                position = text.find(stop[0], position)
+                if position < 0:
+                    break
+            character = text[position]
+            while matched and stop[matched] != character:
+                matched = self._borders[matched - 1]
+            if stop[matched] == character:
+                matched += 1
+            position += 1
+            if matched == len(stop):
+                return position
+        self.num_matched = matched
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _borders(text: str) -> tuple[int, ...]:
+    """For each beginning of a text, the length of its longest proper end that begins it, too."""
+    borders = [0] * len(text)
+    length = 0
+    for index in range(1, len(text)):
+        while length and text[index] != text[length]:
+            length = borders[length - 1]
+        length += text[index] == text[length]
+        borders[index] = length
+    return tuple(borders)
+
+
+class OutputText:
+    """Text of a growing output as its reader sees it, with an end before the first stop string.
+
+    Stop strings are looked for in what the token number ``min_tokens`` and those after it add.
+
+    Attributes:
+        stopped: whether a stop string was found. The token that completed it is the last one.
+        stop_string: the one that was found; None: none.
+        num_tokens: taken so far.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        options: DetokenizeOptions = DEFAULT_TEXT,
+    ) -> None:
+        self.num_tokens = 0
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+            shown_token_ids=options.shown_token_ids,
+        )
+        self._min_tokens = params.min_tokens
+        self._stop_strings = (
+            StopStrings(params.stop, include=options.include_stop) if params.stop else None
+        )
+        self._hides_end = not (options.skip_special_tokens or options.include_stop)
+        self._special_token_ids = tokenizer.special_token_ids
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._stop_strings.found if self._stop_strings is not None else None
+
+    def push(
+        self, token_ids: Sequence[int], *, last: bool = False, ended_by_token: bool = False
+    ) -> str:
+        """What ``token_ids`` add to the text that can be shown now.
+
+        With ``last``, what is left is given as it is, unless a stop string ends it.
+
+        Args:
+            ended_by_token: whether the last one ended the output.
+        """
+        if ended_by_token and self._hides_end and token_ids:
+            token_ids = token_ids[: -1 if token_ids[-1] in self._special_token_ids else None]
+        if self._stop_strings is None:
+            self.num_tokens += len(token_ids)
+            return self._detokenizer.push(token_ids, last=last)
+        pieces = []
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            self.num_tokens += 1
+            pieces.append(self._look(self._detokenizer.push([token_id])))
+        if last and not self.stopped:
+            pieces.append(self._look(self._detokenizer.push([], last=True)))
+            pieces.append(self._stop_strings.flush())
+        return "".join(pieces)
+
+    def _look(self, text: str) -> str:
+        assert self._stop_strings is not None
+        return self._stop_strings.push(text) if self.num_tokens >= self._min_tokens else text

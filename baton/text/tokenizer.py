@@ -1,0 +1,218 @@
+"""Tokenizer: text to token ids and back, and the checkpoint's chat template.
+
+Torch-free, so that the router, the engine's offline front and the client's tests share it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from baton.api.errors import InvalidRequestError, ModelLoadError
+from baton.text.chat_template import (
+    compile_chat_template,
+    load_chat_template,
+    read_chat_template,
+)
+from baton.text.continued_message import up_to_mark, with_last_marked
+from baton.text.detokenizer import Detokenizer
+from baton.text.token_pieces import OutputPieces, output_pieces, piece_decoder
+from baton.text.tool_prompt import with_tools
+
+# So many characters may become one before a text is cut into tokens (Unicode's NFC and NFKC).
+_MAX_SHRINKAGE = 4
+_SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
+
+
+class Tokenizer:
+    """A checkpoint's `tokenizer.json` and chat template.
+
+    Args:
+        chat_template: a file to read instead of the checkpoint's own template.
+
+    Attributes:
+        folder, template_file: as given.
+        chat_template: what conversations go through; None if there is none.
+        longest_token_chars: no token stands for more characters of a text.
+        special_token_ids: tokens that `decode` leaves out.
+        has_chat_template: whether `encode_chat` can be used.
+        takes_tools: whether the chat template looks at tools.
+    """
+
+    def __init__(self, folder: Path, *, chat_template: Path | None = None) -> None:
+        """Raises ModelLoadError when the files are missing or broken, ConfigError of the given."""
+        self.folder = folder
+        self.template_file = chat_template
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelLoadError(f"tokenizer: {path} does not exist")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            # Some checkpoints switch these on for training; a prompt is never cut or filled up.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+        except Exception as error:  # the library raises bare Exception
+            raise ModelLoadError(f"tokenizer: {path} is broken: {error}") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added_token_ids = frozenset(added)
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        description = json.loads(self._tokenizer.to_str())
+        decoder = description.get("decoder")
+        self._bytes_of = piece_decoder(decoder)
+        self._decoder = decoder
+        self._pieces: dict[frozenset[int], OutputPieces | None] = {}  # by what is skipped
+        self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        if description.get("normalizer") is not None:
+            self.longest_token_chars *= _MAX_SHRINKAGE
+        config = _read_json(folder / "tokenizer_config.json")
+        self._special_tokens = special_tokens = {
+            name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)
+        }
+        self.chat_template = (
+            load_chat_template(folder, config, special_tokens)
+            if chat_template is None
+            else read_chat_template(chat_template, special_tokens)
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None
+
+    @property
+    def takes_tools(self) -> bool:
+        return self.chat_template is not None and self.chat_template.takes_tools
+
+    @classmethod
+    def exists_in(cls, folder: Path) -> bool:
+        """Whether the checkpoint brings a tokenizer; without one it serves token ids."""
+        return (folder / "tokenizer.json").is_file()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text prompt, with the special tokens the checkpoint adds to one."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The same ids in about half the time; holds the GIL as long as it takes."""
+        ids: list[int] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )[0].ids
+        return ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+        continues_last: bool = False,
+        template: str | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Args:
+            tools: functions that the model may call, as OpenAI's API describes them.
+            template_options: more variables of the template, such as ``enable_thinking``.
+            continues_last: end with the text of the last message, which the answer goes on with.
+            template: instead of the checkpoint's; whoever wrote it decides what it costs.
+
+        Raises InvalidRequestError when there is no template or it refuses the messages.
+        """
+        if continues_last:
+            messages = with_last_marked(messages)
+        text = self.render_chat(
+            messages, tools=tools, template_options=template_options, template=template
+        )
+        if continues_last:
+            text = up_to_mark(text)
+        # The template writes the special tokens itself.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+        template: str | None = None,
+    ) -> str:
+        """The text that `encode_chat` tokenizes; raises what it does.
+
+        A template that takes no tools is given them in messages (`baton/text/tool_prompt.py`).
+        """
+        chosen = self.chat_template
+        if template is not None:
+            chosen = compile_chat_template(template, self._special_tokens)
+        if chosen is None:
+            raise InvalidRequestError("chat", "this checkpoint has no chat template")
+        if not tools or chosen.takes_tools:
+            return chosen.render(messages, tools=tools, options=template_options)
+        try:
+            return chosen.render(with_tools(messages, tools), options=template_options)
+        except InvalidRequestError:
+            # Some know no system message; who sent one is told so.
+            if messages and messages[0].get("role") == "system":
+                raise
+        told = with_tools(messages, tools, in_system_message=False)
+        return chosen.render(told, options=template_options)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids: what a `Detokenizer` makes of all of them.
+
+        It is what the library makes of them, but for byte fallback: there one byte that is part of
+        no character makes the library lose all bytes beside it.
+        """
+        detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(token_ids, last=True)
+
+    def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
+        """What each token adds to a text; None when that depends on its neighbours.
+
+        Args:
+            skipped: token ids that are no text.
+        """
+        if skipped not in self._pieces:
+            self._pieces[skipped] = output_pieces(self._tokenizer, self._decoder, skipped)
+        return self._pieces[skipped]
+
+    def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
+        """What the library makes of tokens, those of ``skipped`` left out."""
+        kept = [token_id for token_id in token_ids if token_id not in skipped]
+        text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
+        return text
+
+    def special_token_id(self, name: str) -> int | None:
+        """The id of a special token, by what it is called; None if there is no such token."""
+        token_id: int | None = self._tokenizer.token_to_id(name)
+        return token_id if token_id in self.special_token_ids else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; not always whole characters."""
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:  # the model has more than the tokenizer: padding
+            return b""
+        if token_id in self._added_token_ids:
+            return piece.encode()
+        return self._bytes_of(piece)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"tokenizer: {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"tokenizer: {path} is not a JSON object")
+    return content
+
+
+def _token_text(value: object) -> str:
+    """Checkpoints write a special token as a string or as an object with a ``content``."""
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value)

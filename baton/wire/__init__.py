@@ -1,0 +1,1 @@
+"""Protobuf messages from and to the plain values of `baton.api`."""

@@ -1,0 +1,170 @@
+"""Reading what others send over gRPC: what is no message, or of too many parts, is their error.
+
+gRPC itself would answer UNKNOWN, with words of the protobuf library. Long messages are kept as they
+came: whoever takes them has them read in a thread. Knows no service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from baton.api.errors import InvalidRequestError
+from baton.wire.parts import count_parts
+
+# Of one message of a client: it is read in less than a tenth of a second, in which nothing else is
+# served.
+MAX_PARTS = 2**16 + 2**10
+# Of one message of a node, which has a part for each logprob of a prompt, and thousands of deltas.
+MAX_LINK_PARTS = 2**18 + 2**16
+# Less cannot have so many that it matters.
+_SMALL_BYTES = 2**17
+# A message of fewer parts, whoever it is from, is read and handled in 20 ms at most.
+_PARTS_AT_ONCE, _BYTES_AT_ONCE = 2**11, 2**12
+# Beyond so many, whoever sent them has to find out what is wrong.
+_MAX_FIELDS_LOOKED_AT = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A message that takes long to be read; `read` is to be called in a thread.
+
+    Attributes:
+        read: makes the message of its bytes, or gives, not raises, an InvalidRequestError.
+    """
+
+    data: bytes
+    read: Callable[[bytes], Any]
+
+    def message(self) -> Any:
+        """The message. Raises InvalidRequestError for what is none."""
+        message = self.read(self.data)
+        if isinstance(message, InvalidRequestError):
+            raise message
+        return message
+
+
+def patient(deserialize: Callable[[bytes], Any], max_parts: int) -> Callable[[bytes], Any]:
+    """A deserializer that leaves what has many parts `Unread`; `forgiving` with the rest."""
+    read = forgiving(deserialize, max_parts)
+    kind = _kind_of(deserialize)
+
+    def read_or_leave(data: bytes) -> Any:
+        if kind is not None and len(data) > _BYTES_AT_ONCE and _has_many_parts(data, kind):
+            return Unread(data, read)
+        return read(data)
+
+    return read_or_leave
+
+
+def forgiving(
+    deserialize: Callable[[bytes], Any], max_parts: int = MAX_PARTS, max_bytes: int = 2**31
+) -> Callable[[bytes], Any]:
+    """A deserializer that gives an InvalidRequestError, not raised, for what is no message.
+
+    Args:
+        max_parts: a message that has more is not read; see `baton.wire.parts`.
+        max_bytes: nor is one that is longer.
+    """
+    kind = _kind_of(deserialize)
+    descriptor: Descriptor | None = getattr(kind, "DESCRIPTOR", None)
+
+    def read(data: bytes) -> Any:
+        if len(data) > max_bytes:
+            return InvalidRequestError(
+                "request", f"must have at most {max_bytes} bytes, got {len(data)}"
+            )
+        try:
+            if len(data) > _SMALL_BYTES and kind is not None:
+                _check_parts(data, kind, max_parts)
+            return deserialize(data)
+        except InvalidRequestError as error:
+            return error
+        except DecodeError:
+            field = _field_of_wrong_text(data, descriptor) if descriptor is not None else ""
+            if field:
+                return InvalidRequestError(field, "is not valid UTF-8")
+            return InvalidRequestError("request", "is no message of this call")
+
+    return read
+
+
+def _kind_of(deserialize: Callable[[bytes], Any]) -> type[Message] | None:
+    return getattr(deserialize, "__self__", None)
+
+
+def _has_many_parts(data: bytes, kind: type[Message]) -> bool:
+    try:
+        return count_parts(data, kind, _PARTS_AT_ONCE) > _PARTS_AT_ONCE
+    except DecodeError:
+        return False  # which is found out soon
+
+
+def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:
+    """Raise InvalidRequestError for more; DecodeError for what is no message."""
+    if count_parts(data, kind, max_parts) > max_parts:
+        raise InvalidRequestError(
+            "request",
+            f"must have at most {max_parts} parts (16 token ids are one)",
+        )
+
+
+def _field_of_wrong_text(data: bytes, descriptor: Descriptor) -> str:
+    """The first text field that is not UTF-8, as ``chat.messages.content``; empty: none found."""
+    fields_left = [_MAX_FIELDS_LOOKED_AT]
+    try:
+        return _look(data, descriptor, "", fields_left)
+    except (IndexError, ValueError):  # it ends in the middle of something
+        return ""
+
+
+def _look(data: bytes, descriptor: Descriptor, path: str, fields_left: list[int]) -> str:
+    position = 0
+    while position < len(data) and fields_left[0]:
+        fields_left[0] -= 1
+        tag, position = _varint(data, position)
+        field = descriptor.fields_by_number.get(tag >> 3)
+        match tag & 7:
+            case 0:
+                _, position = _varint(data, position)
+            case 1:
+                position += 8
+            case 5:
+                position += 4
+            case 2:
+                length, position = _varint(data, position)
+                part, position = data[position : position + length], position + length
+                found = _look_into(part, field, path, fields_left) if field else ""
+                if found:
+                    return found
+            case _:
+                raise ValueError
+    return ""
+
+
+def _look_into(part: bytes, field: FieldDescriptor, path: str, fields_left: list[int]) -> str:
+    name = f"{path}{field.name}"
+    if field.message_type is not None:
+        return _look(part, field.message_type, f"{name}.", fields_left)
+    if field.type != FieldDescriptor.TYPE_STRING:
+        return ""
+    try:
+        part.decode()
+    except UnicodeDecodeError:
+        return name
+    return ""
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+    raise ValueError

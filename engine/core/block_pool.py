@@ -1,0 +1,294 @@
+"""BlockPool: which KV blocks are free, who else holds them, and which prefixes they contain.
+
+A block is free or referenced, never both. Free blocks form a doubly linked list between two
+sentinels, so that any of them can be taken out in O(1):
+
+    head <-> oldest <-> ... <-> newest <-> tail        allocate at the head, free at the tail
+
+A free block keeps its content and its hash until it is given out again, so that a later request
+with the same prefix can take it back (`touch`). Knows no request and no tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from baton.block_hash import BlockHash
+from baton.link.words import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
+from engine.core.extents import choose_extents, window_size
+
+
+@dataclass(slots=True, eq=False)
+class KVCacheBlock:
+    """One block.
+
+    Attributes:
+        ref_count: holders; 0 exactly while it is in the free list.
+        block_hash: of its content, once it is full and committed.
+        silent: no event speaks of its content.
+        previous, next: its neighbours while it is in the free list; of no meaning otherwise.
+    """
+
+    block_id: int
+    ref_count: int = 0
+    block_hash: BlockHash | None = None
+    silent: bool = False
+    previous: KVCacheBlock = field(init=False, repr=False)
+    next: KVCacheBlock = field(init=False, repr=False)
+
+
+class BlockPool:
+    """All blocks of one KV cache.
+
+    Args:
+        num_blocks: ids are ``0 .. num_blocks - 1``.
+        record_events: keep what is stored and removed for `take_events`.
+    """
+
+    def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self._blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self._head = KVCacheBlock(-1)
+        self._tail = KVCacheBlock(-1)
+        chain = [self._head, *self._blocks, self._tail]
+        for previous, block in itertools.pairwise(chain):
+            previous.next, block.previous = block, previous
+        # One block per hash nearly always; a dict only where two blocks hold the same content.
+        self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        self._events: list[KVCacheEvent] | None = [] if record_events else None
+
+    # ------------------------------------------------------------------ references
+
+    def allocate(self, num_blocks: int, *, extents: bool = False) -> list[int] | None:
+        """Give ``num_blocks`` block ids with one reference each, or None if too few are free.
+
+        The blocks that were freed longest ago go first; what they had cached is forgotten.
+
+        Args:
+            extents: prefer blocks that follow each other in memory, among a few times as many that
+                were freed longest ago.
+        """
+        if num_blocks > self.num_free:
+            return None
+        if extents and num_blocks > 1:
+            block_ids = self._take_extents(num_blocks)
+        else:
+            block_ids = self._take_oldest(num_blocks)
+        self.num_free -= num_blocks
+        return block_ids
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Take one more reference on each block; a block must have a holder already."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} is free"
+            block.ref_count += 1
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Take one more reference on each cached block; a free one is free no longer."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            assert block.block_hash is not None, f"block {block_id} caches nothing"
+            if block.ref_count == 0:
+                block.previous.next, block.next.previous = block.next, block.previous
+                self.num_free -= 1
+            block.ref_count += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Drop one reference on each block; the last one frees it.
+
+        Blocks are freed in the order given, and the first freed is the first to be given out
+        again: callers give a request's tail first.
+        """
+        blocks, last = self._blocks, self._tail.previous
+        for block_id in block_ids:
+            block = blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} is free already"
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                last.next, block.previous = block, last
+                last = block
+                self.num_free += 1
+        last.next, self._tail.previous = self._tail, last
+
+    def num_free_among(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks are in the free list (and would leave it when touched)."""
+        return sum(self._blocks[block_id].ref_count == 0 for block_id in block_ids)
+
+    # ------------------------------------------------------------------ prefix cache
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        """A block with this content, free or not; None if there is none."""
+        found = self._cached.get(block_hash)
+        if found is None:
+            return None
+        block = found if isinstance(found, KVCacheBlock) else next(iter(found.values()))
+        return block.block_id
+
+    def cache(
+        self,
+        block_ids: Iterable[int],
+        hashes: Iterable[BlockHash],
+        parent: BlockHash | None,
+        *,
+        silent: bool = False,
+    ) -> None:
+        """Name the content of full, committed blocks; they are never written again.
+
+        Args:
+            parent: hash of the block before the first of them.
+            silent: record no events about these names, now or later.
+        """
+        if silent or self._events is None:
+            for block_id, block_hash in zip(block_ids, hashes, strict=True):
+                self._name(block_id, block_hash)
+                self._blocks[block_id].silent = silent
+            return
+        stored: list[BlockHash] = []
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            if self._name(block_id, block_hash):
+                stored.append(block_hash)
+            else:  # known already: what comes next is stored behind it
+                self._note_stored(stored, parent)
+                stored, parent = [], block_hash
+        self._note_stored(stored, parent)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content; blocks in use stay in use."""
+        for block in self._blocks:
+            block.block_hash, block.silent = None, False
+        self._cached.clear()
+        if self._events is not None:
+            self._events.append(BlocksCleared())
+
+    @property
+    def num_cached(self) -> int:
+        """Different contents that `find` can find."""
+        return len(self._cached)
+
+    def start_events(self) -> list[BlockHash]:
+        """Record events from now on; those that nobody took are dropped.
+
+        Returns:
+            What the index holds now and events speak of; heads of prefixes before their tails,
+            but for those that were cached anew since.
+        """
+        self._events = []
+        return [
+            block_hash
+            for block_hash, known in self._cached.items()
+            if not (known if isinstance(known, KVCacheBlock) else next(iter(known.values()))).silent
+        ]
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What was stored and removed since the last call, in order."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    # ------------------------------------------------------------------ checks
+
+    def check(self) -> None:
+        """Assert the invariants; O(num_blocks), for tests and debug runs."""
+        free_ids = {block.block_id for block in self._free_blocks()}
+        assert len(free_ids) == self.num_free
+        num_hashed = 0
+        for block in self._blocks:
+            assert (block.ref_count == 0) == (block.block_id in free_ids)
+            if block.block_hash is not None:
+                num_hashed += 1
+                known = self._cached[block.block_hash]
+                in_index = known if isinstance(known, KVCacheBlock) else known[block.block_id]
+                assert isinstance(known, dict) or in_index is block
+        sizes = [1 if isinstance(k, KVCacheBlock) else len(k) for k in self._cached.values()]
+        assert sum(sizes) == num_hashed
+        assert all(sizes)
+
+    def ref_counts(self) -> dict[int, int]:
+        """Holders of each block that has any: the ledger."""
+        return {block.block_id: block.ref_count for block in self._blocks if block.ref_count}
+
+    def num_references(self) -> int:
+        """Sum of all reference counts; what all holders together must account for."""
+        return sum(self.ref_counts().values())
+
+    def _free_blocks(self) -> Iterator[KVCacheBlock]:
+        block = self._head.next
+        while block is not self._tail:
+            assert block.ref_count == 0
+            assert block.next.previous is block
+            yield block
+            block = block.next
+
+    # ------------------------------------------------------------------ inside
+
+    def _take_oldest(self, num_blocks: int) -> list[int]:
+        """Unlink the head of the free list, at once."""
+        block_ids = []
+        block = self._head.next
+        for _ in range(num_blocks):
+            self._give(block)
+            block_ids.append(block.block_id)
+            block = block.next
+        # `block` is the first that stays free, or the tail.
+        self._head.next, block.previous = block, self._head
+        return block_ids
+
+    def _take_extents(self, num_blocks: int) -> list[int]:
+        """Unlink blocks that follow each other in memory, out of the older half of the list."""
+        # The newer half only if there is no other way.
+        window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
+        candidates, block = [], self._head
+        for _ in range(window):
+            block = block.next
+            candidates.append(block.block_id)
+        block_ids = choose_extents(candidates, num_blocks)
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            block.previous.next, block.next.previous = block.next, block.previous
+            self._give(block)
+        return block_ids
+
+    def _give(self, block: KVCacheBlock) -> None:
+        if block.block_hash is not None:
+            self._forget(block)
+        block.ref_count = 1
+
+    def _name(self, block_id: int, block_hash: BlockHash) -> bool:
+        """Put a block's content into the index; whether that content is new there."""
+        block = self._blocks[block_id]
+        assert block.ref_count > 0, f"block {block_id} is free"
+        if block.block_hash is not None:
+            assert block.block_hash == block_hash
+            return False
+        block.block_hash = block_hash
+        known = self._cached.get(block_hash)
+        if known is None:
+            self._cached[block_hash] = block
+        elif isinstance(known, KVCacheBlock):
+            self._cached[block_hash] = {known.block_id: known, block_id: block}
+        else:
+            known[block_id] = block
+        return known is None
+
+    def _note_stored(self, hashes: list[BlockHash], parent: BlockHash | None) -> None:
+        if hashes and self._events is not None:
+            self._events.append(BlocksStored(tuple(hashes), parent))
+
+    def _forget(self, block: KVCacheBlock) -> None:
+        """Take a block's content out of the index: it is about to be overwritten."""
+        block_hash, silent = block.block_hash, block.silent
+        assert block_hash is not None
+        block.block_hash, block.silent = None, False
+        known = self._cached[block_hash]
+        if isinstance(known, dict):
+            del known[block.block_id]
+            if known:  # the content is still here, in another block
+                return
+        del self._cached[block_hash]
+        if self._events is not None and not silent:
+            self._events.append(BlocksRemoved((block_hash,)))

@@ -1,0 +1,81 @@
+"""EngineMetrics: what an engine has done and holds, in plain numbers; what counts on the way.
+
+Names are those of Prometheus: ``_total`` only grows, the others are of this moment, times are
+seconds. Refuses to know: who exports them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.api.outputs import FinishReason
+from engine.core.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMetrics:
+    """A snapshot; everything since the engine was made.
+
+    Attributes:
+        steps_total: that computed something.
+        prompt_tokens_computed_total: again and again if preempted.
+        output_tokens_total: sampled here; a token that a remote node sampled is counted there.
+        cached_prompt_tokens_total: that requests found in the prefix cache when they began.
+        prefix_lookups_total: requests that looked for their prompt in the prefix cache.
+        prefix_lookup_tokens_total: tokens of these prompts; the denominator of a hit rate.
+        preemptions_total: times that a request lost its blocks to another.
+        requests_finished_stop_total: by an end token or a stop token.
+        requests_finished_length_total: by their longest length.
+        requests_finished_abort_total: by whoever sent them, or by a stop string.
+        requests_running: that a step may compute now.
+        requests_waiting: for their first step, or for blocks.
+        requests_parked: whose KV a remote node is to write.
+        blocks: of the KV cache.
+        blocks_free: those that keep a cached prefix, and nobody holds, included.
+        blocks_cached: different contents that the prefix cache can find.
+        forward_seconds_total: in the model and the sampler.
+        step_seconds_total: in whole steps.
+        uptime_seconds: since the engine was made.
+    """
+
+    steps_total: int
+    prompt_tokens_computed_total: int
+    output_tokens_total: int
+    cached_prompt_tokens_total: int
+    prefix_lookups_total: int
+    prefix_lookup_tokens_total: int
+    preemptions_total: int
+    requests_finished_stop_total: int
+    requests_finished_length_total: int
+    requests_finished_abort_total: int
+    requests_running: int
+    requests_waiting: int
+    requests_parked: int
+    blocks: int
+    blocks_free: int
+    blocks_cached: int
+    forward_seconds_total: float
+    step_seconds_total: float
+    uptime_seconds: float
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What grows as an engine works; see `EngineMetrics`. Only the engine's thread writes."""
+
+    prompt_tokens_computed: int = 0
+    output_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    prefix_lookups: int = 0
+    prefix_lookup_tokens: int = 0
+    finished: dict[FinishReason, int] = field(
+        default_factory=lambda: dict.fromkeys(FinishReason, 0)
+    )
+    forward_s: float = 0.0
+    step_s: float = 0.0
+
+    def note_lookup(self, request: Request) -> None:
+        """A request looked for its prompt in the prefix cache, when it was admitted or granted."""
+        self.prefix_lookups += 1
+        self.prefix_lookup_tokens += request.num_prompt_tokens
+        self.cached_prompt_tokens += request.num_cached_tokens

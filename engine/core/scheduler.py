@@ -1,0 +1,400 @@
+"""Scheduler: who runs how many tokens in the next step. The only writer of requests.
+
+One rule: computed tokens catch up with known tokens. Chunked prefill, decoding, prefix hits,
+resuming after preemption and starting from remote KV are all the same case of it.
+
+    waiting room --> running --> finished
+         ^              |
+         \\-- preempted -/
+
+Who does not run is in the waiting room (`waiting_room.py`). A step costs time in proportion
+to what it schedules, not to what waits.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import RequestOutput
+from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
+from engine.core.metrics import EngineCounters
+from engine.core.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
+from engine.core.request import Request, RequestStatus
+from engine.core.waiting_room import WaitingRoom
+from engine.sampling.grammar import GrammarState
+
+# Blocks kept free when a waiting request is admitted, as a share of all: those that run need them
+# next, and taking them back later means computing everything again.
+WATERMARK = 0.01
+
+
+class Scheduler:
+    """Continuous batching over paged KV.
+
+    Args:
+        kv_cache_manager: gives and takes blocks.
+        max_num_requests: most requests in a step.
+        max_num_batched_tokens: most tokens in a step.
+        long_prefill_token_threshold: most tokens of one request in a step.
+        policy: ``fcfs`` or ``priority``.
+        preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
+
+    Attributes:
+        num_preemptions: since the start.
+        counters: of what was done since the start.
+        failures: request ids, and what was wrong with their grammars; whoever reads them ends the
+            requests that are still here, and empties it.
+        handed_back: requests that were preempted and ended for it; whoever reads them empties it.
+    """
+
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        *,
+        max_num_requests: int,
+        max_num_batched_tokens: int,
+        long_prefill_token_threshold: int,
+        policy: str = "fcfs",
+        preemption: str = "recompute",
+    ) -> None:
+        self.kv_cache_manager = kv_cache_manager
+        self.requests: dict[str, Request] = {}
+        self.num_preemptions = 0
+        self.counters = EngineCounters()
+        self.failures: list[tuple[str, str]] = []
+        self.handed_back: list[Request] = []
+        self._hands_back = preemption == "hand-back"
+        self._max_num_requests = max_num_requests
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._long_prefill_token_threshold = long_prefill_token_threshold
+        self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
+        self._room = WaitingRoom(policy)
+        self._running: list[Request] = []  # by rank: the last one is preempted first
+        self._num_steps_in_flight = 0
+
+    # ------------------------------------------------------------------ requests come
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose KV this engine computes; its siblings follow it."""
+        self._register(request)
+        self._room.queue(request)
+        for sibling in request.siblings:
+            self._register(sibling)
+            self._room.park(sibling, RequestStatus.WAITING_FOR_SHARED_KVS)
+
+    def park(self, request: Request) -> None:
+        """Take a request whose prompt KV a remote node will write."""
+        self._register(request)
+        self._room.park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
+
+    def grant(self, request_id: str) -> GrantedBlocks | None:
+        """Give a parked request what the prefix cache has, blocks for the rest, a decode block.
+
+        None when too few are free or others wait for them: who was preempted comes first.
+        """
+        if self._room.num_waiting:
+            return None
+        request, manager = self.requests[request_id], self.kv_cache_manager
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if not manager.allocate_for_handoff(request, manager.num_tokens_to_grant(request)):
+            return None
+        request.num_cached_tokens = request.num_cached_blocks * manager.block_size
+        self.counters.note_lookup(request)
+        return manager.blocks_to_receive(request)
+
+    def can_begin(self, request: Request) -> bool:
+        """Whether a new request would run in the next step, and no other one the later for it."""
+        manager, has_slot = self.kv_cache_manager, len(self._running) < self._max_num_requests
+        num_blocks = manager.num_blocks_for(manager.num_tokens_to_grant(request))
+        has_blocks = num_blocks + self._watermark_blocks <= manager.block_pool.num_free
+        return has_slot and has_blocks and not self._room
+
+    def commit(self, request_id: str, token_id: int) -> None:
+        """The prompt's KV is complete and the remote node sampled ``token_id``: run from here."""
+        request = self.requests[request_id]
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.token_ids.append(token_id)
+        request.num_computed_tokens = request.num_initial_tokens
+        self.kv_cache_manager.cache_blocks(request)
+        self._room.queue(request)
+        if request.grammar is not None and not request.grammar.accept(token_id):
+            self._fail(request, request.grammar.problem)
+
+    def set_grammar(self, request: Request, grammar: GrammarState | InvalidRequestError) -> None:
+        """A request's grammar is compiled, or cannot be; ignored if the request has ended."""
+        if self.requests.get(request.request_id) is not request:
+            return
+        if isinstance(grammar, InvalidRequestError):
+            self._fail(request, str(grammar))
+            return
+        request.grammar = grammar
+        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            self._room.queue(request)
+        if not all(grammar.accept(token_id) for token_id in request.output_token_ids):
+            self._fail(request, grammar.problem)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now and drop its blocks; None when there is no such request.
+
+        Blocks of a parked one that a remote node may still write must have another holder before.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        else:
+            self._room.leave(request)
+        self._finish(request, RequestStatus.FINISHED_ABORTED)
+        siblings = request.take_siblings()
+        if siblings:  # the next one computes the prompt
+            siblings[0].siblings = siblings[1:]
+            self._room.queue(siblings[0])
+        return request
+
+    # ------------------------------------------------------------------ a step
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could compute anything now."""
+        return bool(self._running or self._room or self._num_steps_in_flight)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that could run, were there room; parked ones are not among them."""
+        return len(self._room)
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose what the next step computes, and give it blocks.
+
+        May be called while a step runs (between `begin` and `update`): each request that samples
+        in it is taken to get one more token, whatever that will be. Nobody is preempted then, for
+        the step writes into the blocks: where memory is short, nothing is scheduled until it ends.
+        """
+        scheduled: list[ScheduledRequest] = []
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
+        if budget is None:
+            return SchedulerOutput((), 0)
+        budget = self._admit_arrived(scheduled, budget)
+        # Memory is short after a preemption: who just lost its blocks must not come straight back.
+        if self.num_preemptions == num_preemptions:
+            budget = self._admit_waiting(scheduled, budget)
+        return SchedulerOutput(tuple(scheduled), self._max_num_batched_tokens - budget)
+
+    def begin(self, scheduled: SchedulerOutput) -> None:
+        """A step runs, or will behind the one that does; `schedule` wants that one updated."""
+        assert self._num_steps_in_flight < 2
+        self._num_steps_in_flight += 1
+        for item in scheduled.scheduled:
+            item.request.begin(item.num_scheduled_tokens)
+
+    def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
+        """Write the oldest step's result into its requests and end those that are done."""
+        outputs, finished = list[RequestOutput](), list[Request]()
+        token_ids, logprobs = output.sampled_token_ids, output.logprobs
+        manager, slides = self.kv_cache_manager, self.kv_cache_manager.slides
+        in_flight = self._num_steps_in_flight > 0
+        self._num_steps_in_flight -= in_flight
+        for item in scheduled.scheduled:
+            request = item.request
+            if in_flight:
+                request.num_tokens_pending -= item.samples
+                request.num_tokens_in_flight -= item.num_scheduled_tokens
+            if request.status.is_finished:  # it ended while the step ran, or before it began
+                self._free_when_idle(request)
+                continue
+            if output.prompt_logprobs:
+                chunk = output.prompt_logprobs.get(request.request_id)
+                if chunk is not None:
+                    request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
+            num_tokens, start = item.num_scheduled_tokens, request.num_computed_tokens
+            request.num_computed_tokens = end = start + num_tokens
+            request.num_forwards += 1
+            if num_tokens > 1 or end % manager.block_size == 0:  # a block may be full
+                manager.cache_blocks(request)
+            if start < request.num_prompt_tokens:
+                self._note_prompt_computed(request, start, num_tokens)
+            if slides and not request.siblings:  # they may need what this one does not
+                manager.free_slid_out(request)
+            token_id = token_ids.get(request.request_id)
+            if token_id is None:
+                continue
+            if request.grammar is not None and not request.grammar.accept(token_id):
+                self._fail(request, request.grammar.problem)
+                continue
+            output_index = len(request.token_ids) - request.num_prompt_tokens
+            prompt_logprobs = () if output_index else request.take_prompt_logprobs()
+            request.token_ids.append(token_id)
+            status = request.status_after(token_id)
+            if status.is_finished:
+                self._finish(request, status)
+                finished.append(request)
+            outputs.append(
+                RequestOutput(
+                    request.request_id,
+                    output_index,
+                    (token_id,),
+                    status.finish_reason,
+                    (logprobs[request.request_id],) if request.request_id in logprobs else (),
+                    prompt_logprobs,
+                )
+            )
+        if finished:
+            self._running = [r for r in self._running if not r.status.is_finished]
+        self.counters.output_tokens += len(outputs)
+        return StepResult(tuple(outputs), tuple(finished), scheduled)
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and debug runs."""
+        self.kv_cache_manager.block_pool.check()
+        self._room.check(self.requests.values())
+        assert self._running == sorted(self._running, key=lambda r: r.rank)
+        assert not any(request.awaits_grammar for request in self._running)
+        for request in self.requests.values():
+            assert not request.status.is_finished
+            assert request.num_computed_tokens <= request.num_tokens
+            assert request.num_computed_tokens <= self.kv_cache_manager.num_tokens_held(request)
+            assert (request.status is RequestStatus.RUNNING) == (request in self._running)
+
+    # ------------------------------------------------------------------ parts of schedule
+
+    def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int | None:
+        """Let running requests go on, best rank first.
+
+        Returns what is left of the budget, or None when somebody must be preempted first.
+        """
+        block_size, num_groups = self.kv_cache_manager.block_size, self.kv_cache_manager.num_groups
+        for request in self._running:  # preempting takes away its end, where we have not been
+            if budget <= 0:
+                break
+            num_tokens = self._num_tokens_next(request, budget)
+            if num_tokens == 0:  # the step in flight samples its last token
+                continue
+            target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
+            fits = target * num_groups <= len(request.block_ids) * block_size  # most of the time
+            if not fits and not self._allocate_or_preempt(request, target):
+                if self._num_steps_in_flight:
+                    return None
+                break  # the request itself was preempted: it was the last
+            scheduled.append(ScheduledRequest(request, num_tokens))
+            budget -= num_tokens
+        return budget
+
+    def _admit_arrived(self, scheduled: list[ScheduledRequest], budget: int) -> int:
+        """Start requests whose prompt's KV is there: they hold blocks, so they come first."""
+        while budget > 0 and len(self._running) < self._max_num_requests:
+            request = self._room.peek_arrived()
+            if request is None:
+                break
+            num_tokens = self._num_tokens_next(request, budget)
+            target = request.num_computed_tokens + num_tokens
+            if self.kv_cache_manager.allocate(request, target) is None:
+                if self._running:
+                    break
+                # They hold all there is among themselves, and none can begin.
+                self._preempt(self._room.pop_last_arrived())
+                continue
+            budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)
+        return budget
+
+    def _admit_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> int:
+        """Start waiting requests, from their cached prefix on."""
+        while budget > 0 and len(self._running) < self._max_num_requests:
+            request = self._room.peek()
+            if request is None:
+                break
+            # Alone, a request may take all there is: it fits, and nobody else needs the spare.
+            spare = self._watermark_blocks if self._running else 0
+            # Room for all known tokens at once, not for the first chunk only: prompts that begin
+            # together would else take the blocks that each of them needs to end.
+            num_cached = self.kv_cache_manager.allocate_with_prefix(request, spare)
+            if num_cached is None:
+                break
+            self._room.pop()
+            request.num_computed_tokens = num_cached
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = num_cached
+                self.counters.note_lookup(request)
+            budget -= self._run(request, self._num_tokens_next(request, budget), scheduled)
+        return budget
+
+    def _run(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> int:
+        request.status = RequestStatus.RUNNING
+        request.started_at = request.started_at or time.monotonic()
+        bisect.insort(self._running, request, key=lambda r: r.rank)
+        scheduled.append(ScheduledRequest(request, num_tokens))
+        return num_tokens
+
+    # ------------------------------------------------------------------ inside
+
+    def _register(self, request: Request) -> None:
+        assert request.request_id not in self.requests, request.request_id
+        self.requests[request.request_id] = request
+        self._room.give_rank(request)
+
+    def _fail(self, request: Request, problem: str) -> None:
+        """End one request; a parked one is left to whoever knows who may still write its blocks."""
+        self.failures.append((request.request_id, problem))
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.abort(request.request_id)
+
+    def _num_tokens_next(self, request: Request, budget: int) -> int:
+        missing = len(request.token_ids) - request.num_computed_tokens
+        if request.num_tokens_in_flight:
+            missing += request.num_tokens_pending - request.num_tokens_in_flight
+            if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
+                return 0
+        return 1 if missing == 1 else min(missing, budget, self._long_prefill_token_threshold)
+
+    def _allocate_or_preempt(self, request: Request, target: int) -> bool:
+        """Have a running request hold ``target`` tokens, if need be at the cost of the last."""
+        while self.kv_cache_manager.allocate(request, target) is None:
+            if self._num_steps_in_flight:
+                return False
+            last = self._running.pop()
+            self._preempt(last)
+            if last is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        if self._hands_back:
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+            self.handed_back.append(request)
+            return
+        self.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+        self._room.put_back(request)
+
+    def _note_prompt_computed(self, request: Request, start: int, num_tokens: int) -> None:
+        """Count a chunk that began at ``start``; with the last one, siblings go on from there."""
+        prompt_left = request.num_prompt_tokens - start
+        num_prompt_tokens = min(prompt_left, num_tokens)
+        request.num_prompt_tokens_computed += num_prompt_tokens
+        self.counters.prompt_tokens_computed += num_prompt_tokens
+        if num_tokens >= prompt_left:
+            for sibling in request.take_siblings():
+                self.kv_cache_manager.share_prompt(request, sibling)
+                # Each computed position but the prompt's last predicts the one behind it.
+                sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
+                self._room.queue(sibling)
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        request.status = status
+        assert status.finish_reason is not None
+        self.counters.finished[status.finish_reason] += 1
+        self._free_when_idle(request)
+        del self.requests[request.request_id]
+
+    def _free_when_idle(self, request: Request) -> None:
+        if not request.num_tokens_in_flight:  # else `update` does, when nothing writes there
+            self.kv_cache_manager.free(request)

@@ -1,0 +1,194 @@
+"""Beam search: the most probable whole outputs, by keeping the best few prefixes of each length.
+
+Needs only something that gives the best next tokens of many prompts. Prefixes that share a
+beginning share its blocks through the prefix cache. Same meaning as `transformers` has
+(`num_beams`, https://huggingface.co/docs/transformers/generation_strategies). Refuses to know:
+engines, blocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from baton.api.errors import InvalidRequestError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import MAX_LOGPROBS
+
+MAX_PENALTY = 10  # the power of a length must be a float
+
+EarlyStopping = bool | Literal["never"]
+TopTokens = Sequence[tuple[int, float]]  # (token id, logprob), best first
+# Given prompts and a number, that many most probable next tokens of each.
+NextTokens = Callable[[Sequence[list[int]], int], Sequence[TopTokens]]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamCompletion:
+    """One output that a beam search found. ``text`` is empty when there is no tokenizer.
+
+    Attributes:
+        token_ids: with the end token, if it ends with one.
+        logprob: of the whole output.
+        score: ``logprob / len(token_ids) ** length_penalty``, by which outputs are ordered.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprob: float
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """Checked when made; raises InvalidRequestError naming the field.
+
+    Attributes:
+        beam_width: outputs that are kept, and returned; with the model's end tokens at most 20.
+        max_tokens: most output tokens, at least 1.
+        length_penalty: exponent of the length in the score, from -10 to 10; above 0 favours long
+            outputs.
+        early_stopping: True ends the search when ``beam_width`` outputs have ended; False, when
+            no output that goes on would be better if it ended now; ``"never"``, when none could
+            ever become better.
+        end_token_ids: that end an output.
+    """
+
+    beam_width: int = 4
+    max_tokens: int = 128
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    end_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        widest = MAX_LOGPROBS - len(self.end_token_ids)
+        for name, value, limit in (
+            ("beam_width", self.beam_width, widest),
+            ("max_tokens", self.max_tokens, 2**31 - 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+                raise InvalidRequestError(
+                    name, f"must be a whole number from 1 to {limit}, got {value!r}"
+                )
+        penalty = self.length_penalty
+        if not isinstance(penalty, int | float) or not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+            raise InvalidRequestError(
+                "length_penalty",
+                f"must be a number from -{MAX_PENALTY} to {MAX_PENALTY}, got {penalty!r}",
+            )
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequestError(
+                "early_stopping", f'must be True, False or "never", got {self.early_stopping!r}'
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """Next tokens to look at per prefix: were all end tokens among them, enough go on."""
+        return self.beam_width + len(self.end_token_ids)
+
+    def score(self, logprob: float, num_tokens: int) -> float:
+        """What outputs are ordered by."""
+        return float(logprob / num_tokens**self.length_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """An output so far.
+
+    Attributes:
+        score: of an output that has ended; else 0.
+    """
+
+    token_ids: tuple[int, ...]
+    logprob: float
+    score: float = 0.0
+
+
+class BeamSearch:
+    """The search for one prompt: ask for `running`, give `advance` what may follow, until `done`.
+
+    Args:
+        max_tokens: most output tokens; the model's length may allow less than the parameters.
+
+    Attributes:
+        running: outputs that go on, best first; all of them equally long.
+        finished: outputs that have ended, best first; ``beam_width`` at most.
+    """
+
+    def __init__(self, params: BeamSearchParams, max_tokens: int) -> None:
+        self._params = params
+        self._max_tokens = max_tokens
+        self.running = [Beam((), 0.0)]
+        self.finished: list[Beam] = []
+        self.done = False
+
+    def advance(self, next_tokens: Sequence[TopTokens]) -> None:
+        """One token more.
+
+        Args:
+            next_tokens: for each running output, its ``num_candidates`` best next tokens.
+        """
+        params = self._params
+        candidates = [
+            Beam((*beam.token_ids, token_id), beam.logprob + logprob)
+            for beam, top in zip(self.running, next_tokens, strict=True)
+            for token_id, logprob in top
+        ]
+        candidates.sort(key=lambda beam: beam.logprob, reverse=True)
+        num_tokens = len(candidates[0].token_ids)
+        at_limit = num_tokens >= self._max_tokens
+        # What ends behind the best beam_width candidates is not good enough to be kept.
+        ended = [
+            Beam(beam.token_ids, beam.logprob, params.score(beam.logprob, num_tokens))
+            for beam in candidates[: params.beam_width]
+            if at_limit or beam.token_ids[-1] in params.end_token_ids
+        ]
+        self.finished = heapq.nlargest(
+            params.beam_width, [*self.finished, *ended], key=lambda beam: beam.score
+        )
+        self.running = [
+            beam for beam in candidates if beam.token_ids[-1] not in params.end_token_ids
+        ][: params.beam_width]
+        self.done = at_limit or not self.running or self._cannot_improve(num_tokens)
+
+    def _cannot_improve(self, num_tokens: int) -> bool:
+        """Whether the outputs that have ended are to be kept whatever the others become."""
+        params = self._params
+        if len(self.finished) < params.beam_width:
+            return False
+        if params.early_stopping is True:
+            return True
+        if params.early_stopping == "never" and params.length_penalty > 0:
+            num_tokens = self._max_tokens
+        best_possible = params.score(self.running[0].logprob, num_tokens)
+        return best_possible <= self.finished[-1].score
+
+
+def search_beams(
+    prompts: Sequence[list[int]],
+    params: BeamSearchParams,
+    max_model_len: int,
+    next_tokens: NextTokens,
+) -> list[list[Beam]]:
+    """For each prompt the outputs that have ended, best first. All prompts advance together."""
+    searches = [
+        BeamSearch(params, min(params.max_tokens, max_model_len - len(prompt)))
+        for prompt in prompts
+    ]
+    while True:
+        active = [
+            (prompt, search)
+            for prompt, search in zip(prompts, searches, strict=True)
+            if not search.done
+        ]
+        if not active:
+            return [search.finished for search in searches]
+        prefixes = [
+            [*prompt, *beam.token_ids] for prompt, search in active for beam in search.running
+        ]
+        found = iter(next_tokens(prefixes, params.num_candidates))
+        for _, search in active:
+            search.advance([next(found) for _ in search.running])

@@ -1,0 +1,326 @@
+"""LLM: the engine in one process, no network. The reference that the split system must equal.
+
+from baton import LLM
+LLM("examples/demo_model").generate(["def read_config(path):"])
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from baton.api.errors import EngineDeadError, InvalidRequestError
+from baton.api.outputs import Completion, FinishReason, RequestOutput, TextDelta
+from baton.api.prompt import (
+    check_prompt,
+    check_sampling_params,
+    choice_request_id,
+    choice_seed,
+    draw_seed,
+)
+from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.model_folder import find_model_folder
+from baton.engine_config import EngineConfig
+from baton.text.tokenizer import Tokenizer
+from engine.core.metrics import EngineMetrics
+from engine.core.request import Request
+from engine.crash_dump import dump_crash
+from engine.engine import Engine
+from engine.offline.answer import Answer
+from engine.offline.beam_search import (
+    Beam,
+    BeamCompletion,
+    BeamSearchParams,
+    EarlyStopping,
+    TopTokens,
+    search_beams,
+)
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """Completes prompts offline.
+
+    Args:
+        model: a folder in Hugging Face format, a GGUF file, or a hub id.
+        chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
+        options: fields of EngineConfig, such as ``dtype="float32"``.
+
+    Raises:
+        ModelLoadError: the model cannot be found or loaded.
+        ConfigError: an option is wrong.
+    """
+
+    def __init__(self, model: str, *, chat_template: Any = None, **options: Any) -> None:
+        folder = find_model_folder(str(model))
+        template_file = None if chat_template is None else Path(chat_template).expanduser()
+        self.tokenizer = (
+            Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
+        )
+        self.engine = Engine(folder, EngineConfig(**options))
+        self._answers: dict[str, Answer] = {}  # of requests in progress
+        self._num_requests = 0
+        self._dead = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete each prompt.
+
+        Args:
+            prompts: texts or lists of token ids; one or many.
+            sampling_params: for all prompts, or one per prompt.
+            progress: show a progress bar on standard error.
+
+        Returns:
+            Completions in prompt order, those of one prompt (``SamplingParams.n``) next to each
+            other; ``text`` is empty for a checkpoint without a tokenizer. One that ends with
+            ``ABORT`` had no token left that its structured output and its bans both allow.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
+        """
+        prompt_list = _as_list(prompts)
+        params_list = _one_per_prompt(sampling_params, len(prompt_list))
+        choices = [
+            self._make_choices(prompt, params)
+            for prompt, params in zip(prompt_list, params_list, strict=True)
+        ]
+        answers = [answer for requests in choices for answer in self._begin(requests)]
+        with _progress_bar(len(answers), shown=progress) as advance:
+            while self.engine.has_work:
+                advance(self._step())
+        return [answer.completion() for answer in answers]
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Answer each conversation, by the checkpoint's chat template; as `generate` otherwise.
+
+        Args:
+            conversations: lists of messages with a ``role`` and a ``content``; one or many.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
+        many = [conversations] if _is_conversation(conversations) else conversations
+        prompts = [self.tokenizer.encode_chat(list(messages)) for messages in many]  # type: ignore[arg-type]  # checked
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        beam_width: int = 4,
+        max_tokens: int = 128,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+    ) -> list[list[BeamCompletion]]:
+        """For each prompt the best ``beam_width`` outputs, best first; see `BeamSearchParams`.
+
+        The tokens of `transformers`' ``generate(num_beams=beam_width, do_sample=False)``. Every
+        step computes what its prefixes do not find in the prefix cache; without one it computes
+        all of them from their beginning, and finds the same.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
+        """
+        params = BeamSearchParams(
+            beam_width=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            end_token_ids=self.engine.eos_token_ids,
+        )
+        token_ids = [self._tokenize(prompt) for prompt in _as_list(prompts)]
+        for prompt in token_ids:
+            self._check_prompt(prompt)
+
+        def next_tokens(prefixes: Sequence[list[int]], num: int) -> list[TopTokens]:
+            one = SamplingParams(max_tokens=1, temperature=0, logprobs=num)
+            return [completion.logprobs[0].top for completion in self.generate(prefixes, one)]
+
+        found = search_beams(token_ids, params, self.engine.max_model_len, next_tokens)
+        return [[self._beam_completion(beam) for beam in beams] for beams in found]
+
+    def _beam_completion(self, beam: Beam) -> BeamCompletion:
+        ended = beam.token_ids[-1] in self.engine.eos_token_ids
+        return BeamCompletion(
+            text=self.tokenizer.decode(beam.token_ids) if self.tokenizer else "",
+            token_ids=beam.token_ids,
+            logprob=beam.logprob,
+            score=beam.score,
+            finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
+        )
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[TextDelta]:
+        """Complete one prompt, piece by piece; leaving the loop ends the request.
+
+        The pieces of several outputs (``SamplingParams.n``) come as they are made.
+        Raises InvalidRequestError, when the iteration begins.
+        """
+        requests = self._make_choices(prompt, sampling_params or SamplingParams())
+        answers = self._begin(requests, streams=True)
+        try:
+            while not all(answer.ended for answer in answers):
+                self._step()
+                for answer in answers:
+                    yield from answer.take_unread()
+            for answer in answers:  # what came while somebody else made the last steps
+                yield from answer.take_unread()
+        finally:
+            for request in requests:
+                self._end(request.request_id)
+            while self.engine.step_in_flight and not self._answers:
+                self._step()  # nothing is left behind
+
+    def metrics(self) -> EngineMetrics:
+        """What the engine has done and what it holds."""
+        return self.engine.metrics()
+
+    def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
+        """Give a prompt's requests to the engine."""
+        answers = []
+        for index, request in enumerate(choices):
+            answer = Answer(request, self.tokenizer, choice_index=index, streams=streams)
+            self._answers[request.request_id] = answer
+            answers.append(answer)
+        choices[0].siblings = choices[1:]
+        self.engine.add(choices[0])
+        return answers
+
+    def _end(self, request_id: str) -> None:
+        """Forget a request, and end it where a stop string or its reader did so first."""
+        self._answers.pop(request_id, None)
+        self.engine.abort(request_id)
+
+    def _step(self) -> int:
+        """A step, and its outputs to their answers; returns how many requests ended.
+
+        What nobody expected is dumped to a file and ends the engine.
+        """
+        if self._dead:
+            raise EngineDeadError("the engine has failed before; make a new LLM")
+        try:
+            result = self.engine.step()
+        except Exception as error:  # the loop's top
+            self._dead = True
+            path = dump_crash(self.engine, error)
+            raise EngineDeadError(f"the engine cannot continue: {error}; see {path}") from error
+        num_ended = self._end_failed()
+        for output in result.outputs:
+            answer = self._answers.get(output.request_id)
+            if answer is None:  # somebody gave it to the engine directly
+                continue
+            answer.take(output)
+            if answer.ended:
+                self._end(output.request_id)
+                num_ended += 1
+        return num_ended
+
+    def _end_failed(self) -> int:
+        """Abort answers that no token can go on with; returns how many."""
+        num_ended = 0
+        for request_id, problem in self.engine.take_failures():
+            answer = self._answers.pop(request_id, None)
+            if answer is not None:
+                logger.warning("%s ends: %s", request_id, problem)
+                index = answer.request.num_output_tokens
+                answer.take(RequestOutput(request_id, index, (), FinishReason.ABORT))
+                num_ended += 1
+        return num_ended
+
+    def _make_choices(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """A request for each of the outputs that are wanted of a prompt."""
+        token_ids = self._tokenize(prompt)
+        engine = self.engine
+        self._check_prompt(token_ids)
+        check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
+        self._num_requests += 1
+        seed = draw_seed() if params.seed is None else params.seed
+        return [
+            Request.create(
+                choice_request_id(f"offline-{self._num_requests}", index),
+                token_ids,
+                params,
+                seed=choice_seed(seed, index),
+                eos_token_ids=engine.eos_token_ids,
+                max_model_len=engine.max_model_len,
+                grammar=engine.compile_grammar(params),
+            )
+            for index in range(params.n)
+        ]
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        check_prompt(
+            token_ids,
+            vocab_size=self.engine.model_config.vocab_size,
+            max_model_len=self.engine.max_model_len,
+        )
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token_id) for token_id in prompt]
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "prompt", "this checkpoint has no tokenizer.json: give token ids"
+            )
+        return self.tokenizer.encode(prompt)
+
+
+def _is_conversation(value: object) -> bool:
+    """Whether this is one conversation: a list of messages, not of lists."""
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
+
+
+@contextmanager
+def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, or nothing; gives what advances it."""
+    if not shown:
+        yield lambda num: None
+        return
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda num: bar.advance(task, num)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # a single list of token ids
+    return list(prompts)  # type: ignore[arg-type]  # a list of prompts
+
+
+def _one_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequestError(
+            "sampling_params", f"must be one or {num_prompts} (one per prompt), got {len(params)}"
+        )
+    return list(params)

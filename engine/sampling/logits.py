@@ -1,0 +1,89 @@
+"""Logits as a request wants them: penalties, biases and bans, before a token is chosen.
+
+A function of the model's logits and the request's own tokens and nothing else, so that neither the
+batch, nor the node, nor a preemption can change it. Knows no temperature and no randomness.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from baton.api.sampling_params import SamplingParams
+from engine.sampling.grammar import allowed_token_masks
+from engine.sampling.sampling_input import RequestSnapshot
+
+# A penalty next to 0 or to infinity would make numbers that temperature cannot divide.
+_LARGEST_LOGIT = 1e300
+
+
+def adjust_logits(logits: Tensor, requests: Sequence[RequestSnapshot]) -> Tensor:
+    """Penalties, then biases, then bans and grammars; `[num_requests, vocab_size]` in and out.
+
+    Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858. Presence and frequency penalty,
+    logit bias: as in the OpenAI API.
+
+    Args:
+        logits: row i belongs to ``requests[i]``; is not written to.
+
+    Returns:
+        float64; banned tokens are minus infinity.
+    """
+    adjusted = logits.to(torch.float64, copy=True)
+    grammars = [request.grammar for request in requests]
+    masks = allowed_token_masks(grammars, adjusted.shape[1], adjusted.device)
+    for index, (row, request) in enumerate(zip(adjusted, requests, strict=True)):
+        params = request.sampling_params
+        if params.repetition_penalty != 1:
+            _penalize_repetition(row, set(request.token_ids), params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            _penalize_output(row, Counter(request.output_token_ids), params)
+        if params.logit_bias:
+            token_ids, biases = zip(*params.logit_bias, strict=True)
+            row[_index(token_ids, row)] += _values(biases, row)
+        _ban(row, request, masks.get(index))
+    return adjusted
+
+
+def _penalize_repetition(row: Tensor, token_ids: Collection[int], penalty: float) -> None:
+    index = _index(token_ids, row)
+    seen = row[index]
+    seen = torch.where(seen > 0, seen / penalty, seen * penalty)
+    row[index] = seen.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
+
+
+def _penalize_output(row: Tensor, counts: Counter[int], params: SamplingParams) -> None:
+    if counts:
+        times = _values(list(counts.values()), row)
+        penalty = params.presence_penalty + params.frequency_penalty * times
+        row[_index(counts.keys(), row)] -= penalty
+
+
+def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
+    """Minus infinity for what must not be drawn. End tokens stay if nothing else would."""
+    params = request.sampling_params
+    if params.allowed_token_ids is not None:
+        only = torch.full_like(row, -torch.inf)
+        index = _index(params.allowed_token_ids, row)
+        only[index] = row[index]
+        row.copy_(only)
+    if params.banned_token_ids:
+        row[_index(params.banned_token_ids, row)] = -torch.inf
+    if allowed is not None:
+        row.masked_fill_(~allowed, -torch.inf)
+    if request.num_output_tokens < params.min_tokens:
+        # A checkpoint may name end tokens that its vocabulary does not have.
+        ends = [token_id for token_id in request.stop_token_ids if token_id < len(row)]
+        without_ends = row.index_fill(0, _index(ends, row), -torch.inf)
+        row.copy_(torch.where(without_ends.isfinite().any(), without_ends, row))
+
+
+def _index(token_ids: Collection[int], row: Tensor) -> Tensor:
+    return torch.tensor(list(token_ids), dtype=torch.int64, device=row.device)
+
+
+def _values(values: Sequence[float], row: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=row.dtype, device=row.device)

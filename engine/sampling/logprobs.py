@@ -1,0 +1,115 @@
+"""Logprobs: how probable the model itself held a token, and the best ones, to be.
+
+Of output tokens and of prompt tokens; from the log-softmax of the model's own logits: before
+penalties, biases, bans, temperature and filters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.api.outputs import TokenLogprobs
+from engine.core.outputs import PromptLogprobs, ScheduledRequest
+from engine.sampling.sampling_input import SamplingInput
+
+# Logits of so many prompt tokens at a time: those of a long chunk would take gigabytes.
+MAX_PROMPT_ROWS = 256
+
+
+def compute_logprobs(
+    logits: Tensor, sampling: SamplingInput, token_ids: Sequence[int]
+) -> dict[str, TokenLogprobs]:
+    """For the requests that ask for them, by request id.
+
+    Args:
+        logits: `[num_requests, vocab_size]`; row i belongs to request i of ``sampling``.
+        token_ids: that were sampled from them.
+    """
+    num_top = sampling.parameters["num_logprobs"]
+    rows = (num_top >= 0).nonzero()[0].tolist()
+    if not rows:
+        return {}
+    found = _token_logprobs(logits[rows], [token_ids[row] for row in rows], num_top[rows].tolist())
+    return {sampling.request_ids[row]: one for row, one in zip(rows, found, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """The part of a step that predicts tokens of a prompt whose request asks for their logprobs.
+
+    Attributes:
+        first_row: of the step's hidden states.
+        first_position: of ``token_ids[0]`` in the prompt; the row before it predicts it.
+        token_ids: the predicted tokens; none where the step computes the prompt's last token only.
+        num_top: most probable tokens wanted with each.
+    """
+
+    request_id: str
+    first_row: int
+    first_position: int
+    token_ids: tuple[int, ...]
+    num_top: int
+
+    @classmethod
+    def of(cls, item: ScheduledRequest, first_row: int) -> PromptRows:
+        """Of a request that asks; what is computed again after its first output predicts none."""
+        request = item.request
+        first = request.num_computed_tokens + 1
+        end = min(first + item.num_scheduled_tokens, request.num_prompt_tokens)
+        token_ids = request.token_ids[first:end] if request.num_output_tokens == 0 else []
+        num_top = request.sampling_params.prompt_logprobs
+        return cls(request.request_id, first_row, first, tuple(token_ids), num_top or 0)
+
+
+def compute_prompt_logprobs(
+    hidden_states: Tensor,
+    compute_logits: Callable[[Tensor], Tensor],
+    prompt_rows: Sequence[PromptRows],
+) -> dict[str, PromptLogprobs]:
+    """For each of the chunks, by request id.
+
+    Args:
+        hidden_states: `[num_tokens, hidden_size]` of the step.
+        compute_logits: `[n, hidden_size]` to `[n, vocab_size]`.
+    """
+    return {
+        chunk.request_id: PromptLogprobs(
+            chunk.first_position,
+            tuple(
+                one
+                for start in range(0, len(chunk.token_ids), MAX_PROMPT_ROWS)
+                for one in _slice_logprobs(hidden_states, compute_logits, chunk, start)
+            ),
+        )
+        for chunk in prompt_rows
+        if chunk.token_ids
+    }
+
+
+def _slice_logprobs(
+    hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor], chunk: PromptRows, start: int
+) -> list[TokenLogprobs]:
+    token_ids = chunk.token_ids[start : start + MAX_PROMPT_ROWS]
+    first = chunk.first_row + start
+    logits = compute_logits(hidden_states[first : first + len(token_ids)])
+    return _token_logprobs(logits, token_ids, [chunk.num_top] * len(token_ids))
+
+
+def _token_logprobs(
+    logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Row by row: of that token, and of that many best ones. Logits are `[n, vocab_size]`."""
+    logprobs = logits.float().log_softmax(dim=-1)  # [n, vocab_size]
+    top = logprobs.topk(min(max(num_top), logprobs.shape[-1]), dim=-1)
+    # One transfer each instead of one per row.
+    best_ids, best = top.indices.tolist(), top.values.tolist()
+    index = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device).unsqueeze(1)
+    chosen = logprobs.gather(1, index).squeeze(1).tolist()
+    return [
+        TokenLogprobs(logprob, tuple(zip(ids[:num], values[:num], strict=True)))
+        for logprob, ids, values, num in zip(chosen, best_ids, best, num_top, strict=True)
+    ]

@@ -1,0 +1,215 @@
+"""Sampler: logits to tokens. Randomness is a function of (seed, output position, token id) alone.
+
+So the same request gives the same tokens whatever shares its batch, whichever node samples, and
+after any preemption or retry. Here is what the filters keep; which of that is drawn: gumbel.py.
+What the size of the vocabulary multiplies is float32; on a CPU, what decides is float64. On a GPU
+with Triton `baton_kernels.triton.sampling` does the same in a few launches.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.sampling.device_sampling import (
+    LARGEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    sample_on_device,
+    upload_parameters,
+)
+from engine.sampling.gumbel import Floats, TokenIds, Words, best_scores, draw
+from engine.sampling.logits import adjust_logits
+from engine.sampling.sampling_input import SamplingInput
+
+# Most distributions have nearly all their mass in so many tokens, and sorting a whole vocabulary
+# for top-p costs many times more: where the first do not hold enough, the next are looked at.
+TOP_VALUES = (128, 2048)
+# Share of all logits beyond which picking the kept ones out takes longer than a draw of them all.
+MANY_KEPT = 1 / 32
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def sample(logits: Tensor, sampling: SamplingInput) -> list[int]:
+    """One next token per request.
+
+    Args:
+        logits: `[num_requests, vocab_size]` float32; row i belongs to request i of ``sampling``.
+    """
+    parameters, keys = sampling.parameters, sampling.keys
+    if not sampling.adjusted:
+        return _as_list(_choose(logits, parameters, keys))
+    token_ids = np.empty(len(logits), dtype=np.int64)
+    adjusted = np.fromiter(sampling.adjusted, dtype=np.int64)
+    plain = np.delete(np.arange(len(logits)), adjusted)
+    changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()))
+    token_ids[adjusted] = _choose(changed, parameters[adjusted], keys[adjusted])
+    if len(plain):
+        token_ids[plain] = _choose(_rows(logits, plain), parameters[plain], keys[plain])
+    return _as_list(token_ids)
+
+
+def _as_list(token_ids: TokenIds) -> list[int]:
+    as_list: list[int] = token_ids.tolist()
+    return as_list
+
+
+def _choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
+    """The most probable token of greedy requests, a drawn one of the others."""
+    if logits.is_cuda and _HAS_TRITON:
+        return _choose_by_kernel(logits, parameters, keys)
+    filtered = (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
+    ways = np.where(parameters["temperature"] == 0, 0, 1 + filtered)
+    choose = (_most_probable, _draw, _draw_filtered)
+    if len(ways) == 1 or (ways == ways[0]).all():
+        return choose[ways[0]](logits, parameters, keys)
+    token_ids = np.empty(len(logits), dtype=np.int64)
+    for way in np.unique(ways):
+        rows = (ways == way).nonzero()[0]
+        token_ids[rows] = choose[way](_rows(logits, rows), parameters[rows], keys[rows])
+    return token_ids
+
+
+def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
+    """`_choose` where the logits are: all parameters go there in one copy, and token ids return."""
+    tensors = upload_parameters(parameters, keys, logits.device)
+    token_ids: TokenIds = sample_on_device(logits.float(), tensors).cpu().numpy()
+    return token_ids
+
+
+def _rows(logits: Tensor, rows: TokenIds) -> Tensor:
+    """Some rows of the logits; no copy where they are all of them."""
+    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
+
+
+def _most_probable(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
+    # Of equal ones the first. On the host numpy takes 1/20 of torch's time.
+    token_ids: TokenIds = (
+        logits.argmax(dim=-1).cpu().numpy() if logits.is_cuda else logits.numpy().argmax(axis=-1)
+    )
+    return token_ids
+
+
+def _draw(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
+    return draw(logits, _temperatures(parameters), keys)
+
+
+def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
+    return parameters["temperature"].clip(LEAST_TEMPERATURE, LARGEST_TEMPERATURE)
+
+
+# ------------------------------------------------------------------ with filters
+
+
+def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
+    """With the noise that it has without filters, so that the winner is the same if it is kept."""
+    temperatures = _temperatures(parameters)
+    least = _least_kept(logits, parameters)[:, None]
+    if logits.is_cuda:
+        gone = logits < torch.from_numpy(least).to(logits)
+        return draw(logits.masked_fill(gone, -torch.inf), temperatures, keys)
+    host = logits.numpy()
+    kept = host >= least.astype(host.dtype)  # [num_requests, vocab_size]
+    if np.count_nonzero(kept) > MANY_KEPT * kept.size:
+        return draw(torch.from_numpy(np.where(kept, host, -np.inf)), temperatures, keys)
+    index = np.flatnonzero(kept)
+    rows, token_ids = np.divmod(index, host.shape[1])
+    values = host.reshape(-1)[index].astype(np.float64)
+    return best_scores(len(host), rows, token_ids, values, temperatures, keys)
+
+
+def _least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
+    """The least logit that each request keeps: `[num_requests]`.
+
+    Top-p looks at the distribution that top-k left and keeps the token that crosses the threshold;
+    min-p (Nguyen et al., "Turning Up the Heat", arXiv 2407.01082) is a share of the best. Equally
+    probable tokens stay or go together, so that the order in which a sort leaves them does not
+    matter, nor who else is in the batch.
+    """
+    vocab_size = logits.shape[-1]
+    top_k, top_p = parameters["top_k"], parameters["top_p"]
+    limits = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
+    open_ended = (limits == vocab_size) & (top_p < 1)
+    num_values = int(np.where(limits < vocab_size, limits, 1).max())
+    if open_ended.any():
+        num_values = max(num_values, min(TOP_VALUES[0], vocab_size))
+    ordered = _largest(logits, num_values)
+    best = ordered[:, 0].copy()
+    totals = np.ones(len(logits))
+    if open_ended.any():
+        rows = open_ended.nonzero()[0]
+        totals[rows] = _total_weight(_rows(logits, rows), parameters[rows])
+    least, enough = _least_of(ordered, limits, totals, parameters)
+    for num_values in (*TOP_VALUES[1:], vocab_size):
+        short = (open_ended & ~enough).nonzero()[0]
+        if not len(short):
+            break
+        ordered = _largest(_rows(logits, short), min(num_values, vocab_size))
+        found = _least_of(ordered, limits[short], totals[short], parameters[short])
+        least[short], enough[short] = found
+    with np.errstate(divide="ignore", invalid="ignore"):
+        by_min_p = best + _temperatures(parameters) * np.log(parameters["min_p"])
+    kept: Floats = np.fmax(least, by_min_p)
+    return kept
+
+
+def _least_of(
+    ordered: Floats,
+    limits: npt.NDArray[np.int64],
+    totals: Floats,
+    parameters: npt.NDArray[np.void],
+) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """The least logit that top-k and top-p keep, and whether ``ordered`` goes far enough for top-p.
+
+    Args:
+        ordered: `[num_requests, num_values]`, the largest logits, falling.
+        limits: `[num_requests]`, top-k; the size of the vocabulary when it is off.
+        totals: `[num_requests]`, weight of the vocabulary, where top-k is off and top-p is not.
+
+    Returns:
+        `[num_requests]` both.
+    """
+    num_values = ordered.shape[1]
+    top_p = parameters["top_p"]
+    weights = _weights(ordered, ordered[:, 0], parameters)
+    weights[np.arange(num_values) >= limits[:, None]] = 0
+    cumulative = weights.cumsum(axis=1)
+    has_top_k = limits <= num_values
+    target = top_p * np.where(has_top_k, cumulative[:, -1], totals)
+    target[top_p >= 1] = np.inf
+    kept = (weights > 0) & (cumulative - weights < target[:, None])
+    last = np.maximum(kept.sum(axis=1) - 1, 0)
+    least = ordered[np.arange(len(ordered)), last]
+    return np.where(has_top_k | (top_p < 1), least, -np.inf), cumulative[:, -1] >= target
+
+
+def _weights(values: Floats, best: Floats, parameters: npt.NDArray[np.void]) -> Floats:
+    """How probable logits are against the best one; `[num_requests, n]` in and out."""
+    with np.errstate(invalid="ignore", under="ignore"):  # where all are banned: NaN
+        weights: Floats = np.exp((values - best[:, None]) / _temperatures(parameters)[:, None])
+    return weights
+
+
+def _total_weight(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
+    """The same of the whole vocabulary, added up: `[num_requests]`."""
+    temperatures = torch.from_numpy(_temperatures(parameters)).to(logits).unsqueeze(1)
+    # Of the best one it is 1, so that the share of that one tells all.
+    shares = (logits / temperatures).softmax(dim=-1)
+    best: Floats = shares.amax(dim=-1).double().cpu().numpy()
+    return 1 / best
+
+
+def _largest(logits: Tensor, num_values: int) -> Floats:
+    """`[num_requests, num_values]` float64 on the host, falling."""
+    if logits.is_cuda:
+        return np.asarray(logits.topk(num_values).values.cpu().numpy(), dtype=np.float64)
+    values = logits.numpy()  # numpy's partition takes 1/5 of the time of torch's topk
+    if num_values == 1:
+        return np.asarray(values.max(axis=1, keepdims=True), dtype=np.float64)
+    first = values.shape[1] - num_values
+    largest = np.partition(values, first, axis=1)[:, first:] if first else values.copy()
+    largest.sort(axis=1)
+    return np.asarray(largest[:, ::-1], dtype=np.float64)

@@ -1,0 +1,1 @@
+"""What owns a device: KV memory, input batch, graphs, model runner, profile."""

@@ -1,0 +1,105 @@
+"""BlockTable: where the KV of running requests is, as one persistent host table. Knows no request.
+
+row of a request   | b0 b1 b2 .  .  . |     kept between steps; a step writes what is new
+                     num_blocks = 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.core.kv_retention import NULL_BLOCK
+
+
+class BlockTable:
+    """The block ids of one KV cache group; a row is one request's for as long as it is used.
+
+    Args:
+        max_num_requests: rows.
+        max_blocks: most blocks of one request.
+        block_size: tokens per block.
+        group: whose blocks these are: every ``num_groups``-th from there on.
+        num_groups: of the KV cache.
+        slides: whether blocks slide out of the group's window.
+    """
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        max_blocks: int,
+        block_size: int,
+        *,
+        group: int = 0,
+        num_groups: int = 1,
+        slides: bool = False,
+    ) -> None:
+        self._num_blocks = [0] * max_num_requests  # written, by row
+        self._num_null = [0] * max_num_requests  # leading ones of these
+        self._block_size = block_size
+        self._group = group
+        self._num_groups = num_groups
+        self._slides = slides
+        self._table = torch.zeros(max_num_requests, max_blocks, dtype=torch.int32)
+        self._rows = self._table.numpy()
+        self._flat = self._rows.reshape(-1)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens of one request."""
+        return -(-num_tokens // self._block_size)
+
+    def clear(self, row: int) -> None:
+        """The row is another request's from now on, or its request has other blocks."""
+        self._num_blocks[row] = self._num_null[row] = 0
+
+    def extend(self, row: int, block_ids: Sequence[int]) -> None:
+        """Write what changed since the last call: blocks were added, and others slid out.
+
+        Args:
+            block_ids: all of the request's, of all groups.
+        """
+        stride, written = self._num_groups, self._num_blocks[row]
+        added = block_ids[written * stride + self._group :: stride]
+        if added:
+            self._rows[row, written : written + len(added)] = added
+            self._num_blocks[row] = written + len(added)
+        if self._slides:
+            null = self._num_null[row]
+            while null < self._num_blocks[row] and (
+                block_ids[null * stride + self._group] == NULL_BLOCK
+            ):
+                self._rows[row, null] = NULL_BLOCK
+                null += 1
+            self._num_null[row] = null
+
+    def slots(
+        self,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int64],
+    ) -> None:
+        """Where tokens are written: block id * block_size + offset. All are `[num_tokens]`.
+
+        Args:
+            rows: of the request of each token.
+            positions: of each token in its request.
+        """
+        blocks, offsets = np.divmod(positions, self._block_size)
+        blocks += rows * self._rows.shape[1]
+        np.multiply(self._flat[blocks], self._block_size, out=out, dtype=np.int64)
+        out += offsets
+
+    def gather(self, rows: npt.NDArray[np.int64], num_blocks: int, out: Tensor) -> Tensor:
+        """The first blocks of some rows: `[num_requests, num_blocks]` int32, a view of ``out``.
+
+        Args:
+            rows: `[num_requests]`, in batch order.
+            out: `[num_requests * num_blocks]` or longer, int32.
+        """
+        gathered = out[: len(rows) * num_blocks].view(len(rows), num_blocks)
+        torch.index_select(self._table[:, :num_blocks], 0, torch.from_numpy(rows), out=gathered)
+        return gathered

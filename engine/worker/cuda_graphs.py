@@ -1,0 +1,148 @@
+"""CUDA graphs of decode steps: captured once per size, replayed with other inputs.
+
+Launching a step's kernels one by one takes longer than they run, in small models several times as
+long. A graph holds all of them, from the token ids of the requests to those that follow:
+
+    token ids | layers | output head | sampling | last tokens, for the step behind this one
+
+Sizes are captured from the largest down in one memory pool, so that the smaller ones live in what
+the largest needs. A step is padded to the next size; see `graph_inputs.py`. Every other step
+(prompts, callbacks after layers, too many requests) is computed eagerly.
+Refuses to know: requests, schedulers, how attention plans its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.engine_config import EngineConfig
+from baton_kernels.attention.base import AttentionBackend
+from engine.sampling.device_sampling import sample_on_device
+from engine.worker.graph_inputs import GraphInputs, StagedStep
+from models.base import CausalLM, ForwardContext
+
+# Runs a step's body once or more, and gives what computes it again.
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+# Backends whose decode steps launch the same kernels whatever the lengths are.
+CAPTURABLE_BACKENDS = ("triton",)
+
+
+def captured_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of requests that are captured: 1, 2, 4, 8, then every 8th, beyond 256 every 16th.
+
+    The last one is ``most``.
+    """
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16))
+    return (*(size for size in sizes if size < most), most)
+
+
+def reason_against_graphs(
+    config: EngineConfig, device: torch.device, backend_name: str
+) -> str | None:
+    """Why decode steps are not captured, as one phrase for the log; None: they are."""
+    if not config.cuda_graphs:
+        return "switched off"
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    if backend_name not in CAPTURABLE_BACKENDS:
+        return f"attention backend {backend_name} cannot be captured"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphContext:
+    """What a forward needs besides its inputs; the same in every step.
+
+    Attributes:
+        model: the network, on its device.
+        backends: attention, one for each KV cache group.
+        layer_groups: of each layer, its group.
+        layer_caches: of each layer, its part of the cache; they must never move.
+    """
+
+    model: CausalLM
+    backends: Sequence[AttentionBackend]
+    layer_groups: tuple[int, ...]
+    layer_caches: tuple[Tensor, ...]
+
+
+class StepGraphs:
+    """The captured sizes, and the outputs of the replay that was last.
+
+    Args:
+        context: the model and its cache.
+        inputs: what the graphs read.
+        capture: records a step; tests on a CPU give one that runs it again.
+    """
+
+    def __init__(self, context: GraphContext, inputs: GraphInputs, capture: Capture) -> None:
+        self._context = context
+        self._inputs = inputs
+        self._capture = capture
+        self._replays: dict[int, Callable[[], None]] = {}
+        weight = context.layer_caches[0]
+        largest, config = inputs.sizes[-1], context.model.config
+        # [largest, hidden_size] and [largest]; not in the memory that the graphs share.
+        self._hidden = torch.zeros(
+            largest, config.hidden_size, dtype=weight.dtype, device=weight.device
+        )
+        self._token_ids = torch.zeros(largest, dtype=torch.int64, device=weight.device)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What is captured, rising."""
+        return tuple(sorted(self._replays))
+
+    def capture(self, size: int) -> None:
+        """Capture a size; larger ones before smaller ones."""
+        self._replays[size] = self._capture(self._body(size))
+
+    def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
+        """Launch a step.
+
+        Returns:
+            ``(hidden_states, token_ids)``, `[num_requests, hidden_size]` after the last norm and
+            `[num_requests]` int64, sampled without regard to penalties and grammars; overwritten
+            by the next replay.
+        """
+        self._inputs.upload(staged)
+        self._replays[staged.size]()
+        return self._hidden[: staged.num_requests], self._token_ids[: staged.num_requests]
+
+    def correct(self, staged: StagedStep, token_ids: Tensor) -> None:
+        """What was sampled otherwise is what the step behind the last replay goes on from.
+
+        Args:
+            token_ids: `[num_requests]` int64 on the device.
+        """
+        rows = self._inputs.section("rows", staged.num_requests)
+        self._inputs.last_tokens.scatter_(0, rows, token_ids)
+
+    def _body(self, size: int) -> Callable[[], None]:
+        inputs, context = self._inputs, self._context
+        attention = inputs.metadata(size)
+        forward_context = ForwardContext(
+            positions=inputs.section("positions", size),
+            groups=tuple(zip(attention, context.backends, strict=True)),
+            layer_groups=context.layer_groups,
+            layer_caches=context.layer_caches,
+        )
+        token_index, rows = inputs.section("token_index", size), inputs.section("rows", size)
+        sampling = inputs.sampling_tensors(size)
+
+        def body() -> None:
+            for backend, metadata in zip(context.backends, attention, strict=True):
+                backend.plan(metadata)
+            input_ids = inputs.source.index_select(0, token_index)  # [size]
+            hidden = context.model.forward(input_ids, forward_context)  # [size, hidden_size]
+            token_ids = sample_on_device(context.model.compute_logits(hidden), sampling)
+            inputs.last_tokens.scatter_(0, rows, token_ids)
+            self._hidden[:size].copy_(hidden)
+            self._token_ids[:size].copy_(token_ids)
+
+        return body

@@ -1,0 +1,100 @@
+"""Where an engine computes, and in which type: the options and what the machine has.
+
+Refuses to know: what a model computes, memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+
+import torch
+
+from baton.api.errors import ConfigError
+from baton.engine_config import EngineConfig
+from baton_kernels import FP8
+from baton_kernels.dispatch import enable_native_kernels
+from models.base import CausalLM
+from models.config import ModelConfig
+from models.cpu.packing import pack_for_cpu
+
+logger = logging.getLogger(__name__)
+
+_ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name, with its index, and from now on this thread's current one.
+
+    Raises ConfigError when there is none, or when peers could not reach its memory.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {name!r} is not a device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device: {name!r} was asked for, but there is no CUDA device here")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name!r}, but there are {torch.cuda.device_count()} here")
+    check_allocator(os.environ)
+    device = torch.device("cuda", index)
+    make_current(device)
+    return device
+
+
+def make_current(device: torch.device) -> None:
+    """Launch this thread's kernels on a device from now on; every thread has its own.
+
+    PyTorch looks at its tensors; Triton launches on the current device, whatever the tensors say.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
+    """Raise ConfigError where PyTorch would take GPU memory that no other process can map.
+
+    NIXL hands memory of ``cudaMalloc`` to peers on the same machine (CUDA IPC); expandable
+    segments are not made of that.
+    """
+    for option in _ALLOCATOR_OPTIONS:
+        if re.search(r"expandable_segments\s*:\s*true", environment.get(option, ""), re.IGNORECASE):
+            raise ConfigError(
+                f"{option}: expandable_segments:True makes KV memory that no peer can map; unset it"
+            )
+
+
+def choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
+    """Of weights and computation."""
+    if name == "auto":
+        # Most CPUs have no 16-bit arithmetic: there a smaller type is slower, not faster.
+        name = "float32" if device.type == "cpu" else model.dtype
+        if name == "float32" and device.type != "cpu":
+            # Twice the memory, and a fraction of the speed of its matrix units.
+            name = "bfloat16"
+            logger.info("dtype bfloat16 for a float32 checkpoint; --dtype float32 keeps its own")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values in the cache of a model that computes in ``dtype``."""
+    return FP8 if name == "fp8" else dtype
+
+
+def fit_to_device(model: CausalLM, config: EngineConfig, device: torch.device) -> None:
+    """Bring the model into the form that its device computes with; raises ConfigError."""
+    if device.type == "cpu":
+        enable_native_kernels(config.native_kernels)
+        pack_for_cpu(model, config.weights)
+    elif config.weights != "auto":
+        raise ConfigError(f"weights: {config.weights} is for CPUs, got device {device}")

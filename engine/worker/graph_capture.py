@@ -1,0 +1,153 @@
+"""Captures decode steps on a GPU at start: what it takes, what it costs, whether it can be done.
+
+Refuses to know: what a step computes, when it is replayed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from baton.engine_config import EngineConfig
+from engine.worker.cuda_graphs import reason_against_graphs
+from engine.worker.kv_cache import KVCacheSpec
+from engine.worker.model_runner import ModelRunner, make_model_runner
+from models.base import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+class CaptureError(Exception):
+    """A step cannot be captured, and why; the engine goes on without graphs."""
+
+
+@functools.cache
+def capture_stream(device_index: int) -> torch.cuda.Stream:
+    """The stream that all steps of a device are captured on, as long as the process lives.
+
+    cuBLAS has a workspace for every stream on which it has ever multiplied (32 MiB on Hopper), and
+    gives none back: this one's is taken here, once, so that nobody finds it among a graph's memory.
+    """
+    stream = torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        _multiply(torch.device("cuda", device_index))
+    return stream
+
+
+def _multiply(device: torch.device) -> None:
+    """What makes cuBLAS take its workspace."""
+    matrix = torch.ones(64, 64, device=device)
+    torch.mm(matrix, matrix)
+
+
+class DeviceCapture:
+    """Captures on the current CUDA device; all graphs share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = capture_stream(torch.cuda.current_device())
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        """See `cuda_graphs.Capture`."""
+        self._warm_up(body)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (of a connector, say) may use the device meanwhile.
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                body()
+        except RuntimeError as error:
+            raise CaptureError(f"a decode step cannot be captured: {error}") from error
+        return graph.replay
+
+    def _warm_up(self, body: Callable[[], None]) -> None:
+        """Compile kernels and let libraries take their memory; then look for what waits.
+
+        Something that waits inside a capture would be told of by an error that says nothing.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            body()
+            torch.cuda.synchronize()
+            with warnings.catch_warnings():  # that the mode is new, and does not find everything
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                body()
+            except RuntimeError as error:
+                raise CaptureError(f"a decode step cannot be captured: {error}") from error
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+
+def make_captured_runner(
+    model: CausalLM,
+    kv_cache: torch.Tensor,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    backend_name: str,
+    max_model_len: int,
+) -> ModelRunner:
+    """A runner whose decode steps are captured where they can be; a log line tells of it."""
+    reason_against = reason_against_graphs(config, kv_cache.device, backend_name)
+    runner = make_model_runner(
+        model, kv_cache, spec, config, backend_name, max_model_len,
+        with_graphs=reason_against is None,
+    )  # fmt: skip
+    if reason_against is None:
+        _capture(runner)
+    else:
+        logger.info("cuda graphs off: %s", reason_against)
+    return runner
+
+
+def _capture(runner: ModelRunner) -> None:
+    started = time.monotonic()
+    try:
+        runner.capture_graphs(DeviceCapture())
+    except CaptureError as error:
+        logger.warning("cuda graphs off: %s", error)
+        return
+    sizes = runner.graph_sizes
+    seconds = time.monotonic() - started
+    logger.info(
+        "cuda graphs on: %d sizes of up to %d requests in %.1f s", len(sizes), sizes[-1], seconds
+    )
+
+
+def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
+    """Memory that the graphs of a runner will take, from its two largest, captured for that.
+
+    Smaller ones live in the memory of the largest; what each adds on its own is taken to be what
+    the second largest adds. Nothing where they cannot be captured.
+
+    Args:
+        make_runner: makes one with inputs for graphs; it is forgotten afterwards.
+    """
+    capture_stream(torch.cuda.current_device())  # its memory is no graph's
+    free_before = _free_bytes()
+    runner = make_runner()
+    sizes = runner.capturable_sizes
+    free_after = []
+    try:
+        for num_graphs in (1, 2):
+            runner.capture_graphs(DeviceCapture(), sizes[-num_graphs:])
+            free_after.append(_free_bytes())
+    except CaptureError:  # the engine says so when it captures
+        return 0
+    each = max(free_after[0] - free_after[1], 0)
+    return max(free_before - free_after[0], 0) + each * (len(sizes) - 1)
+
+
+def _free_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free: int = torch.cuda.mem_get_info()[0]
+    return free

@@ -1,0 +1,333 @@
+"""InputBatch: a step's requests as tensors. Rows stay between steps; a step writes what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionMetadata
+from engine.core.outputs import ScheduledRequest
+from engine.core.request import Request
+from engine.sampling.device_sampling import kernel_parameters
+from engine.sampling.logprobs import PromptRows
+from engine.sampling.philox import WordTable
+from engine.sampling.sampling_input import PARAMETERS, SamplingInput, parameters_row
+from engine.worker.block_table import BlockTable
+from engine.worker.graph_inputs import GraphInputs, StagedStep
+
+Ints = npt.NDArray[np.int64]
+_UNKNOWN = -1  # a token that the step in flight samples
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """What one forward reads."""
+
+    input_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    last_token_rows: Tensor  # [num_sampling] int64, rows of the tokens whose logits are wanted
+    attention: tuple[AttentionMetadata, ...]  # of each KV cache group
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """All that a step's forward and sampler read; no Request in it.
+
+    Its tensors are views of buffers: preparing the step after the next one overwrites them.
+
+    Attributes:
+        sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch.
+        unknown: `(places, rows)`, int64 on the device: which of ``input_ids`` the step before
+            samples, and the rows of ``last_tokens`` where it leaves them; None: all are known.
+    """
+
+    model: ModelInput
+    sampling: SamplingInput
+    prompt_rows: tuple[PromptRows, ...]
+    sampling_rows: Tensor
+    unknown: tuple[Tensor, Tensor] | None
+
+
+class _Buffer:
+    """One host tensor, and the same memory as an array."""
+
+    def __init__(self, size: int, dtype: torch.dtype, pin_memory: bool) -> None:
+        self.tensor = torch.zeros(size, dtype=dtype, pin_memory=pin_memory)  # [size]
+        self.array = self.tensor.numpy()
+
+
+class _Buffers:
+    """What one step is written into."""
+
+    def __init__(
+        self, max_num_requests: int, max_num_tokens: int, max_blocks: int, groups: int, pin: bool
+    ) -> None:
+        tables = max_num_requests * max_blocks
+        self.input_ids = _Buffer(max_num_tokens, torch.int64, pin)
+        self.positions = _Buffer(max_num_tokens, torch.int64, pin)
+        self.slot_mappings = [_Buffer(max_num_tokens, torch.int64, pin) for _ in range(groups)]
+        self.block_tables = [_Buffer(tables, torch.int32, pin) for _ in range(groups)]
+        self.query_start_loc = _Buffer(max_num_requests + 1, torch.int32, pin)
+        self.seq_lens = _Buffer(max_num_requests, torch.int32, pin)
+        self.last_token_rows = _Buffer(max_num_requests, torch.int64, pin)
+        self.sampling_rows = _Buffer(max_num_requests, torch.int64, pin)
+        self.unknown = _Buffer(2 * max_num_requests, torch.int64, pin)
+
+
+class _Columns:
+    """What a step computes, by request: each `[num_requests]`."""
+
+    def __init__(self, collected: list[int], token_ids: list[int]) -> None:
+        # One flat list: numpy takes twice as long to look into as many tuples.
+        columns = np.array(collected, dtype=np.int64).reshape(-1, 4).T.copy()
+        self.rows, self.starts, self.query_lens, self.num_known = columns
+        self.token_ids = np.array(token_ids, dtype=np.int64)  # [num_tokens]; unknown ones are < 0
+        self.ends = self.starts + self.query_lens
+        self.sampling: Ints = (self.ends == self.num_known).nonzero()[0]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computes its last known token, and no other one."""
+        return len(self.token_ids) == len(self.rows) == len(self.sampling)
+
+
+class InputBatch:
+    """Persistent host buffers (pinned where there is a GPU) and the copy to the device.
+
+    There are two sets of them, for one step may be prepared while the one before it runs.
+    A request keeps a row of block ids and parameters from step to step. Rows are a cache and
+    nothing is told of who ended: a request that was preempted is seen by its count, another one
+    of the same id is another object, and where no row is free all that are not in the step are.
+    While a step runs that samples a request's next token, that token is unknown here; it will be
+    in the request's row of ``last_tokens`` when the step behind it needs it.
+
+    Args:
+        max_num_requests: most requests in a step.
+        max_num_tokens: most tokens in a step.
+        sliding_windows: of each KV cache group; None: full attention.
+        max_blocks: most blocks of one request in one group.
+        block_size: tokens per block.
+        device: where the model runs.
+        graph_inputs: where steps are staged that can be replayed; None: nothing is captured.
+
+    Attributes:
+        last_tokens: `[max_num_requests + 1]` int64 on the device, the token that was sampled last
+            in each row; the runner writes it.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_requests: int,
+        max_num_tokens: int,
+        sliding_windows: Sequence[int | None] = (None,),
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        graph_inputs: GraphInputs | None = None,
+    ) -> None:
+        self._device = device
+        self._on_gpu = pin = device.type == "cuda"
+        num_groups = len(sliding_windows)
+        self._graph_inputs = graph_inputs
+        self.last_tokens = (
+            torch.zeros(max_num_requests + 1, dtype=torch.int64, device=device)
+            if graph_inputs is None
+            else graph_inputs.last_tokens
+        )
+        self._spare, self._buffers = (
+            _Buffers(max_num_requests, max_num_tokens, max_blocks, num_groups, pin)
+            for _ in range(2)
+        )
+        self._block_tables = [
+            BlockTable(
+                max_num_requests,
+                max_blocks,
+                block_size,
+                group=group,
+                num_groups=num_groups,
+                slides=window is not None,
+            )
+            for group, window in enumerate(sliding_windows)
+        ]
+        self._slides = any(window is not None for window in sliding_windows)
+        self._parameters = np.zeros(max_num_requests, dtype=PARAMETERS)
+        # The same as the sampling kernel takes them, each by row; only for what is staged.
+        self._kernel_parameters = kernel_parameters(self._parameters)
+        self._random_words = WordTable(max_num_requests)
+        self._row_of: dict[Request, int] = {}
+        self._num_preemptions = [0] * max_num_requests  # of the request in each row, when written
+        self._num_blocks = [0] * max_num_requests  # of all groups, as written
+        self._free_rows = list(range(max_num_requests))
+
+    def fill(self, scheduled: Sequence[ScheduledRequest]) -> PreparedStep:
+        """Write the step's requests into the buffers and give views of them on the device."""
+        return self._fill(scheduled, self._collect(scheduled))
+
+    def fill_or_stage(self, scheduled: Sequence[ScheduledRequest]) -> PreparedStep | StagedStep:
+        """The same, or stage the step for a replay if that is possible."""
+        columns, inputs = self._collect(scheduled), self._graph_inputs
+        if inputs is None or not columns.is_decode or inputs.size_for(len(columns.rows)) is None:
+            return self._fill(scheduled, columns)
+        return inputs.stage(
+            columns.rows,
+            columns.token_ids,
+            columns.starts,
+            self._block_tables,
+            self._kernel_parameters,
+            self._sampling_input(scheduled, columns),
+        )
+
+    def _sampling_input(
+        self, scheduled: Sequence[ScheduledRequest], columns: _Columns
+    ) -> SamplingInput:
+        sampling = columns.sampling
+        rows = columns.rows[sampling]
+        # Of structures `take` copies the bytes; an index array goes through them field by field.
+        parameters = self._parameters.take(rows)
+        places = columns.num_known[sampling] - parameters["num_prompt_tokens"]
+        return SamplingInput.of(
+            [scheduled[index].request for index in sampling.tolist()],
+            parameters,
+            self._random_words.take(rows, parameters["seed"], places),
+        )
+
+    def _fill(self, scheduled: Sequence[ScheduledRequest], columns: _Columns) -> PreparedStep:
+        self._spare, self._buffers = self._buffers, self._spare
+        buffers = self._buffers
+        num_requests, num_tokens = len(columns.rows), len(columns.token_ids)
+        rows, starts, query_lens = columns.rows, columns.starts, columns.query_lens
+        np.maximum(columns.token_ids, 0, out=buffers.input_ids.array[:num_tokens])
+        query_start_loc = buffers.query_start_loc.array[: num_requests + 1]
+        query_start_loc[1:] = query_lens.cumsum()
+        buffers.seq_lens.array[:num_requests] = columns.ends
+        positions = buffers.positions.array[:num_tokens]
+        if num_tokens == num_requests:  # one token each
+            positions[:], token_rows = starts, rows
+        else:
+            shifts = starts - query_start_loc[:-1]
+            np.add(np.arange(num_tokens), shifts.repeat(query_lens), out=positions)
+            token_rows = rows.repeat(query_lens)
+        sampling = columns.sampling
+        buffers.last_token_rows.array[: len(sampling)] = query_start_loc[sampling + 1] - 1
+        buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
+        asks = self._parameters["num_prompt_logprobs"][rows] >= 0
+        model_input = ModelInput(
+            input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),
+            positions=self._to_device(buffers.positions.tensor[:num_tokens]),
+            last_token_rows=self._to_device(buffers.last_token_rows.tensor[: len(sampling)]),
+            attention=self._attention(columns, token_rows, positions),
+        )
+        return PreparedStep(
+            model_input,
+            self._sampling_input(scheduled, columns),
+            tuple(
+                PromptRows.of(scheduled[index], int(query_start_loc[index]))
+                for index in asks.nonzero()[0].tolist()
+            ),
+            self._to_device(buffers.sampling_rows.tensor[: len(sampling)]),
+            self._unknown(columns.token_ids, token_rows),
+        )
+
+    def _unknown(self, token_ids: Ints, token_rows: Ints) -> tuple[Tensor, Tensor] | None:
+        places = (token_ids < 0).nonzero()[0]
+        if not len(places):
+            return None
+        buffer = self._buffers.unknown
+        pair = buffer.array[: 2 * len(places)].reshape(2, -1)
+        pair[0], pair[1] = places, token_rows[places]
+        on_device = self._to_device(buffer.tensor[: 2 * len(places)]).view(2, -1)
+        return on_device[0], on_device[1]
+
+    def _attention(
+        self, columns: _Columns, token_rows: Ints, positions: Ints
+    ) -> tuple[AttentionMetadata, ...]:
+        """The groups differ in their blocks alone."""
+        buffers, rows, ends = self._buffers, columns.rows, columns.ends
+        num_requests, num_tokens = len(rows), len(positions)
+        max_query_len, max_seq_len = int(columns.query_lens.max()), int(ends.max())
+        query_lens_host, seq_lens_host = tuple(columns.query_lens.tolist()), tuple(ends.tolist())
+        query_start_loc = self._to_device(buffers.query_start_loc.tensor[: num_requests + 1])
+        seq_lens = self._to_device(buffers.seq_lens.tensor[:num_requests])
+        groups = []
+        for block_table, slot_mapping, gathered in zip(
+            self._block_tables, buffers.slot_mappings, buffers.block_tables, strict=True
+        ):
+            block_table.slots(token_rows, positions, out=slot_mapping.array[:num_tokens])
+            num_blocks = block_table.num_blocks(max_seq_len)
+            metadata = AttentionMetadata(
+                num_requests=num_requests,
+                num_tokens=num_tokens,
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                block_table=self._to_device(block_table.gather(rows, num_blocks, gathered.tensor)),
+                slot_mapping=self._to_device(slot_mapping.tensor[:num_tokens]),
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                query_lens=query_lens_host,
+                seq_lens_host=seq_lens_host,
+            )
+            groups.append(metadata)
+        return tuple(groups)
+
+    def _collect(self, scheduled: Sequence[ScheduledRequest]) -> _Columns:
+        """Row, first position, number of tokens and known tokens of each, its blocks in its row.
+
+        A token that the step in flight samples counts as known. The only loop over the requests of
+        every step: it runs once per output token.
+        """
+        collected: list[int] = []
+        token_ids: list[int] = []
+        row_of, num_preemptions = self._row_of, self._num_preemptions
+        num_blocks, slides = self._num_blocks, self._slides
+        for item in scheduled:
+            request, num_tokens = item.request, item.num_scheduled_tokens
+            row = row_of.get(request)
+            if row is None or request.num_preemptions != num_preemptions[row]:
+                row = self._place(request, scheduled)
+            block_ids, known = request.block_ids, request.token_ids
+            start = request.num_computed_tokens + request.num_tokens_in_flight
+            if slides or len(block_ids) != num_blocks[row]:
+                num_blocks[row] = len(block_ids)
+                for block_table in self._block_tables:
+                    block_table.extend(row, block_ids)
+            if num_tokens == 1:
+                token_ids.append(known[start] if start < len(known) else _UNKNOWN)
+            else:
+                token_ids += known[start : start + num_tokens]
+            num_known = len(known) + request.num_tokens_pending
+            collected += (row, start, num_tokens, num_known)
+        return _Columns(collected, token_ids)
+
+    def _place(self, request: Request, scheduled: Sequence[ScheduledRequest]) -> int:
+        """A row for a request that has none, or whose blocks are others by now."""
+        row = self._row_of.get(request)
+        if row is None:
+            if not self._free_rows:
+                self._free_others(scheduled)
+            row = self._row_of[request] = self._free_rows.pop()
+            self._parameters[row] = parameters_row(request)
+            if self._graph_inputs is not None:
+                written = kernel_parameters(self._parameters[row : row + 1])
+                for name, values in written.items():
+                    self._kernel_parameters[name][row : row + 1] = values
+            self._random_words.clear(row)
+        self._num_preemptions[row] = request.num_preemptions
+        self._num_blocks[row] = 0
+        for block_table in self._block_tables:
+            block_table.clear(row)
+        return row
+
+    def _free_others(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Free the rows of all that this step does not compute: most of them have ended."""
+        present = {item.request for item in scheduled}
+        for request in [request for request in self._row_of if request not in present]:
+            self._free_rows.append(self._row_of.pop(request))
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True) if self._on_gpu else tensor

@@ -1,0 +1,183 @@
+"""Memory profile: what weights and activations leave of a device's memory for the KV cache.
+
+Computes the largest step once and looks at the peak. Refuses to know: what such a step is, and what
+becomes of the number.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from baton.api.errors import ConfigError
+from baton.engine_config import DEFAULT_MEMORY_UTILIZATION, GIB, EngineConfig
+from engine.core.outputs import SchedulerOutput
+from engine.worker.cuda_graphs import reason_against_graphs
+from engine.worker.graph_capture import measure_graph_bytes
+from engine.worker.host_memory import peak_growth, read_host_memory
+from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
+from engine.worker.model_runner import ModelRunner, make_model_runner
+from engine.worker.warm_up import compute_dummies, largest_step, too_large
+from models.base import CausalLM
+
+logger = logging.getLogger(__name__)
+
+# Several nodes may share a machine, and none of them knows of the others.
+MAX_CPU_CACHE_BYTES = GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """Where a device's memory goes, in bytes.
+
+    Attributes:
+        total: of the device; on a CPU, what this process and its control group may have.
+        used: by this process, its weights included, and by others, before activations.
+        weights: of the model.
+        activations: what the largest step needs on top.
+        graphs: what captured decode steps take for good.
+        utilization: share of ``total`` that all of this and the KV cache may take.
+        largest_cache: most bytes that the KV cache is to take whatever is free.
+    """
+
+    total: int
+    used: int
+    weights: int
+    activations: int
+    graphs: int = 0
+    utilization: float
+    largest_cache: int
+
+    @property
+    def room(self) -> int:
+        """What is left for the KV cache within the share; negative when nothing is."""
+        return int(self.total * self.utilization) - self.used - self.activations - self.graphs
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """What the KV cache gets."""
+        return max(min(self.room, self.largest_cache), 0)
+
+    def __str__(self) -> str:
+        free = self.total - self.used - self.activations - self.graphs - self.kv_cache_bytes
+        graphs = f"CUDA graphs {_gib(self.graphs)}, " if self.graphs else ""
+        return (
+            f"{_gib(self.total)} GiB: weights {_gib(self.weights)}, "
+            f"others {_gib(self.used - self.weights)}, activations {_gib(self.activations)}, "
+            f"{graphs}KV cache {_gib(self.kv_cache_bytes)}, free {_gib(free)}"
+        )
+
+
+def measure_kv_cache_bytes(
+    model: CausalLM,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    device: torch.device,
+    backend_name: str,
+) -> int:
+    """Bytes that the KV cache may take, by a dummy of the largest step; one log line says why.
+
+    Raises ConfigError when they do not hold two blocks, or a GPU not the largest step.
+    """
+    utilization = config.memory_utilization
+    total, used = _total_and_used(device)
+    assert isinstance(model, nn.Module)
+    profile = MemoryProfile(
+        total=total,
+        used=used,
+        weights=sum(weight.numel() * weight.itemsize for weight in model.parameters()),
+        activations=0,
+        utilization=DEFAULT_MEMORY_UTILIZATION if utilization is None else utilization,
+        largest_cache=_largest_cpu_cache(model, spec, config)
+        if device.type == "cpu" and utilization is None
+        else total,
+    )
+    # A request is never longer than what the largest cache that is still possible holds.
+    num_tokens = profile.kv_cache_bytes // spec.block_bytes // spec.num_groups * spec.block_size
+    if num_tokens > 0:
+        longest = min(num_tokens, model.config.max_model_len)
+        step = largest_step(config, longest, spec.num_groups)
+        try:
+            activations = _measure_peak(model, spec, config, device, backend_name, step)
+            graphs = _measure_graphs(model, spec, config, device, backend_name, longest)
+        except torch.OutOfMemoryError as error:
+            raise too_large(longest, f"{device} ({profile})") from error
+        # On a GPU, the first step makes libraries take memory for good. On a CPU, memory that the
+        # allocator keeps after it would count twice.
+        used = used if device.type == "cpu" else _total_and_used(device)[1]
+        profile = replace(profile, activations=activations, graphs=graphs, used=used)
+    if profile.kv_cache_bytes < 2 * spec.block_bytes:
+        raise ConfigError(
+            f"memory_utilization: {profile.utilization:g} of {device} leaves "
+            f"{max(profile.room, 0)} bytes for KV blocks of {spec.block_bytes} bytes; at least 2 "
+            f"are needed ({profile})"
+        )
+    logger.info("memory of %s: %s", device, profile)
+    return profile.kv_cache_bytes
+
+
+def _measure_peak(
+    model: CausalLM,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    device: torch.device,
+    backend_name: str,
+    step: SchedulerOutput,
+) -> int:
+    """Bytes that computing ``step`` needs on top of what is allocated."""
+
+    def compute() -> None:
+        compute_dummies(model, spec, config, device, backend_name, [step])
+
+    if device.type == "cpu":
+        return peak_growth(compute)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    compute()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _measure_graphs(
+    model: CausalLM,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    device: torch.device,
+    backend_name: str,
+    longest: int,
+) -> int:
+    """Bytes that graphs of decode steps take, with requests of up to ``longest`` tokens."""
+    if reason_against_graphs(config, device, backend_name) is not None:
+        return 0
+
+    def make_runner() -> ModelRunner:
+        kv_cache = allocate_kv_cache(spec, 1, device)
+        return make_model_runner(
+            model, kv_cache, spec, config, backend_name, longest, with_graphs=True
+        )
+
+    return measure_graph_bytes(make_runner)
+
+
+def _total_and_used(device: torch.device) -> tuple[int, int]:
+    """Bytes of a device, and of them what is in use by whomever."""
+    if device.type == "cpu":
+        memory = read_host_memory()
+        return memory.total, memory.total - memory.available
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total, total - free
+
+
+def _largest_cpu_cache(model: CausalLM, spec: KVCacheSpec, config: EngineConfig) -> int:
+    """What a CPU's cache takes at most by itself: room for a full batch of longest requests."""
+    blocks_each = -(-model.config.max_model_len // spec.block_size)
+    num_blocks = config.max_num_requests * blocks_each * spec.num_groups + spec.num_null_blocks
+    return min(num_blocks * spec.block_bytes, MAX_CPU_CACHE_BYTES)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}"

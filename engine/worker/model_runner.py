@@ -1,0 +1,293 @@
+"""ModelRunner: one forward. Scheduled requests in, sampled tokens out; owns the tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from baton.engine_config import EngineConfig
+from baton_kernels.attention import ATTENTION_BACKENDS
+from engine.core.outputs import ModelRunnerOutput, PromptLogprobs, SchedulerOutput
+from engine.sampling.device_sampling import sample_on_device, upload_parameters
+from engine.sampling.logprobs import compute_logprobs, compute_prompt_logprobs
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_input import SamplingInput
+from engine.worker.cuda_graphs import Capture, GraphContext, StepGraphs, captured_sizes
+from engine.worker.graph_inputs import GraphInputs, StagedStep
+from engine.worker.input_batch import InputBatch, PreparedStep
+from engine.worker.kv_cache import KVCacheSpec
+from models.base import CausalLM, ForwardContext
+
+AfterLayer = Callable[[int], None]
+AnyPreparedStep = PreparedStep | StagedStep
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step that the device computes, or has computed.
+
+    Attributes:
+        output: all but the tokens where these are still to come.
+        token_ids: `[num_sampling]` int64 on the host, there when ``done`` is; None: in ``output``.
+        done: when the device has computed the step; None: it has.
+        started_at: by the monotonic clock.
+        ended_at: likewise; None: unknown before `wait`.
+    """
+
+    request_ids: tuple[str, ...]
+    output: ModelRunnerOutput
+    token_ids: Tensor | None
+    done: torch.Event | None
+    started_at: float
+    ended_at: float | None = None
+
+    def wait(self) -> ModelRunnerOutput:
+        """What came of it, when its KV is in the cache and its tokens are here."""
+        if self.done is not None:
+            self.done.synchronize()
+        self.ended_at = self.ended_at or time.monotonic()
+        if self.token_ids is None:
+            return self.output
+        sampled = dict(zip(self.request_ids, self.token_ids.tolist(), strict=True))
+        return ModelRunnerOutput(sampled, {}, self.output.prompt_logprobs)
+
+
+class ModelRunner:
+    """Runs a model over the paged cache.
+
+    `prepare` reads requests and must run where they are written; `launch` touches none of them and
+    may run on another thread meanwhile. There are two sets of buffers: a step may be prepared and
+    launched while the one before it runs, when the one before that has been waited for. Launches
+    are made in the order of the steps; what a step samples is then on the device for the next one.
+
+    Tokens of requests whose choice depends on more than the logits (penalties, grammars), or which
+    ask for logprobs, are chosen on the host: launching a step with any of them waits for it.
+
+    Args:
+        context: the model, its attention backends (one for each KV cache group) and its cache.
+        input_batch: persistent input buffers on the model's device.
+        graph_inputs: of steps that may be captured; None: none may.
+        samples_on_device: whether the sampling kernel runs there.
+    """
+
+    def __init__(
+        self,
+        context: GraphContext,
+        input_batch: InputBatch,
+        graph_inputs: GraphInputs | None = None,
+        *,
+        samples_on_device: bool = False,
+    ) -> None:
+        self._context = context
+        self._model = context.model
+        self._input_batch = input_batch
+        self._graph_inputs = graph_inputs
+        self._samples_on_device = samples_on_device
+        self._device = device = context.layer_caches[0].device
+        self._graphs: StepGraphs | None = None
+        num_rows, pin = len(input_batch.last_tokens), device.type == "cuda"
+        self._sampled, self._spare = (  # on the host, of this step and of the one before
+            torch.zeros(num_rows, dtype=torch.int64, pin_memory=pin) for _ in range(2)
+        )
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Numbers of requests whose decode steps are replayed; none before `capture_graphs`."""
+        return self._graphs.sizes if self._graphs else ()
+
+    @property
+    def capturable_sizes(self) -> tuple[int, ...]:
+        """Numbers of requests whose decode steps there are inputs for, rising."""
+        return self._graph_inputs.sizes if self._graph_inputs else ()
+
+    @torch.inference_mode()
+    def capture_graphs(self, capture: Capture, sizes: Sequence[int] | None = None) -> None:
+        """Capture decode steps (all sizes that there are inputs for), the largest first.
+
+        Args:
+            capture: records a step, see `cuda_graphs.Capture`; what it raises leaves all as it was.
+        """
+        assert self._graph_inputs is not None, "there are no inputs for graphs"
+        graphs = StepGraphs(self._context, self._graph_inputs, capture)
+        for size in sorted(sizes or self.capturable_sizes, reverse=True):
+            graphs.capture(size)
+        self._graphs = graphs
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute the scheduled tokens; returns when their KV is in the cache."""
+        return self.run(self.prepare(scheduled))
+
+    def prepare(self, scheduled: SchedulerOutput, *, eager: bool = False) -> AnyPreparedStep:
+        """Copy what the step needs of its requests.
+
+        Args:
+            eager: it will be launched with a callback, and cannot be replayed.
+        """
+        if eager or self._graphs is None:
+            return self._input_batch.fill(scheduled.scheduled)
+        return self._input_batch.fill_or_stage(scheduled.scheduled)
+
+    def run(
+        self, prepared: AnyPreparedStep, after_layer: AfterLayer | None = None
+    ) -> ModelRunnerOutput:
+        """Compute a prepared step; returns when its KV is in the cache. See `launch`."""
+        return self.launch(prepared, after_layer).wait()
+
+    @torch.inference_mode()
+    def launch(
+        self, prepared: AnyPreparedStep, after_layer: AfterLayer | None = None
+    ) -> LaunchedStep:
+        """Begin to compute a prepared step, and on a CPU compute it.
+
+        Args:
+            after_layer: called on this thread after each layer (on a GPU: when it is launched).
+        """
+        started_at = time.monotonic()
+        if isinstance(prepared, StagedStep):
+            assert self._graphs is not None
+            assert after_layer is None, "the step was prepared for a replay"
+            hidden, token_ids = self._graphs.replay(prepared)
+            if not prepared.sampling.needs_host:
+                return self._launched(prepared.sampling, token_ids, {}, started_at)
+            # Rather once more than room for all rows' logits in every step.
+            logits = self._model.compute_logits(hidden)
+            launched, token_ids = self._sampled_on_host(prepared.sampling, logits, {}, started_at)
+            self._graphs.correct(prepared, token_ids)
+            return launched
+        return self._launch_eagerly(prepared, after_layer, started_at)
+
+    def _launch_eagerly(
+        self, prepared: PreparedStep, after_layer: AfterLayer | None, started_at: float
+    ) -> LaunchedStep:
+        inputs, context = prepared.model, self._context
+        last_tokens = self._input_batch.last_tokens
+        for backend, attention in zip(context.backends, inputs.attention, strict=True):
+            backend.plan(attention)
+        if prepared.unknown is not None:
+            places, rows = prepared.unknown
+            inputs.input_ids.index_copy_(0, places, last_tokens.index_select(0, rows))
+        forward_context = ForwardContext(
+            positions=inputs.positions,
+            groups=tuple(zip(inputs.attention, context.backends, strict=True)),
+            layer_groups=context.layer_groups,
+            layer_caches=context.layer_caches,
+            after_layer=after_layer,
+        )
+        # [num_tokens, hidden_size]
+        hidden_states = self._model.forward(inputs.input_ids, forward_context)
+        prompt_logprobs = compute_prompt_logprobs(
+            hidden_states, self._model.compute_logits, prepared.prompt_rows
+        )
+        sampling = prepared.sampling
+        if not sampling.request_ids:
+            return self._launched(sampling, None, prompt_logprobs, started_at)
+        logits = self._model.compute_logits(hidden_states[inputs.last_token_rows])
+        if self._samples_on_device and not sampling.needs_host:
+            tensors = upload_parameters(sampling.parameters, sampling.keys, self._device)
+            token_ids = sample_on_device(logits, tensors)
+            launched = self._launched(sampling, token_ids, prompt_logprobs, started_at)
+        else:
+            launched, token_ids = self._sampled_on_host(
+                sampling, logits, prompt_logprobs, started_at
+            )
+        last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
+        return launched
+
+    def _launched(
+        self,
+        sampling: SamplingInput,
+        token_ids: Tensor | None,
+        prompt_logprobs: dict[str, PromptLogprobs],
+        started_at: float,
+    ) -> LaunchedStep:
+        """A step whose tokens, if it samples, are copied to the host behind it."""
+        on_host = None
+        if token_ids is not None:
+            self._sampled, self._spare = self._spare, self._sampled
+            on_host = self._sampled[: len(token_ids)]
+            on_host.copy_(token_ids, non_blocking=True)
+        done = ended_at = None
+        if self._device.type == "cuda":
+            done = torch.cuda.current_stream(self._device).record_event()
+        else:
+            ended_at = time.monotonic()
+        output = ModelRunnerOutput({}, prompt_logprobs=prompt_logprobs)
+        return LaunchedStep(sampling.request_ids, output, on_host, done, started_at, ended_at)
+
+    def _sampled_on_host(
+        self,
+        sampling: SamplingInput,
+        logits: Tensor,
+        prompt_logprobs: dict[str, PromptLogprobs],
+        started_at: float,
+    ) -> tuple[LaunchedStep, Tensor]:
+        """A step that has been waited for, and its tokens on the device."""
+        logits = logits.float()  # the sampling kernel reads any dtype, the host this one
+        token_ids = sample(logits, sampling)
+        output = ModelRunnerOutput(
+            dict(zip(sampling.request_ids, token_ids, strict=True)),
+            compute_logprobs(logits, sampling, token_ids),
+            prompt_logprobs,
+        )
+        launched = LaunchedStep(
+            sampling.request_ids, output, None, None, started_at, time.monotonic()
+        )
+        return launched, torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+
+
+def make_model_runner(
+    model: CausalLM,
+    kv_cache: Tensor,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    backend_name: str,
+    max_model_len: int,
+    *,
+    with_graphs: bool = False,
+    samples_on_device: bool | None = None,
+) -> ModelRunner:
+    """A runner with its own attention backends and buffers, on the device of the cache.
+
+    Args:
+        with_graphs: make inputs for graphs of decode steps.
+        samples_on_device: None: on a GPU with Triton.
+    """
+    device = kv_cache.device
+    max_blocks = -(-max_model_len // config.block_size) + 1
+    most = min(config.max_num_requests, config.cuda_graph_max_batch)
+    graph_inputs = None
+    if with_graphs:
+        graph_inputs = GraphInputs(
+            captured_sizes(most),
+            num_rows=config.max_num_requests,
+            max_blocks=max_blocks,
+            num_groups=spec.num_groups,
+            max_seq_len=max_model_len,
+            device=device,
+        )
+    if samples_on_device is None:
+        samples_on_device = device.type == "cuda" and find_spec("triton") is not None
+    return ModelRunner(
+        GraphContext(
+            model,
+            [ATTENTION_BACKENDS.load(backend_name)() for _ in spec.groups],
+            tuple(group for group, _ in spec.layer_places),
+            tuple(kv_cache[:, place] for _, place in spec.layer_places),
+        ),
+        InputBatch(
+            max_num_requests=config.max_num_requests,
+            max_num_tokens=config.max_num_batched_tokens,
+            sliding_windows=spec.sliding_windows,
+            max_blocks=max_blocks,
+            block_size=config.block_size,
+            device=device,
+            graph_inputs=graph_inputs,
+        ),
+        graph_inputs,
+        samples_on_device=samples_on_device,
+    )

@@ -1,0 +1,135 @@
+"""Steps that nobody asked for: what they need is measured, and what they compile is there later.
+
+The first launch of a kernel compiles it, and so does one with other sizes of what it is compiled
+for. On a GPU that is done before a request waits for it: seconds, at the start. Computed on a
+cache of one block, which all dummies read and write. Refuses to know: schedulers, how much memory
+there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from baton.api.errors import ConfigError
+from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
+from baton.engine_config import EngineConfig
+from engine.core.outputs import ScheduledRequest, SchedulerOutput
+from engine.core.request import Request
+from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
+from engine.worker.model_runner import make_model_runner
+from models.base import CausalLM
+
+logger = logging.getLogger(__name__)
+
+_SAMPLED = SamplingParams(top_p=0.9, seed=0)
+_WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
+_PROMPT_TOKENS = 2  # of a small dummy: attention of prompts, not of decodes
+
+
+def warm_up(
+    model: CausalLM,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    device: torch.device,
+    backend_name: str,
+    max_model_len: int,
+) -> None:
+    """Compute the largest step and the small ones that a GPU compiles other kernels for.
+
+    Raises ConfigError where the largest does not fit.
+    """
+    started = time.monotonic()
+    groups = spec.num_groups
+    steps = [largest_step(config, max_model_len, groups), *small_steps(config, groups)]
+    try:
+        compute_dummies(model, spec, config, device, backend_name, steps)
+    except torch.OutOfMemoryError as error:
+        raise too_large(max_model_len, str(device)) from error
+    logger.info("warmed up in %.1f s", time.monotonic() - started)
+
+
+def compute_dummies(
+    model: CausalLM,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    device: torch.device,
+    backend_name: str,
+    steps: Iterable[SchedulerOutput],
+) -> None:
+    """Compute steps on a cache of their own; nothing is left of them."""
+    steps = list(steps)
+    longest = max(item.request.num_tokens for step in steps for item in step.scheduled)
+    kv_cache = allocate_kv_cache(spec, 1, device)
+    runner = make_model_runner(model, kv_cache, spec, config, backend_name, longest)
+    for step in steps:
+        runner.execute(step)
+
+
+def too_large(num_tokens: int, where: str) -> ConfigError:
+    """The error of a largest step that a device has no memory for."""
+    return ConfigError(
+        f"max_model_len: a step with a request of {num_tokens} tokens does not fit {where}; "
+        "lower it, or long_prefill_token_threshold"
+    )
+
+
+def largest_step(config: EngineConfig, max_seq_len: int, num_groups: int = 1) -> SchedulerOutput:
+    """The step that needs most memory: all tokens and all requests that a step may have.
+
+    The first request's chunk is the last one of a prompt of ``max_seq_len`` tokens; the others
+    begin theirs. Every request samples. All of them read and write block 0.
+    """
+    left, scheduled = config.max_num_batched_tokens, []
+    for index in range(config.max_num_requests):
+        others = config.max_num_requests - index - 1
+        num_tokens = min(config.long_prefill_token_threshold, left - others, max_seq_len)
+        left -= num_tokens
+        seq_len = max_seq_len if index == 0 else num_tokens
+        scheduled.append(_dummy(index, seq_len, num_tokens, _WITH_LOGPROBS, config, num_groups))
+    return SchedulerOutput(tuple(scheduled), config.max_num_batched_tokens - left)
+
+
+def small_steps(config: EngineConfig, num_groups: int = 1) -> Iterator[SchedulerOutput]:
+    """Prompts that end, and decodes, of 1 and 2 requests and of powers of two.
+
+    Their tokens are chosen on the device, which those of the largest step are not. Triton compiles
+    for a size of 1 apart, and attention plans its decodes by the next power of two.
+    """
+    most = config.max_num_requests
+    counts = {1, 2, most} | {2**power for power in range(4, most.bit_length())}
+    for num_requests in sorted(count for count in counts if count <= most):
+        fits = num_requests * _PROMPT_TOKENS <= config.max_num_batched_tokens
+        for num_tokens in (_PROMPT_TOKENS, 1) if fits else (1,):
+            yield SchedulerOutput(
+                tuple(
+                    _dummy(index, _PROMPT_TOKENS, num_tokens, _SAMPLED, config, num_groups)
+                    for index in range(num_requests)
+                ),
+                num_requests * num_tokens,
+            )
+
+
+def _dummy(
+    index: int,
+    seq_len: int,
+    num_tokens: int,
+    params: SamplingParams,
+    config: EngineConfig,
+    num_groups: int,
+) -> ScheduledRequest:
+    """A request of ``seq_len`` tokens in block 0, of which the last ``num_tokens`` are computed."""
+    request = Request.create(
+        f"dummy-{index}",
+        [0] * seq_len,
+        params,
+        seed=0,
+        eos_token_ids=frozenset(),
+        max_model_len=seq_len + 1,
+    )
+    request.num_computed_tokens = seq_len - num_tokens
+    request.block_ids = [0] * (-(-seq_len // config.block_size) * num_groups)
+    return ScheduledRequest(request, num_tokens)

@@ -1,0 +1,1 @@
+"""The hand-off between two nodes: messages, sender, receiver, peers, digests."""

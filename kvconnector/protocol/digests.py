@@ -1,0 +1,325 @@
+"""Digests of blocks: whether what arrived is what was sent, by whom it was granted to.
+
+    P  digest of its memory when a piece is posted -> Digests, when it is complete
+    D  digest of its own memory                    -> equal: verified; else Resend, with the next
+                                                      number of attempt
+
+Digests are keyed (`pair_keys.py`): bytes that another wrote, or that belong elsewhere, fit none.
+Refuses to know: requests' tokens, and what is done with bytes that are wrong for good.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from kvconnector.layout import LayerRange
+from kvconnector.protocol.messages import Commit, Digests, Resend, Watermark
+from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
+from kvconnector.protocol.transfer import Piece
+from kvconnector.transports.side_stream import SideStream
+
+MAX_DIGESTS_PER_MESSAGE = 320  # with their indices less than 8 KiB: one fragment of the transport
+
+Key = tuple[str, int]  # (request_id, epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What blocks are digested as; bytes that were written as anything else have other digests.
+
+    Attributes:
+        places: among the blocks of the request that travel.
+        layers: of each block.
+        attempt: at writing them.
+        numbers: of the digests.
+    """
+
+    request_id: str
+    epoch: int
+    places: Sequence[int]
+    layers: LayerRange
+    attempt: int
+    numbers: Sequence[int]
+
+    def contexts(self) -> Iterator[bytes]:
+        """Of each of them."""
+        before = self.epoch.to_bytes(8, "big")
+        after = b"".join(number.to_bytes(8, "big") for number in (*self.layers, self.attempt))
+        after += self.request_id.encode()
+        return (before + place.to_bytes(8, "big") + after for place in self.places)
+
+
+class BlockDigests:
+    """Keyed digests of blocks, or of some of their layers, read from a cache.
+
+    Args:
+        kv_cache: `[num_blocks, num_layers, ...]`, contiguous.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        num_blocks, self.num_layers = kv_cache.shape[:2]
+        self._layers = kv_cache.view(num_blocks, self.num_layers, -1).view(torch.uint8)
+        self._layer_bytes = self._layers.shape[2]
+        self._side_stream = SideStream(kv_cache)
+        # A slice of it costs a tenth of one of the tensor, and they are cut by the thousand.
+        self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
+
+    def of(self, block_ids: Sequence[int], written: Written, key: BlockKey) -> bytes:
+        """``DIGEST_BYTES`` for each block."""
+        parts = zip(
+            written.numbers,
+            written.contexts(),
+            self._read(block_ids, written.layers),
+            strict=True,
+        )
+        return b"".join(key.digest(number, context, part) for number, context, part in parts)
+
+    def _read(self, block_ids: Sequence[int], layers: LayerRange) -> Iterator[memoryview]:
+        first, end = (layer * self._layer_bytes for layer in layers)
+        if self._memory is None:
+            with self._side_stream.entered():
+                copied = self._layers[list(block_ids), slice(*layers)].cpu()
+            yield from (block.data for block in copied.view(len(block_ids), -1).numpy())
+            return
+        block_bytes = self.num_layers * self._layer_bytes
+        for block_id in block_ids:
+            yield self._memory[block_id * block_bytes + first : block_id * block_bytes + end]
+
+
+class SentDigests:
+    """The sender's end: of what it writes, each digest with a number of its own.
+
+    Args:
+        digests: of its memory.
+        own_engine_id: of the sender.
+    """
+
+    def __init__(self, digests: BlockDigests, own_engine_id: str) -> None:
+        self._digests = digests
+        self._own_engine_id = own_engine_id
+        self._num_digests = 0
+
+    def of(self, request_id: str, epoch: int, piece: Piece, key: BlockKey) -> Digests:
+        """What the decode node must find once this is written to it.
+
+        Args:
+            key: of blocks to that node.
+        """
+        first = self._num_digests
+        self._num_digests += len(piece.block_ids)
+        numbers = range(first, self._num_digests)
+        layers = piece.layers or (0, self._digests.num_layers)
+        written = Written(request_id, epoch, piece.indices, layers, piece.attempt, numbers)
+        return Digests(
+            engine_id=self._own_engine_id,
+            request_id=request_id,
+            epoch=epoch,
+            indices=list(piece.indices),
+            digests=self._digests.of(piece.block_ids, written, key),
+            layers=piece.layers,
+            attempt=piece.attempt,
+            first_number=first,
+        )
+
+
+def cut_digests(whole: Digests) -> Iterator[Digests]:
+    """A message as several that are short enough to travel."""
+    for start in range(0, len(whole.indices), MAX_DIGESTS_PER_MESSAGE):
+        end = start + MAX_DIGESTS_PER_MESSAGE
+        yield msgspec.structs.replace(
+            whole,
+            indices=whole.indices[start:end],
+            digests=whole.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
+            first_number=whole.first_number + start,
+        )
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One granted request, and what of it is verified.
+
+    Attributes:
+        layers: of each block, a bit for each layer that is right.
+        attempts: of what had to be asked for again, by place and layers, how often.
+        missing: what was asked for again and has not come: a write that is still to land.
+        watermark: came, but not all that it speaks of is verified.
+        commit: likewise.
+        asked_at: when that commit came, or anything that had not come was asked for since.
+    """
+
+    engine_id: str
+    block_ids: Sequence[int]
+    layers: list[int]
+    attempts: dict[tuple[int, LayerRange], int] = field(default_factory=dict)
+    missing: set[tuple[int, LayerRange]] = field(default_factory=set)
+    watermark: Watermark | None = None
+    commit: Commit | None = None
+    asked_at: float = -math.inf
+
+    def missing_of(self, index: int) -> list[LayerRange]:
+        """The layers of this block that were asked for again and have not come."""
+        return [layers for place, layers in self.missing if place == index]
+
+
+class Verifier:
+    """What a decode node has granted and not yet got, and whether its bytes are right.
+
+    Args:
+        digests: of the decode node's own memory.
+    """
+
+    def __init__(self, digests: BlockDigests) -> None:
+        self._digests = digests
+        self._all_layers = (1 << digests.num_layers) - 1
+        self._arrivals: dict[Key, Arrival] = {}
+
+    def expect(
+        self, key: Key, engine_id: str, block_ids: Sequence[int], first_block: int = 0
+    ) -> None:
+        """These blocks were granted to that peer.
+
+        Args:
+            first_block: place of the first of them; what is before it, the decode node has.
+        """
+        here = [self._all_layers] * first_block
+        self._arrivals[key] = Arrival(
+            engine_id, [*[0] * first_block, *block_ids], here + [0] * len(block_ids)
+        )
+
+    def find(self, key: Key, engine_id: str) -> Arrival | None:
+        """What that peer was granted, unless it is over."""
+        arrival = self._arrivals.get(key)
+        return arrival if arrival is not None and arrival.engine_id == engine_id else None
+
+    def forget(self, key: Key) -> None:
+        self._arrivals.pop(key, None)
+
+    def forget_peer(self, engine_id: str) -> None:
+        for key in [k for k, arrival in self._arrivals.items() if arrival.engine_id == engine_id]:
+            del self._arrivals[key]
+
+    def check(self, message: Digests, own_engine_id: str, key: BlockKey) -> Resend | None:
+        """Compare digests with our memory; what to ask for again, if anything is wrong.
+
+        A message that is late, doubled or does not fit changes nothing.
+
+        Args:
+            key: of blocks from its sender.
+        """
+        arrival = self.find((message.request_id, message.epoch), message.engine_id)
+        layers = message.layers or (0, self._digests.num_layers)
+        fits = 0 <= layers[0] < layers[1] <= self._digests.num_layers
+        if (
+            arrival is None
+            or not fits
+            or len(message.digests) != DIGEST_BYTES * len(message.indices)
+            or len(set(message.indices)) != len(message.indices)
+        ):
+            return None
+        bits = (1 << layers[1]) - (1 << layers[0])
+        open_places = [
+            place
+            for place, index in enumerate(message.indices)
+            if index < len(arrival.block_ids)
+            and (arrival.layers[index] & bits != bits or (index, layers) in arrival.missing)
+            and arrival.attempts.get((index, layers), 0) == message.attempt
+        ]
+        indices = [message.indices[place] for place in open_places]
+        written = Written(
+            message.request_id,
+            message.epoch,
+            indices,
+            layers,
+            message.attempt,
+            [message.first_number + place for place in open_places],
+        )
+        found = self._digests.of([arrival.block_ids[index] for index in indices], written, key)
+        wrong = []
+        for number, (place, index) in enumerate(zip(open_places, indices, strict=True)):
+            if hmac.compare_digest(_digest(found, number), _digest(message.digests, place)):
+                arrival.layers[index] |= bits
+                arrival.missing.discard((index, layers))
+            else:
+                arrival.layers[index] &= ~bits
+                arrival.attempts[index, layers] = message.attempt + 1
+                arrival.missing.add((index, layers))
+                wrong.append(index)
+        if not wrong:
+            return None
+        return Resend(
+            engine_id=own_engine_id,
+            request_id=message.request_id,
+            epoch=message.epoch,
+            indices=wrong,
+            layers=layers,
+            attempt=message.attempt + 1,
+        )
+
+    def ask_again(self, arrival: Arrival, commit: Commit, own_engine_id: str) -> Iterator[Resend]:
+        """What to ask for once more, as the sender has nothing in flight and all is not verified.
+
+        Digests were lost, or a Resend was. What was asked for is asked for again by the same name
+        and with the next attempt: a write that is posted for an old Resend ends before its.
+        """
+        unknown = []
+        for index, layers in enumerate(arrival.layers):
+            for first, end in arrival.missing_of(index):
+                layers |= (1 << end) - (1 << first)
+            unknown += [(index, part) for part in _zero_runs(layers, self._digests.num_layers)]
+        arrival.missing.update(unknown)
+        wanted: defaultdict[tuple[LayerRange, int], list[int]] = defaultdict(list)
+        for index, layer_range in sorted(arrival.missing):
+            attempt = arrival.attempts.get((index, layer_range), 0) + 1
+            arrival.attempts[index, layer_range] = attempt
+            wanted[layer_range, attempt].append(index)
+        for (layer_range, attempt), indices in wanted.items():
+            for start in range(0, len(indices), MAX_DIGESTS_PER_MESSAGE):
+                yield Resend(
+                    engine_id=own_engine_id,
+                    request_id=commit.request_id,
+                    epoch=commit.epoch,
+                    indices=indices[start : start + MAX_DIGESTS_PER_MESSAGE],
+                    layers=layer_range,
+                    attempt=attempt,
+                )
+
+    def is_verified(self, arrival: Arrival, num_blocks: int) -> bool:
+        """Whether the first ``num_blocks`` blocks, all layers of them, are right and stay so."""
+        if any(index < num_blocks for index, _ in arrival.missing):
+            return False
+        return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])
+
+
+def _digest(digests: bytes, place: int) -> bytes:
+    return digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+
+
+def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:
+    """Ranges of bits that are 0, as long as can be."""
+    runs = []
+    first = 0
+    for place in range(num_bits + 1):
+        if place == num_bits or bits >> place & 1:
+            if place > first:
+                runs.append((first, place))
+            first = place + 1
+    return runs
+
+
+def digests_are_wanted(option: bool | None, kv_connector: str) -> bool:
+    """Whether blocks are checked: as the option says, else where KV leaves loopback unprotected.
+
+    NIXL's UCX stays there unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
+    """
+    if option is not None:
+        return option
+    devices = os.environ.get("UCX_NET_DEVICES", "lo").split(",")
+    return kv_connector == "nixl" and any(device.strip() != "lo" for device in devices)

@@ -1,0 +1,124 @@
+"""Inbox: sealed messages as they come in, and each peer's in turn as they are heard.
+
+Opens seals at once, so that nobody can fill the inbox in another's name; what is refused is counted
+and said now and then. No peer has more heard in a round, or kept, than a fair share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from baton.api.errors import TransferError
+from kvconnector.protocol import messages
+from kvconnector.protocol.messages import Message
+from kvconnector.protocol.peers import Peers
+from kvconnector.protocol.seals import Refusal, RefusedMessageError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 8 * 2**20  # a grant of a million blocks is shorter
+MAX_KEPT_BYTES = 16 * 2**20  # of one peer's messages that wait, besides one
+OVERHEAD_BYTES = 256  # of keeping a message, however short
+MESSAGES_PER_TURN = 64
+WARN_INTERVAL_S = 10.0
+
+
+@dataclass(slots=True)
+class _Queue:
+    bodies: deque[bytes] = field(default_factory=deque)
+    num_bytes: int = 0
+
+
+class Inbox:
+    """Of one end.
+
+    Args:
+        peers: whom we listen to, and what their messages are opened with.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, peers: Peers, clock: Callable[[], float]) -> None:
+        self._peers = peers
+        self._clock = clock
+        self._queues: dict[str, _Queue] = {}  # none is empty
+        self._num_refused: Counter[Refusal] = Counter()
+        self._num_told = 0
+        self._warn_at = -math.inf
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    @property
+    def num_refused(self) -> Mapping[Refusal, int]:
+        """Messages that were not heard; may be read from any thread."""
+        return self._num_refused.copy()
+
+    def put(self, sender: str, payload: bytes) -> None:
+        """Keep a message until its turn, or refuse it.
+
+        Args:
+            sender: as far as the transport knows; on some, whatever the other end calls itself.
+        """
+        try:
+            self._put(sender, payload)
+        except RefusedMessageError as error:
+            self._refuse(error.reason, sender)
+
+    def take(self) -> list[Message]:
+        """The messages of one round: some of each peer's, in the order in which they came."""
+        taken = []
+        for sender, queue in list(self._queues.items()):
+            for body in itertools.islice(queue.bodies, MESSAGES_PER_TURN):
+                queue.num_bytes -= len(body) + OVERHEAD_BYTES
+                message = self._decode(sender, body)
+                if message is not None:
+                    taken.append(message)
+            if len(queue.bodies) <= MESSAGES_PER_TURN:
+                del self._queues[sender]
+            else:
+                for _ in range(MESSAGES_PER_TURN):
+                    queue.bodies.popleft()
+        return taken
+
+    def _put(self, sender: str, payload: bytes) -> None:
+        if sender not in self._peers:
+            raise RefusedMessageError(Refusal.STRANGER)
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise RefusedMessageError(Refusal.TOO_LONG)
+        body = self._peers.channels[sender].open(payload)
+        queue = self._queues.setdefault(sender, _Queue())
+        if queue.num_bytes > MAX_KEPT_BYTES:
+            raise RefusedMessageError(Refusal.FLOOD)
+        queue.bodies.append(body)
+        queue.num_bytes += len(body) + OVERHEAD_BYTES
+
+    def _decode(self, sender: str, body: bytes) -> Message | None:
+        try:
+            message = messages.decode(body)
+        except TransferError:
+            self._refuse(Refusal.MALFORMED, sender)
+            return None
+        if message.engine_id != sender:  # it speaks for another
+            self._refuse(Refusal.FORGED, sender)
+            return None
+        return message
+
+    def _refuse(self, reason: Refusal, sender: str) -> None:
+        self._num_refused[reason] += 1
+        now = self._clock()
+        if now < self._warn_at:
+            return
+        self._warn_at = now + WARN_INTERVAL_S
+        total = self._num_refused.total()
+        logger.warning(
+            "dropped %d messages, the last of them in the name of %.100r: %s",
+            total - self._num_told,
+            sender,
+            reason.value,
+        )
+        self._num_told = total

@@ -1,0 +1,86 @@
+"""Pair keys: what two ends of the connector share, agreed on without telling anybody.
+
+Each process start draws an X25519 key. Its public part travels in `PeerInfo`, over the links to the
+router, which are authenticated; the router passes it on and learns no key from it. Every key is of
+one pair of process starts and one direction: what was said to another, by another, before a
+restart or the other way round fits none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from baton.api.errors import TransferError
+
+PUBLIC_KEY_BYTES = 32
+DIGEST_BYTES = 16
+KEY_BYTES = 32
+DIGEST_BYTES = 16
+_LABEL = b"baton kv 1"
+
+
+class BlockKey:
+    """Digests of KV blocks that only who has this key can make: GMAC (NIST SP 800-38D), AES-256.
+
+    The fastest MAC here by measurement (docs/adr/0025-keyed-digests.md). Its key must see no number
+    twice.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._aead = AESGCM(key)
+
+    def digest(self, number: int, context: bytes, data: memoryview) -> bytes:
+        """``DIGEST_BYTES`` of data and of what it is."""
+        # The data is only authenticated, and so not copied; the context, some bytes, is encrypted.
+        return self._aead.encrypt(number.to_bytes(12, "big"), context, data)[-DIGEST_BYTES:]
+
+
+@dataclass(frozen=True, slots=True)
+class PairKeys:
+    """Of one end.
+
+    Attributes:
+        send, receive: of messages to the peer, and from it.
+        send_blocks, receive_blocks: of KV blocks to the peer, and from it.
+    """
+
+    send: bytes = field(repr=False)
+    receive: bytes = field(repr=False)
+    send_blocks: BlockKey = field(repr=False)
+    receive_blocks: BlockKey = field(repr=False)
+
+
+class KeyPair:
+    """The key of one process start; never written down."""
+
+    def __init__(self) -> None:
+        self._private = X25519PrivateKey.generate()
+        self.public = self._private.public_key().public_bytes_raw()
+
+    def agree(self, own_id: str, peer_id: str, peer_public: bytes) -> PairKeys:
+        """The keys shared with a peer; raises TransferError if its public key is none."""
+        if len(peer_public) != PUBLIC_KEY_BYTES:
+            raise TransferError(f"{peer_id} has no public key for KV messages")
+        try:
+            shared = self._private.exchange(X25519PublicKey.from_public_bytes(peer_public))
+        except ValueError as error:  # a point of small order: anybody knows what comes out
+            raise TransferError(f"{peer_id} has a bad public key for KV messages") from error
+        there = (own_id.encode(), peer_id.encode(), self.public, peer_public)
+        back = (peer_id.encode(), own_id.encode(), peer_public, self.public)
+        return PairKeys(
+            send=_derive(shared, b"message", *there),
+            receive=_derive(shared, b"message", *back),
+            send_blocks=BlockKey(_derive(shared, b"block", *there)),
+            receive_blocks=BlockKey(_derive(shared, b"block", *back)),
+        )
+
+
+def _derive(shared: bytes, use: bytes, *parts: bytes) -> bytes:
+    """HKDF-SHA256 (RFC 5869), bound to both ids and public keys in the order of the direction."""
+    info = b"".join(len(part).to_bytes(4, "big") + part for part in (_LABEL, use, *parts))
+    return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info).derive(shared)

@@ -1,0 +1,68 @@
+"""Repeats: messages that are said again until they are answered or not wanted any more.
+
+A message that is lost without an error would else be missed by nobody before the request's
+deadline. What is repeated changes nothing when it comes twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvconnector.protocol.messages import Message
+
+REPEAT_S = 1.0
+
+Key = tuple[str, int]  # (request_id, epoch)
+
+
+@dataclass(slots=True)
+class Repeat:
+    """One message that waits for its answer."""
+
+    engine_id: str
+    message: Message
+    next_at: float
+
+
+class Repeats:
+    """All such messages of one end, at most one per transfer."""
+
+    def __init__(self) -> None:
+        self._repeats: dict[Key, Repeat] = {}
+        self._next_at = math.inf  # no message is due before
+
+    def __len__(self) -> int:
+        return len(self._repeats)
+
+    def add(self, key: Key, engine_id: str, message: Message, now: float) -> None:
+        """Say ``message`` again from ``REPEAT_S`` after now on."""
+        self._repeats[key] = Repeat(engine_id, message, now + REPEAT_S)
+        self._next_at = min(self._next_at, now + REPEAT_S)
+
+    def put_off(self, key: Key, engine_id: str, now: float) -> None:
+        """This peer spoke of the transfer: no need to ask soon."""
+        repeat = self._repeats.get(key)
+        if repeat is not None and repeat.engine_id == engine_id:
+            repeat.next_at = now + REPEAT_S
+
+    def remove(self, key: Key, engine_id: str) -> None:
+        """This peer has answered, or nobody waits for it; harmless when it is not here."""
+        repeat = self._repeats.get(key)
+        if repeat is not None and repeat.engine_id == engine_id:
+            del self._repeats[key]
+
+    def remove_peer(self, engine_id: str) -> None:
+        """Forget what was for a peer that is gone."""
+        for key in [k for k, repeat in self._repeats.items() if repeat.engine_id == engine_id]:
+            del self._repeats[key]
+
+    def take_due(self, now: float) -> list[tuple[Key, Repeat]]:
+        """What is to be said again now; O(1) while nothing is due."""
+        if now < self._next_at:
+            return []
+        due = [(key, repeat) for key, repeat in self._repeats.items() if now >= repeat.next_at]
+        for _, repeat in due:
+            repeat.next_at = now + REPEAT_S
+        self._next_at = min((r.next_at for r in self._repeats.values()), default=math.inf)
+        return due

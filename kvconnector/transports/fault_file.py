@@ -1,0 +1,68 @@
+"""FaultFile: faults whose kind and time somebody outside decides, while the node runs.
+
+A load test or a drill writes what `--inject-faults` takes into a file, and empties it again. Knows
+no transport.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.api.errors import ConfigError
+from kvconnector.transports.faults import OPTION, FaultSpec
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.05
+NO_FAULTS = FaultSpec()
+
+
+class FaultFile:
+    """Read again when it has changed.
+
+    Args:
+        path: of the file; raises ConfigError when it is not there.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._look_at = 0.0
+        self._text: str | None = None
+        self._spec = NO_FAULTS
+        if not path.is_file():
+            raise ConfigError(f"{OPTION}: {path} is not a file")
+
+    def __str__(self) -> str:
+        return f"as {self._path} says"
+
+    def __call__(self) -> FaultSpec:
+        """What goes wrong now; never raises: a text that is none is logged and changes nothing."""
+        now = self._clock()
+        if now < self._look_at:
+            return self._spec
+        self._look_at = now + LOOK_EVERY_S
+        try:
+            text = self._path.read_text(encoding="utf-8").strip()
+            if text != self._text:
+                self._text = text
+                self._spec = FaultSpec.parse(text) or NO_FAULTS
+                logger.warning("injected faults are now: %s", text or "none")
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            logger.error("%s: %s cannot be used: %s", OPTION, self._path, error)
+        return self._spec
+
+
+def faults_of(option: str, node_name: str) -> FaultSpec | FaultFile | None:
+    """What the option says: a spec, or ``@FILE``, or ``@FOLDER`` with a file for each node's name.
+
+    None: nothing is to go wrong. Raises ConfigError.
+    """
+    if not option.startswith("@"):
+        return FaultSpec.parse(option)
+    path = Path(option[1:])
+    return FaultFile(path / node_name if path.is_dir() else path)

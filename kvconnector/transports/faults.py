@@ -1,0 +1,359 @@
+"""Faults on request: a transport that loses, delays, doubles and swaps messages, and worse.
+
+For tests and drills; off unless asked for, and loud when on. Wraps any `KVTransport`, so sender and
+receiver notice nothing. What goes wrong is drawn in the order in which things happen: the same
+seed and the same order, the same faults.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import signal
+import time
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.api.errors import ConfigError, TransferError
+from baton.telemetry.logs import close_logging
+from kvconnector.base import KVTransport, PendingWrite, TransferKey
+from kvconnector.peer_info import PeerInfo
+from kvconnector.protocol.messages import (
+    Commit,
+    Digests,
+    Grant,
+    HelloAck,
+    Message,
+    SelfTest,
+    SelfTestResult,
+)
+from kvconnector.protocol.seals import peek
+from kvconnector.transports.scratch import Scratch
+
+logger = logging.getLogger(__name__)
+
+OPTION = "inject_faults"
+WRITE = "Write"  # not a message, but something to be killed at
+MESSAGE_NAMES = tuple(kind.__name__ for kind in typing.get_args(Message))
+MAX_SWAP_S = 0.1  # how long a message waits at most for one that overtakes it
+MAX_REMEMBERED_GRANTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class KillPoint:
+    """Where this process kills itself: just before the ``count``-th such thing.
+
+    Attributes:
+        name: of a message, or ``Write``.
+        when: ``send`` or ``recv``.
+    """
+
+    name: str
+    when: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSpec:
+    """What goes wrong, and how often. Probabilities are per message, write or commit.
+
+    Attributes:
+        drop: a message is lost.
+        duplicate: a message comes twice.
+        reorder: a message waits until the next one to that peer has left.
+        delay_s: how long each message waits, from and to.
+        corrupt: one bit of a transfer's blocks is wrong when its commit record is read.
+        fail_post: a write cannot be posted.
+        corrupt_test: one bit of what a self-test wrote is wrong when it is looked at.
+        drop_test: a message about a self-test's end is lost, whatever `drop` says.
+        kill: where the process ends.
+        hang_engine: the engine's thread stands still behind so many rounds with work; 0: never.
+        seed: of everything drawn.
+    """
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    delay_s: tuple[float, float] = (0.0, 0.0)
+    corrupt: float = 0.0
+    fail_post: float = 0.0
+    corrupt_test: float = 0.0
+    drop_test: float = 0.0
+    kill: KillPoint | None = None
+    hang_engine: int = 0
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> FaultSpec | None:
+        """``"drop=0.01,delay=1ms-20ms,kill=Commit:send:2,seed=3"``; None for an empty text.
+
+        Raises ConfigError.
+        """
+        if not text.strip():
+            return None
+        fields: dict[str, Any] = {}
+        for item in text.split(","):
+            name, _, value = (part.strip() for part in item.partition("="))
+            parser = _PARSERS.get(name)
+            if parser is None:
+                raise ConfigError(f"{OPTION}: must be of {', '.join(_PARSERS)}, got {item!r}")
+            key = "delay_s" if name == "delay" else name
+            if key in fields:
+                raise ConfigError(f"{OPTION}: {name} must be given once, got {text!r}")
+            fields[key] = parser(name, value)
+        return cls(**fields)
+
+
+def _probability(name: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise ConfigError(f"{OPTION}: {name} must be a probability from 0 to 1, got {value!r}")
+    return number
+
+
+def _delay(name: str, value: str) -> tuple[float, float]:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)(?:-(\d+(?:\.\d+)?)(ms|s))?", value)
+    units = {"ms": 1e-3, "s": 1.0}
+    if match is not None:
+        low = float(match[1]) * units[match[2]]
+        high = low if match[3] is None else float(match[3]) * units[match[4]]
+        if low <= high:
+            return low, high
+    raise ConfigError(f"{OPTION}: {name} must be a time or a range like 1ms-20ms, got {value!r}")
+
+
+def _kill(name: str, value: str) -> KillPoint:
+    arrow, when, count, *rest = [*value.split(":"), "", "", ""]
+    names = (WRITE, *MESSAGE_NAMES)
+    is_whole = arrow in names and not any(rest) and count.isdecimal() and int(count) > 0
+    if not is_whole or when not in (("send",) if arrow == WRITE else ("send", "recv")):
+        raise ConfigError(
+            f"{OPTION}: {name} must be NAME:send:N or NAME:recv:N with a name of "
+            f"{', '.join(names)}, got {value!r}"
+        )
+    return KillPoint(arrow, when, int(count))
+
+
+def _number(name: str, value: str) -> int:
+    if not value.isdecimal():
+        raise ConfigError(f"{OPTION}: {name} must be a number of 0 or more, got {value!r}")
+    return int(value)
+
+
+_PARSERS: dict[str, Callable[[str, str], object]] = {
+    "drop": _probability,
+    "duplicate": _probability,
+    "reorder": _probability,
+    "delay": _delay,
+    "corrupt": _probability,
+    "fail_post": _probability,
+    "corrupt_test": _probability,
+    "drop_test": _probability,
+    "kill": _kill,
+    "hang_engine": _number,
+    "seed": _number,
+}
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A message that leaves later."""
+
+    engine_id: str
+    payload: bytes
+    due_at: float
+    is_swapped: bool  # leaves as soon as another message to that peer has left
+
+
+def _end_process() -> None:
+    close_logging()  # or nobody knows why
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FaultyTransport:
+    """See `KVTransport` for the contract, which this keeps only as far as asked for.
+
+    Args:
+        transport: what really moves bytes; owned from now on.
+        kv_cache: that peers write to, `[num_blocks, ...]`, contiguous.
+        spec: what goes wrong, or what says it whenever it is asked.
+        clock: seconds that never go back.
+        end_process: kills this process.
+    """
+
+    def __init__(
+        self,
+        transport: KVTransport,
+        kv_cache: torch.Tensor,
+        spec: FaultSpec | Callable[[], FaultSpec],
+        clock: Callable[[], float] = time.monotonic,
+        end_process: Callable[[], None] = _end_process,
+    ) -> None:
+        logger.warning("FAULTS ARE INJECTED into the KV connector: %s", spec)
+        self._transport = transport
+        self._bytes = kv_cache.view(torch.uint8).flatten(1)  # [num_blocks, block_bytes]
+        self._ask = None if isinstance(spec, FaultSpec) else spec
+        self._spec = spec if isinstance(spec, FaultSpec) else spec()
+        self._clock = clock
+        self._end_process = end_process
+        self._random = random.Random(self._spec.seed)
+        self._waiting: list[_Waiting] = []
+        self._granted: dict[tuple[str, int], Grant] = {}  # what `corrupt` may spoil
+        self._digested: set[tuple[str, int]] = set()
+        self._slots: dict[str, int] = {}  # what `corrupt_test` may spoil, by engine id
+        self._num_until_kill = 0 if self._spec.kill is None else self._spec.kill.count
+
+    @property
+    def peer_info(self) -> PeerInfo:
+        return self._transport.peer_info
+
+    @property
+    def scratch(self) -> Scratch:
+        return self._transport.scratch
+
+    def connect(self, peer: PeerInfo) -> str:
+        return self._transport.connect(peer)
+
+    def disconnect(self, engine_id: str) -> None:
+        self._transport.disconnect(engine_id)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def write(
+        self,
+        engine_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        *rest: Any,
+    ) -> PendingWrite:
+        self._pass(WRITE, "send")
+        if self._happens(self._spec.fail_post):
+            raise TransferError("injected fault: the write is not posted")
+        return self._transport.write(engine_id, local_block_ids, remote_block_ids, *rest)
+
+    def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
+        self._transport.allow(engine_id, transfer, block_ids)
+
+    def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
+        return self._transport.forbid(engine_id, transfer)
+
+    def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
+        return self._transport.write_scratch(engine_id, slot)
+
+    def notify(self, engine_id: str, payload: bytes) -> None:
+        message = peek(payload)
+        self._pass(type(message).__name__, "send")
+        if isinstance(message, Grant) and self._spec.corrupt:
+            self._granted[message.request_id, message.epoch] = message
+            if len(self._granted) > MAX_REMEMBERED_GRANTS:
+                del self._granted[next(iter(self._granted))]
+        spec = self._spec
+        dropped, doubled, swapped = map(self._happens, (spec.drop, spec.duplicate, spec.reorder))
+        delays = [self._random.uniform(*spec.delay_s) for _ in range(2)]  # drawn also if not used
+        if isinstance(message, HelloAck) and message.slot is not None:
+            self._slots[engine_id] = message.slot
+        if isinstance(message, SelfTest | SelfTestResult):
+            dropped |= self._happens(spec.drop_test)
+        if dropped:
+            return
+        now = self._clock()
+        for delay_s in delays if doubled else delays[:1]:
+            if swapped:
+                later = _Waiting(engine_id, payload, now + delay_s + MAX_SWAP_S, True)
+                self._waiting.append(later)
+            elif delay_s:
+                self._waiting.append(_Waiting(engine_id, payload, now + delay_s, False))
+            else:
+                self._transport.notify(engine_id, payload)
+        if not swapped:
+            for waiting in self._waiting:
+                if waiting.is_swapped and waiting.engine_id == engine_id:
+                    waiting.due_at = now + delays[0]
+        self._send_due()
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        if self._ask is not None and (spec := self._ask()) is not self._spec:
+            self._spec = spec
+            self._num_until_kill = 0 if spec.kill is None else spec.kill.count
+        self._send_due()
+        payloads = self._transport.take_notifications()
+        for _, payload in payloads:
+            try:
+                message = peek(payload)
+            except TransferError:  # the endpoint says so
+                continue
+            self._pass(type(message).__name__, "recv")
+            if isinstance(message, Commit | Digests):
+                self._spoil(message)
+            elif isinstance(message, SelfTest) and message.engine_id in self._slots:
+                self._spoil_test(self._slots.pop(message.engine_id))
+        return payloads
+
+    # ------------------------------------------------------------------ inside
+
+    def _happens(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def _pass(self, name: str, when: str) -> None:
+        """Something is about to happen; it may be the last."""
+        kill = self._spec.kill
+        if kill is None or (kill.name, kill.when) != (name, when):
+            return
+        self._num_until_kill -= 1
+        if self._num_until_kill == 0:
+            logger.critical("injected fault: killed before %s:%s:%d", name, when, kill.count)
+            self._end_process()
+
+    def _send_due(self) -> None:
+        now = self._clock()
+        due = [waiting for waiting in self._waiting if waiting.due_at <= now]
+        if not due:
+            return
+        self._waiting = [waiting for waiting in self._waiting if waiting.due_at > now]
+        for waiting in sorted(due, key=lambda waiting: waiting.due_at):
+            try:
+                self._transport.notify(waiting.engine_id, waiting.payload)
+            except TransferError as error:  # as lost as any message to nobody
+                logger.warning("a delayed message to %s is lost: %s", waiting.engine_id, error)
+
+    def _spoil(self, message: Commit | Digests) -> None:
+        """Flip a bit in memory: these writes have landed, and nobody has looked at them yet."""
+        key = (message.request_id, message.epoch)
+        grant = self._granted.get(key)
+        block_ids = [] if grant is None else grant.block_ids
+        if isinstance(message, Digests):  # looked at now, and not when the commit comes
+            self._digested.add(key)
+            if grant is not None:
+                places = [index - grant.first_block for index in message.indices]
+                block_ids = [block_ids[i] for i in places if 0 <= i < len(block_ids)]
+        else:
+            self._granted.pop(key, None)
+            if key in self._digested:
+                self._digested.discard(key)
+                return
+        if not block_ids or not self._happens(self._spec.corrupt):
+            return
+        block_id = self._random.choice(block_ids)
+        offset = self._random.randrange(self._bytes.shape[1])
+        bit = 1 << self._random.randrange(8)
+        with torch.inference_mode():
+            self._bytes[block_id, offset] ^= bit
+        logger.warning("injected fault: a bit of block %d is flipped", block_id)
+
+    def _spoil_test(self, slot: int) -> None:
+        if not self._happens(self._spec.corrupt_test):
+            return
+        row = self.scratch.memory[1 + slot]
+        with torch.inference_mode():
+            row[self._random.randrange(len(row))] ^= 1 << self._random.randrange(8)
+        logger.warning("injected fault: a bit of a self-test is flipped")

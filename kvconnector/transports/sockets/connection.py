@@ -1,0 +1,189 @@
+"""Connection: one TLS connection that never waits: out of a queue, and into frames.
+
+Whoever owns it says when there is something to do. Knows no peer and no block.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+
+from baton.api.errors import TransferError
+from kvconnector.transports.sockets.frames import Frame, FrameReader, cut_parts
+
+# One call encrypts so much, without the interpreter's lock; others get their turn between two.
+PIECE_BYTES = 2**18
+ROUND_BYTES = 4 * 2**20  # in and out, each; then another connection has its turn
+
+
+class Connection:
+    """A connection whose TCP part is there; its handshake is done by `progress`.
+
+    Args:
+        raw: of which the connection is made; not blocking, owned from now on.
+        context: with which it is encrypted.
+        is_server: whether it was accepted.
+        reader: takes what comes.
+        on_frame: called for each frame; may raise FrameError.
+        now: when it was made.
+
+    Attributes:
+        is_secure: the handshake is done, and the other end has shown who it is.
+        is_ready: its owner has seen that there is something to read, or room to write.
+        problem: why it has ended; empty while it has not.
+        made_at: when.
+        sent_bytes: encrypted with this connection's keys.
+    """
+
+    def __init__(
+        self,
+        raw: socket.socket,
+        context: ssl.SSLContext,
+        *,
+        is_server: bool,
+        reader: FrameReader,
+        on_frame: Callable[[Connection, Frame], None],
+        now: float,
+    ) -> None:
+        self.is_secure = False
+        self.is_ready = True
+        self.problem = ""
+        self.made_at = now
+        self.sent_bytes = 0
+        self.reader = reader
+        self._on_frame = on_frame
+        self._queue: deque[memoryview | bytes] = deque()
+        self._queued_bytes = 0
+        self._wants_write = False
+        self._has_more = False
+        self._socket: ssl.SSLSocket | None = None
+        self.address = "?"
+        try:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            host, port = raw.getpeername()[:2]
+            self.address = f"{host}:{port}"
+            self._socket = context.wrap_socket(
+                raw, server_side=is_server, do_handshake_on_connect=False
+            )
+        except OSError as error:  # (an SSLError is one, too)
+            raw.close()
+            self.problem = describe(error)
+
+    @property
+    def socket(self) -> ssl.SSLSocket:
+        assert self._socket is not None
+        return self._socket
+
+    @property
+    def queued_bytes(self) -> int:
+        """Not yet handed to the kernel."""
+        return self._queued_bytes
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether it waits for room in the kernel."""
+        return self._wants_write
+
+    @property
+    def has_more(self) -> bool:
+        """Whether it has stopped though it could go on: its turn was over, or has not come yet."""
+        waits_for_peer = self._wants_write or self.problem
+        return self._has_more or (bool(self._queue) and self.is_secure and not waits_for_peer)
+
+    def post(self, *parts: memoryview | bytes) -> None:
+        """Queue bytes; what they view must stay as it is until they are sent."""
+        self._queue += cut_parts(parts, PIECE_BYTES)
+        self._queued_bytes += sum(map(len, parts))
+
+    def progress(self) -> None:
+        """Go on as far as is possible at once, for a turn."""
+        if self._socket is None or self.problem or not (self.is_ready or self.has_more):
+            return
+        self.is_ready = self._has_more = self._wants_write = False
+        try:
+            if not self.is_secure:
+                self._socket.do_handshake()
+                self.is_secure = True
+            self._send(self._socket)
+            self._receive(self._socket)
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLWantWriteError:
+            self._wants_write = True
+        except (OSError, ValueError, TransferError) as error:
+            self.close(describe(error))
+
+    def flush(self) -> None:
+        """Send what can be sent at once."""
+        if self.is_secure and not self.problem and not self._wants_write:
+            try:
+                self._send(self.socket)
+            except (OSError, ValueError) as error:
+                self.close(describe(error))
+
+    def _send(self, sock: ssl.SSLSocket) -> None:
+        num_sent = 0
+        try:
+            while self._queue and num_sent < ROUND_BYTES:
+                # After "want write" the same bytes must be offered again: the piece stays first.
+                sent = sock.send(self._queue[0])
+                num_sent += sent
+                self._queued_bytes -= sent
+                if sent == len(self._queue[0]):
+                    self._queue.popleft()
+                else:
+                    self._queue[0] = memoryview(self._queue[0])[sent:]
+        except ssl.SSLWantWriteError:
+            self._wants_write = True
+        except ssl.SSLWantReadError:
+            pass
+        self._has_more |= bool(self._queue) and not self._wants_write
+        self.sent_bytes += num_sent
+
+    def _receive(self, sock: ssl.SSLSocket) -> None:
+        num_received = 0
+        try:
+            while num_received < ROUND_BYTES and not self.problem:
+                received = sock.recv_into(self.reader.buffer())
+                if received == 0:
+                    amid = " in the middle of a frame" if self.reader.is_amid else ""
+                    self.close(f"the other end has closed the connection{amid}")
+                    return
+                num_received += received
+                frame = self.reader.advance(received)
+                if frame is not None:
+                    self._on_frame(self, frame)
+            self._has_more = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLWantWriteError:
+            self._wants_write = True
+
+    def end_sending(self) -> None:
+        """Say that nothing more comes; what was sent before still arrives."""
+        if not self.problem:
+            try:
+                # (Its own method would forget the keys, and the other end may have more to say.)
+                socket.socket.shutdown(self.socket, socket.SHUT_WR)
+            except (OSError, ValueError) as error:
+                self.close(describe(error))
+
+    def close(self, problem: str) -> None:
+        """End it; harmless when it has ended."""
+        if not self.problem:
+            self.problem = problem
+        if self._socket is not None:
+            self._socket.close()
+        self._queue.clear()
+        self._queued_bytes = 0
+
+
+def describe(error: Exception) -> str:
+    """What went wrong, in the words of a log."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
+    return (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)

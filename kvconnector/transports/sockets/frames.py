@@ -1,0 +1,250 @@
+"""Frames: what goes over a KV connection, byte by byte. Knows no socket, and no memory but its own.
+
+    kind (1) | bytes of head (4) | bytes of payload (8) | head | payload          big-endian
+
+    dialler -> listener   HELLO    who speaks: the first frame, and only that
+                          MESSAGE  a message of the protocol (`protocol/messages.py`): its head
+                          WRITE    blocks for a transfer, their bytes the payload
+                          PROBE    a self-test's bytes for a slot of the scratch memory
+    listener -> dialler   WELCOME  HELLO is believed
+                          DONE     that many writes and probes are over; whether the last was taken
+
+A dialler that has something to say dials; so between two nodes there are up to two connections.
+Whoever sends anything else is not one of us: FrameError, and the connection ends.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Annotated, Protocol
+
+import msgspec
+
+from baton.api.errors import TransferError
+from kvconnector.layout import LayerRange
+
+HEADER = struct.Struct(">BIQ")
+MAX_HEAD_BYTES = 2**20  # a grant of a prompt of more than a million tokens
+MAX_HELLO_BYTES = 2**10  # before HELLO is believed, a head may have no more
+MAX_PAYLOAD_BYTES = 2**28  # a write has 8 MiB, or one block
+
+_Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class FrameError(TransferError):
+    """Bytes that no peer of this version sends."""
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    MESSAGE = 2
+    WRITE = 3
+    PROBE = 4
+    WELCOME = 5
+    DONE = 6
+
+
+FROM_DIALLER = frozenset({Kind.HELLO, Kind.MESSAGE, Kind.WRITE, Kind.PROBE})
+FROM_LISTENER = frozenset({Kind.WELCOME, Kind.DONE})
+WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.PROBE})
+
+
+class HelloHead(msgspec.Struct, frozen=True, array_like=True):
+    """The process start that dials, and the one that it means to reach."""
+
+    engine_id: str
+    peer_id: str
+
+
+class WriteHead(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of the listener, in the order in which their bytes come, and of which transfer."""
+
+    request_id: str
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+    block_ids: list[_Index]
+    layers: LayerRange | None = None
+
+
+class ProbeHead(msgspec.Struct, frozen=True, array_like=True):
+    """A slot of the listener's scratch memory."""
+
+    slot: _Index
+
+
+class DoneHead(msgspec.Struct, frozen=True, array_like=True):
+    """Of all writes and probes on this connection, so many are over."""
+
+    count: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+    is_taken: bool
+
+
+Head = HelloHead | WriteHead | ProbeHead | DoneHead
+
+_DECODERS: dict[Kind, msgspec.msgpack.Decoder[Head]] = {
+    kind: msgspec.msgpack.Decoder(head_type)
+    for kind, head_type in {
+        Kind.HELLO: HelloHead,
+        Kind.WRITE: WriteHead,
+        Kind.PROBE: ProbeHead,
+        Kind.DONE: DoneHead,
+    }.items()
+}
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Sink(Protocol):
+    """Where a payload goes."""
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes belong; never empty before all have come."""
+
+    def advance(self, num_bytes: int) -> None:
+        """So many bytes have come into the buffer."""
+
+    def finish(self) -> bool:
+        """All have come; whether they were taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame that is complete; ``head`` is decoded unless it is a message."""
+
+    kind: Kind
+    head: Head | bytes
+    is_taken: bool = True
+
+
+def encode_frame(kind: Kind, head: Head | bytes = b"", payload_bytes: int = 0) -> bytes:
+    """Everything of a frame but its payload."""
+    encoded = head if isinstance(head, bytes) else _encoder.encode(head)
+    return HEADER.pack(kind, len(encoded), payload_bytes) + encoded
+
+
+class FrameReader:
+    """Frames out of bytes, however they are cut; payloads go where they belong without a copy.
+
+    Args:
+        kinds: that the other end may send.
+        open_sink: called for each head with a payload and the payload's bytes; may raise
+            FrameError.
+
+    Attributes:
+        max_head_bytes: refused are longer ones.
+    """
+
+    def __init__(
+        self,
+        kinds: Collection[Kind],
+        open_sink: Callable[[Head, int], Sink],
+        max_head_bytes: int = MAX_HEAD_BYTES,
+    ) -> None:
+        self.max_head_bytes = max_head_bytes
+        self._kinds = kinds
+        self._open_sink = open_sink
+        self._header = memoryview(bytearray(HEADER.size))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._part = self._header  # what is being filled
+        self._num_filled = 0
+        self._kind: Kind | None = None
+        self._payload_bytes = 0
+        self._sink: Sink | None = None
+        self._head: Head | bytes = b""
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether more of a frame must come."""
+        return self._kind is not None or self._num_filled > 0
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes belong; never empty."""
+        if self._sink is not None:
+            return self._sink.buffer()
+        return self._part[self._num_filled :]
+
+    def advance(self, num_bytes: int) -> Frame | None:
+        """Note that so many bytes of `buffer` are there; the frame, if that completes one.
+
+        Raises FrameError.
+        """
+        if self._sink is not None:
+            self._sink.advance(num_bytes)
+            self._payload_bytes -= num_bytes
+            return self._end(self._sink.finish()) if self._payload_bytes == 0 else None
+        self._num_filled += num_bytes
+        if self._num_filled < len(self._part):
+            return None
+        if self._kind is None:
+            head_bytes = self._take_header()
+            if head_bytes > 0:
+                self._part, self._num_filled = memoryview(bytearray(head_bytes)), 0
+                return None
+            return self._take_head(b"")
+        return self._take_head(bytes(self._part))
+
+    def _take_header(self) -> int:
+        kind, head_bytes, payload_bytes = HEADER.unpack(self._header)
+        if kind not in self._kinds:
+            raise FrameError(f"a frame of kind {kind}")
+        if head_bytes > self.max_head_bytes:
+            raise FrameError(f"a head of {head_bytes} bytes, more than {self.max_head_bytes}")
+        has_payload = kind in WITH_PAYLOAD
+        if payload_bytes > MAX_PAYLOAD_BYTES or has_payload != (payload_bytes > 0):
+            raise FrameError(f"a payload of {payload_bytes} bytes")
+        self._kind, self._payload_bytes = Kind(kind), payload_bytes
+        return int(head_bytes)
+
+    def _take_head(self, encoded: bytes) -> Frame | None:
+        assert self._kind is not None
+        self._head = _decode_head(self._kind, encoded)
+        if self._payload_bytes == 0:
+            return self._end(True)
+        assert not isinstance(self._head, bytes)
+        self._sink = self._open_sink(self._head, self._payload_bytes)
+        return None
+
+    def _end(self, is_taken: bool) -> Frame:
+        assert self._kind is not None
+        frame = Frame(self._kind, self._head, is_taken)
+        self._begin()
+        return frame
+
+
+def _decode_head(kind: Kind, encoded: bytes) -> Head | bytes:
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        return encoded
+    try:
+        return decoder.decode(encoded)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"a head of a {kind.name} that cannot be read: {error}") from error
+
+
+def cut_parts(parts: Sequence[memoryview | bytes], max_bytes: int) -> list[memoryview | bytes]:
+    """The same bytes in pieces of at most ``max_bytes``: large parts are cut, small ones joined.
+
+    Each piece is encrypted by one call, into records that are full only if it is long.
+    """
+    pieces: list[memoryview | bytes] = []
+    small: list[memoryview | bytes] = []
+    num_small = 0
+    for part in filter(len, parts):
+        if len(part) >= max_bytes // 4 or num_small + len(part) > max_bytes:
+            if small:
+                pieces.append(b"".join(small))
+            small, num_small = [], 0
+        if len(part) >= max_bytes // 4:
+            view = memoryview(part)
+            pieces += [view[i : i + max_bytes] for i in range(0, len(view), max_bytes)]
+        else:
+            small.append(part)
+            num_small += len(part)
+    if small:
+        pieces.append(b"".join(small))
+    return pieces

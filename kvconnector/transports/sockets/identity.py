@@ -1,0 +1,189 @@
+"""Identity: what a node shows its peers on a KV connection, and how it knows theirs.
+
+Without certificate files a node makes a key and a certificate at start, for itself alone. Peers
+learn the certificate from its peer info, which came through the router, and accept that and no
+other: nothing has to be set up. With files, both ends verify the chain to the CA, and that the name
+in the certificate is the one in the peer info.
+"""
+
+from __future__ import annotations
+
+import ssl
+import tempfile
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from baton.api.errors import ConfigError, TransferError
+from kvconnector.base import CertificateFiles, Certificates
+
+MAX_CERTIFICATE_BYTES = 4096  # ours have some 400
+MAX_FORGOTTEN = 64
+_VALID_DAYS = 36500  # as long as the process; what ends it is that nobody knows it any more
+
+
+class Identity(Protocol):
+    """What this process shows, and what it makes of what others show."""
+
+    @property
+    def own(self) -> bytes:
+        """What peers are to know this process by."""
+
+    def context(self, *, is_server: bool) -> ssl.SSLContext:
+        """For the next connection."""
+
+    def learn(self, identity: bytes) -> None:
+        """A peer will show this; raises TransferError if that cannot be."""
+
+    def forget(self, identity: bytes) -> None:
+        """No peer will show this any more."""
+
+    def shown(self, connection: ssl.SSLSocket) -> bytes:
+        """What the other end of a connection has shown and proved."""
+
+
+def identity_of(files: CertificateFiles | None) -> Identity:
+    """Raises ConfigError."""
+    return PinnedIdentity() if files is None else NamedIdentity(files)
+
+
+class PinnedIdentity:
+    """See `Identity`: a certificate of this process alone, known by heart."""
+
+    def __init__(self) -> None:
+        key = ec.generate_private_key(ec.SECP256R1())
+        serial_number = x509.random_serial_number()
+        # OpenSSL looks certificates up by their subject: no two have the same.
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"baton-kv-{serial_number:x}")])
+        now = datetime.now(UTC)
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(serial_number)
+            .not_valid_before(now - timedelta(days=1))  # clocks differ
+            .not_valid_after(now + timedelta(days=_VALID_DAYS))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        self.own = certificate.public_bytes(Encoding.DER)
+        pem = certificate.public_bytes(Encoding.PEM)
+        key_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        self._pair = pem, key_pem
+        self._known: set[bytes] = set()
+        self._num_forgotten = 0
+        self._contexts = self._make_contexts()
+
+    def context(self, *, is_server: bool) -> ssl.SSLContext:
+        return self._contexts[is_server]
+
+    def learn(self, identity: bytes) -> None:
+        try:
+            if len(identity) > MAX_CERTIFICATE_BYTES:
+                raise ValueError
+            x509.load_der_x509_certificate(identity)  # one, and nothing behind it
+            for context in self._contexts.values():
+                context.load_verify_locations(cadata=identity)
+        except (ssl.SSLError, ValueError) as error:
+            raise TransferError(
+                "it shows no certificate of its own making, as this node does (--tls-cert is "
+                "needed on all nodes, or on none)"
+            ) from error
+        self._known.add(identity)
+
+    def forget(self, identity: bytes) -> None:
+        # A context forgets nothing. Whose peer is gone is not in the peers' table any more; but
+        # nodes come and go, so now and then there are new contexts.
+        self._known.discard(identity)
+        self._num_forgotten += 1
+        if self._num_forgotten > max(MAX_FORGOTTEN, len(self._known)):
+            self._num_forgotten = 0
+            self._contexts = self._make_contexts()
+
+    def _make_contexts(self) -> dict[bool, ssl.SSLContext]:
+        contexts = {side: _context(is_server=side) for side in (False, True)}
+        for context in contexts.values():
+            _load_pair(context, *self._pair)
+            # Two certificates may have one subject if somebody means it: the very same one counts,
+            # and not the first of its subject.
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            for identity in self._known:
+                context.load_verify_locations(cadata=identity)
+        return contexts
+
+    def shown(self, connection: ssl.SSLSocket) -> bytes:
+        return connection.getpeercert(binary_form=True) or b""
+
+
+class NamedIdentity:
+    """See `Identity`: a certificate that a CA has signed, known by its name."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._contexts: dict[bool, tuple[Certificates, ssl.SSLContext]] = {}
+        certificates = files.current()
+        if not (certificates.chain and certificates.ca):
+            raise ConfigError("kv_connector: tls needs tls_cert, tls_key and tls_ca, or none")
+        certificate = x509.load_pem_x509_certificates(certificates.chain)[0]
+        try:
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            uris = names.value.get_values_for_type(x509.UniformResourceIdentifier)
+            found = [*uris, *names.value.get_values_for_type(x509.DNSName)]
+        except (x509.ExtensionNotFound, ValueError):
+            found = []
+        if not found:
+            raise ConfigError("tls_cert: must name the node, by a URI or a DNS name")
+        self.own = found[0].encode()
+
+    def context(self, *, is_server: bool) -> ssl.SSLContext:
+        current = self._files.current()
+        made = self._contexts.get(is_server)
+        if made is None or made[0] is not current:
+            context = _context(is_server=is_server)
+            _load_pair(context, current.chain, current.key)
+            context.load_verify_locations(cadata=current.ca.decode("ascii"))
+            made = self._contexts[is_server] = (current, context)
+        return made[1]
+
+    def learn(self, identity: bytes) -> None:
+        if not (identity and identity.isascii()):
+            raise TransferError(
+                "it shows a certificate of its own making, and this node wants one of a CA "
+                "(--tls-cert is needed on all nodes, or on none)"
+            )
+
+    def forget(self, identity: bytes) -> None:
+        pass  # names are not kept
+
+    def shown(self, connection: ssl.SSLSocket) -> bytes:
+        certificate = connection.getpeercert() or {}
+        names = [name for name in certificate.get("subjectAltName", ()) if len(name) == 2]
+        for kind in ("URI", "DNS"):
+            for name in names:
+                if name[0] == kind:
+                    return str(name[1]).encode()
+        return b""
+
+
+def _context(*, is_server: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # peers are known by what the router said, not by an address
+    context.verify_mode = ssl.CERT_REQUIRED
+    if is_server:
+        context.num_tickets = 0  # nothing is resumed: each connection proves itself
+    return context
+
+
+def _load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
+    # The standard library takes paths only.
+    with tempfile.NamedTemporaryFile(prefix="baton-kv-") as file:  # mode 0600
+        file.write(chain + b"\n" + key)
+        file.flush()
+        context.load_cert_chain(file.name)

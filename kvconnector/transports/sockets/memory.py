@@ -1,0 +1,177 @@
+"""Memory: the bytes of blocks on their way out of a cache and into one.
+
+Host memory is read and written where it lies. A GPU's goes through pinned host memory: a staging
+copy for each write. What arrives is written only while its transfer may write: asked anew for each
+piece, as a grant can end amid a payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from kvconnector.layout import LayerRange
+from kvconnector.transports.sockets.frames import Sink
+
+_DISCARD_BYTES = 2**16
+MayWrite = Callable[[], bool]
+
+
+class BlockMemory(Protocol):
+    """Blocks by their bytes. Ids and layers are checked by the caller."""
+
+    def num_bytes(self, num_blocks: int, layers: LayerRange | None) -> int:
+        """Of so many blocks, or of these layers of them."""
+
+    def read(self, block_ids: Sequence[int], layers: LayerRange | None) -> list[memoryview]:
+        """Their bytes, in this order; valid while the blocks do not change."""
+
+    def sink(
+        self, block_ids: Sequence[int], layers: LayerRange | None, may_write: MayWrite
+    ) -> Sink:
+        """Takes their bytes, in this order; drops them once they may not be written."""
+
+
+def memory_of(blocks: torch.Tensor) -> BlockMemory:
+    """Of a tensor `[num_blocks, num_layers, ...]`, contiguous."""
+    return StagedMemory(blocks) if blocks.is_cuda else HostMemory(blocks)
+
+
+class _Spans:
+    """A payload's place: ranges of one buffer, filled in order, or nothing at all."""
+
+    def __init__(self, spans: list[memoryview], may_write: MayWrite) -> None:
+        self._spans = spans[::-1]
+        self._may_write = may_write
+        self._is_taken = True
+        self._nowhere = memoryview(b"")
+
+    def buffer(self) -> memoryview:
+        if self._is_taken and not self._may_write():
+            self._is_taken = False  # for good: what was written of it lies in what was granted
+            self._nowhere = memoryview(bytearray(_DISCARD_BYTES))
+        if self._is_taken:
+            return self._spans[-1]
+        return self._nowhere[: len(self._spans[-1])]
+
+    def advance(self, num_bytes: int) -> None:
+        left = self._spans[-1][num_bytes:]
+        if left:
+            self._spans[-1] = left
+        else:
+            self._spans.pop()
+
+    def finish(self) -> bool:
+        return self._is_taken
+
+
+class Discard:
+    """The place of a payload that nobody may write."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+        self._nowhere = memoryview(bytearray(min(num_bytes, _DISCARD_BYTES)))
+
+    def buffer(self) -> memoryview:
+        return self._nowhere[: self._left]
+
+    def advance(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+
+    def finish(self) -> bool:
+        return False
+
+
+class HostMemory:
+    """See `BlockMemory`."""
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        self._block_bytes = blocks[0].nbytes
+        self._layer_bytes = self._block_bytes // blocks.shape[1]
+        self._bytes = _view(blocks)
+
+    def num_bytes(self, num_blocks: int, layers: LayerRange | None) -> int:
+        if layers is None:
+            return num_blocks * self._block_bytes
+        return num_blocks * self._layer_bytes * (layers[1] - layers[0])
+
+    def read(self, block_ids: Sequence[int], layers: LayerRange | None) -> list[memoryview]:
+        first = 0 if layers is None else layers[0] * self._layer_bytes
+        length = self.num_bytes(1, layers)
+        spans: list[tuple[int, int]] = []  # from, to
+        for block_id in block_ids:
+            start = block_id * self._block_bytes + first
+            if spans and spans[-1][1] == start:  # neighbours are one range
+                spans[-1] = (spans[-1][0], start + length)
+            else:
+                spans.append((start, start + length))
+        return [self._bytes[start:end] for start, end in spans]
+
+    def sink(
+        self, block_ids: Sequence[int], layers: LayerRange | None, may_write: MayWrite
+    ) -> Sink:
+        return _Spans(self.read(block_ids, layers), may_write)
+
+
+class StagedMemory:
+    """See `BlockMemory`; of any device, by a copy in host memory, which is pinned for a GPU."""
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        num_blocks, self._num_layers = blocks.shape[:2]
+        self._blocks = blocks.view(num_blocks, self._num_layers, -1).view(torch.uint8)
+        self._block_bytes = blocks[0].nbytes
+
+    def num_bytes(self, num_blocks: int, layers: LayerRange | None) -> int:
+        first, end = layers or (0, self._num_layers)
+        return num_blocks * self._block_bytes // self._num_layers * (end - first)
+
+    def read(self, block_ids: Sequence[int], layers: LayerRange | None) -> list[memoryview]:
+        staged = self._stage(len(block_ids), layers)
+        with torch.inference_mode():
+            staged.copy_(self._blocks[list(block_ids), _part(layers)])  # waits for the device
+        return [_view(staged)]
+
+    def sink(
+        self, block_ids: Sequence[int], layers: LayerRange | None, may_write: MayWrite
+    ) -> Sink:
+        staged = self._stage(len(block_ids), layers)
+
+        def store() -> None:
+            with torch.inference_mode():
+                self._blocks[list(block_ids), _part(layers)] = staged.to(self._blocks.device)
+            if self._blocks.is_cuda:  # who is told that it is there must find it there
+                torch.cuda.current_stream(self._blocks.device).synchronize()
+
+        return _Staged([_view(staged)], may_write, store)
+
+    def _stage(self, num_blocks: int, layers: LayerRange | None) -> torch.Tensor:
+        first, end = layers or (0, self._num_layers)
+        shape = (num_blocks, end - first, self._blocks.shape[2])
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._blocks.is_cuda)
+
+
+class _Staged(_Spans):
+    """A payload's place in host memory, and its way from there."""
+
+    def __init__(
+        self, spans: list[memoryview], may_write: MayWrite, store: Callable[[], None]
+    ) -> None:
+        super().__init__(spans, may_write)
+        self._store = store
+
+    def finish(self) -> bool:
+        if not (self._is_taken and self._may_write()):
+            return False
+        self._store()
+        return True
+
+
+def _part(layers: LayerRange | None) -> slice:
+    return slice(None) if layers is None else slice(*layers)
+
+
+def _view(host: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in host memory."""
+    return host.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,304 @@
+"""Outgoing: our way to one peer: dialled when there is something to say, and what was posted on it.
+
+    dialling -> secure -> welcome -> failed          for good: whoever owns it makes another
+        `---------`----> waits a little, dials again
+
+Until the peer has said WELCOME it may not know us yet, as nodes learn of each other at different
+moments: so we try again, and say why it fails only when it goes on failing. What is sent waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.api.errors import TransferError
+from kvconnector.transports.sockets.connection import Connection
+from kvconnector.transports.sockets.frames import (
+    FROM_LISTENER,
+    MAX_HEAD_BYTES,
+    DoneHead,
+    Frame,
+    FrameError,
+    FrameReader,
+    Head,
+    HelloHead,
+    Kind,
+    Sink,
+    encode_frame,
+)
+from kvconnector.transports.sockets.identity import Identity
+
+DIAL_TIMEOUT_S = 5.0  # until WELCOME
+FIRST_BACK_OFF_S = 0.02
+MAX_BACK_OFF_S = 1.0
+REPORT_S = 1.0  # after so long without a WELCOME the reason is said
+MAX_QUEUED_BYTES = 8 * 2**20  # of messages; blocks are counted by the sender
+# A key of TLS 1.3 is good for 2^24 full records (RFC 8446, 5.5); this stays below.
+RENEW_BYTES = 2**37
+
+
+@dataclass(slots=True)
+class PostedWrite:
+    """See `PendingWrite`."""
+
+    out: Outgoing
+    is_over: bool = False
+    is_taken: bool = False
+
+    def is_done(self) -> bool:
+        if self.is_over:
+            if not self.is_taken:
+                raise TransferError("the peer takes no more of this transfer")
+            return True
+        if self.out.problem:
+            raise TransferError(self.out.problem)
+        return False
+
+
+class Outgoing:
+    """All that goes to one peer.
+
+    Args:
+        own_id: engine id of this process.
+        peer_id: of the peer.
+        at: its address.
+        shown: what it must show.
+        identity: ours.
+        clock: seconds that never go back.
+        renew_bytes: after so many the connection is made anew, with new keys, as soon as it rests.
+
+    Attributes:
+        problem: why it has failed for good; empty while it has not.
+    """
+
+    def __init__(
+        self,
+        own_id: str,
+        peer_id: str,
+        at: tuple[str, int],
+        shown: bytes,
+        identity: Identity,
+        clock: Callable[[], float],
+        renew_bytes: int = RENEW_BYTES,
+    ) -> None:
+        self._hello = encode_frame(Kind.HELLO, HelloHead(own_id, peer_id))
+        self._peer_id, self._at, self._shown = peer_id, at, shown
+        self._identity = identity
+        self._clock = clock
+        self._renew_bytes = renew_bytes
+        self.problem = ""
+        self._raw: socket.socket | None = None  # its TCP part is being made
+        self._connection: Connection | None = None
+        self._ended: Connection | None = None  # says no more; what it has said may be on its way
+        self._is_welcome = False
+        self._was_welcome = False  # once; then a failure is for good
+        self._dialled_at = self._failing_since = 0.0
+        self._retry_at = 0.0
+        self._back_off_s = FIRST_BACK_OFF_S
+        self._last_failure = ""
+        self._waiting: list[memoryview | bytes] = []  # until there is a connection
+        self._num_done = 0  # on this connection
+        self._writes: deque[PostedWrite] = deque()
+
+    # ------------------------------------------------------------------ what its owner does
+
+    def send(self, payload: bytes) -> None:
+        """Send a message, or keep it until there is a connection; raises TransferError."""
+        self._check()
+        if len(payload) > MAX_HEAD_BYTES:
+            raise TransferError(f"a message has {len(payload)} bytes, more than {MAX_HEAD_BYTES}")
+        frame = encode_frame(Kind.MESSAGE, payload)
+        if self._connection is not None and self._is_welcome:
+            if self._connection.queued_bytes + len(frame) > self._max_queued_bytes:
+                raise TransferError(f"{self._peer_id} reads nothing")
+            self._renew()
+        if self._connection is not None and self._is_welcome:
+            self._connection.post(frame)
+            self._connection.flush()
+            return
+        if self._last_failure and self._clock() - self._failing_since >= REPORT_S:
+            raise TransferError(f"{self._peer_id} at {self._name}: {self._last_failure}")
+        if sum(map(len, self._waiting)) + len(frame) > self._max_queued_bytes:
+            raise TransferError(f"{self._peer_id} at {self._name} does not answer")
+        self._waiting.append(frame)
+        self.progress()
+
+    def write(self, kind: Kind, head: Head, parts: Sequence[memoryview]) -> PostedWrite:
+        """Post blocks; raises TransferError."""
+        self._check()
+        if not self._was_welcome:
+            raise TransferError(f"there is no connection to {self._peer_id}")
+        frame = encode_frame(kind, head, sum(map(len, parts)))
+        posted = PostedWrite(self)
+        self._writes.append(posted)
+        if self._connection is not None and self._is_welcome:
+            self._connection.post(frame, *parts)
+            self._connection.flush()
+        else:
+            self._waiting += [frame, *parts]
+        return posted
+
+    def connections(self) -> list[Connection]:
+        """What is to be watched, and `progress` called for."""
+        return [c for c in (self._connection, self._ended) if c is not None]
+
+    @property
+    def dialling(self) -> socket.socket | None:
+        """What is to be watched for being writable, and `progress` called for."""
+        return self._raw
+
+    @property
+    def is_active(self) -> bool:
+        """Whether something is on its way to the peer."""
+        return bool(self._writes or self._waiting)
+
+    def progress(self) -> None:
+        """Go on as far as is possible at once."""
+        if self.problem:
+            return
+        if self._ended is not None:
+            self._ended.progress()
+            if self._ended.problem or self._clock() - self._dialled_at >= DIAL_TIMEOUT_S:
+                self._ended.close("it was renewed")
+                self._ended = None
+        if self._connection is not None:
+            self._go_on(self._connection)
+        elif self._raw is not None:
+            self._await_tcp(self._raw)
+        elif self._waiting and self._clock() >= self._retry_at:
+            self._dial()
+
+    def close(self) -> None:
+        self._fail("the connection was closed")
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _name(self) -> str:
+        return f"{self._at[0]}:{self._at[1]}"
+
+    @property
+    def _max_queued_bytes(self) -> int:
+        # Blocks that a write has queued are no backlog of messages.
+        return MAX_QUEUED_BYTES if not self._writes else 2**62
+
+    def _check(self) -> None:
+        if self.problem:
+            raise TransferError(self.problem)
+
+    def _dial(self) -> None:
+        family = socket.AF_INET6 if ":" in self._at[0] else socket.AF_INET
+        self._dialled_at = self._clock()
+        if not self._last_failure:
+            self._failing_since = self._dialled_at
+        raw = socket.socket(family, socket.SOCK_STREAM)
+        raw.setblocking(False)
+        code = raw.connect_ex(self._at)
+        if code not in (0, errno.EINPROGRESS):
+            raw.close()
+            self._retry(os.strerror(code).lower())
+            return
+        self._raw = raw
+
+    def _await_tcp(self, raw: socket.socket) -> None:
+        code = raw.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raw.close()
+            self._raw = None
+            self._retry(os.strerror(code).lower())
+            return
+        try:
+            raw.getpeername()
+        except OSError:
+            if self._clock() - self._dialled_at >= DIAL_TIMEOUT_S:
+                raw.close()
+                self._raw = None
+                self._retry("no answer")
+            return
+        self._raw = None
+        self._num_done = 0
+        self._connection = Connection(
+            raw,
+            self._identity.context(is_server=False),
+            is_server=False,
+            reader=FrameReader(FROM_LISTENER, _no_payload),
+            on_frame=self._on_frame,
+            now=self._dialled_at,
+        )
+        self._go_on(self._connection)
+
+    def _go_on(self, connection: Connection) -> None:
+        was_secure = connection.is_secure
+        connection.progress()
+        if connection.is_secure and not was_secure and not connection.problem:
+            if self._identity.shown(connection.socket) == self._shown:
+                connection.post(self._hello)
+                connection.progress()
+            else:
+                connection.close("its certificate is not the one that the router told us of")
+        if not self._is_welcome and self._clock() - connection.made_at >= DIAL_TIMEOUT_S:
+            connection.close("no answer")
+        if connection.problem:
+            self._connection = None
+            self._retry(connection.problem)
+
+    def _retry(self, failure: str) -> None:
+        """Dial again in a while, if the peer may not know us yet."""
+        if self._was_welcome:
+            self._fail(f"{self._peer_id} at {self._name}: {failure}")
+            return
+        self._last_failure = failure
+        self._retry_at = self._clock() + self._back_off_s
+        self._back_off_s = min(2 * self._back_off_s, MAX_BACK_OFF_S)
+
+    def _fail(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        for connection in self.connections():
+            connection.close(problem)
+        if self._raw is not None:
+            self._raw.close()
+        self._raw = self._connection = self._ended = None
+        self._writes.clear()  # each asks us
+        self._waiting.clear()
+
+    def _on_frame(self, connection: Connection, frame: Frame) -> None:
+        if frame.kind is Kind.WELCOME:
+            if self._is_welcome or not connection.is_secure:
+                raise FrameError("a second WELCOME")
+            self._is_welcome = self._was_welcome = True
+            self._last_failure, self._back_off_s = "", FIRST_BACK_OFF_S
+            connection.post(*self._waiting)
+            self._waiting.clear()
+            connection.flush()
+            return
+        done = frame.head
+        assert isinstance(done, DoneHead)
+        if connection is not self._connection or not 0 < done.count - self._num_done <= len(
+            self._writes
+        ):
+            raise FrameError("a DONE of what was not posted")
+        while self._num_done < done.count:
+            self._num_done += 1
+            write = self._writes.popleft()
+            write.is_taken = done.is_taken or self._num_done < done.count
+            write.is_over = True
+
+    def _renew(self) -> None:
+        """Take new keys when the old ones have done enough, if nothing is under way."""
+        connection = self._connection
+        assert connection is not None
+        if connection.sent_bytes < self._renew_bytes or self._writes or connection.queued_bytes:
+            return
+        connection.end_sending()
+        self._ended, self._connection = connection, None
+        self._is_welcome = False
+        self._dial()
+
+
+def _no_payload(head: Head, payload_bytes: int) -> Sink:
+    raise FrameError("a payload from a listener")

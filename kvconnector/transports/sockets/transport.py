@@ -1,0 +1,288 @@
+"""TlsTransport: over TLS 1.3, writes that the receiving process takes in itself, if granted.
+
+No memory is open to a peer. A write says which transfer it is of; it is taken into the cache only
+while a grant of that transfer, to that peer, holds its blocks. What is late, replayed or forged
+meets no grant, and is dropped.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import msgspec
+import torch
+
+from baton.access.exposure import split_address
+from baton.api.errors import ConfigError, TransferError
+from kvconnector.base import NO_OPTIONS, NO_TRANSFER, TransferKey, TransportOptions
+from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
+from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.transports.scratch import NUM_SLOTS, Scratch
+from kvconnector.transports.sockets.connection import Connection
+from kvconnector.transports.sockets.frames import FrameError, Head, Kind, ProbeHead, Sink, WriteHead
+from kvconnector.transports.sockets.identity import identity_of
+from kvconnector.transports.sockets.incoming import Incoming
+from kvconnector.transports.sockets.memory import Discard, memory_of
+from kvconnector.transports.sockets.outgoing import Outgoing, PostedWrite
+
+PATH = "tls/tcp"
+ROUND_S = 0.001  # how long a round goes on while bytes of a payload come and go
+
+
+class _Where(msgspec.Struct, frozen=True):
+    """How a peer is reached, and what it will show."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(gt=0, lt=2**16)]
+    identity: bytes
+
+
+class TlsTransport:
+    """See `KVTransport` for the contract.
+
+    Args:
+        engine_id: name of this end.
+        kv_cache: `[num_blocks, num_layers, ...]`, contiguous.
+        options: where to listen, and which certificate to show.
+        clock: seconds that never go back.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        kv_cache: torch.Tensor,
+        options: TransportOptions = NO_OPTIONS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layout = layout = KVLayout.of(kv_cache)
+        self._clock = clock
+        self.scratch = Scratch(engine_id, kv_cache)
+        self._blocks = memory_of(kv_cache)
+        self._probes = memory_of(self.scratch.memory.unsqueeze(1))
+        self._peers: dict[str, tuple[PeerInfo, _Where]] = {}
+        self._outgoing: dict[str, Outgoing] = {}
+        self._grants: dict[str, dict[TransferKey, frozenset[int]]] = {}  # by engine id
+        self._inbox: list[tuple[str, bytes]] = []
+        self._identity = identity_of(options.tls)
+        self._incoming = Incoming(
+            engine_id,
+            _listen_address(options.listen),
+            self._identity,
+            shown_by=self._shown_by,
+            open_sink=self._open_sink,
+            on_message=self._on_message,
+            clock=clock,
+        )
+        where = _Where(*self._incoming.address, self._identity.own)
+        self.peer_info = PeerInfo(
+            engine_id=engine_id,
+            connector="tls",
+            host=host_identity(),
+            pid=os.getpid(),
+            agent_metadata=msgspec.msgpack.encode(where),
+            base_address=0,  # nobody writes by address
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            num_blocks=layout.num_blocks,
+            device_id=layout.device_id,
+            layout=layout.fingerprint,
+            num_layers=layout.num_layers,
+            scratch_bytes=self.scratch.memory.nbytes,
+        )
+
+    # ------------------------------------------------------------------ peers
+
+    def connect(self, peer: PeerInfo) -> str:
+        if peer.connector != "tls":
+            raise TransferError(f"{peer.engine_id} speaks {peer.connector}, not tls")
+        own = self.peer_info
+        if (peer.layout, peer.block_bytes) != (own.layout, own.block_bytes):
+            raise TransferError(
+                f"{peer.engine_id} has blocks of layout {peer.layout}, not {own.layout}"
+            )
+        if peer.scratch_bytes != own.scratch_bytes:
+            raise TransferError(f"{peer.engine_id} has other scratch memory")
+        known = self._peers.get(peer.engine_id)
+        if known is None or known[0] != peer:
+            where = _read_where(peer)
+            self._identity.learn(where.identity)
+            self._hang_up(peer.engine_id)
+            self._peers[peer.engine_id] = peer, where
+        return PATH
+
+    def disconnect(self, engine_id: str) -> None:
+        # What it has dialled and was granted stays if it is learnt again at once, else goes soon.
+        known = self._peers.pop(engine_id, None)
+        if known is not None:
+            shown = known[1].identity
+            if all(where.identity != shown for _, where in self._peers.values()):
+                self._identity.forget(shown)
+        self._hang_up(engine_id)
+
+    def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
+        self._grants.setdefault(engine_id, {}).setdefault(transfer, frozenset(block_ids))
+
+    def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
+        return self._grants.get(engine_id, {}).pop(transfer, None) is not None
+
+    def _hang_up(self, engine_id: str) -> None:
+        outgoing = self._outgoing.pop(engine_id, None)
+        if outgoing is not None:
+            outgoing.close()
+
+    def _shown_by(self, engine_id: str) -> bytes | None:
+        known = self._peers.get(engine_id)
+        return None if known is None else known[1].identity
+
+    def _out(self, engine_id: str) -> Outgoing:
+        known = self._peers.get(engine_id)
+        if known is None:
+            raise TransferError(f"{engine_id} is not connected")
+        if engine_id not in self._outgoing:
+            where = known[1]
+            self._outgoing[engine_id] = Outgoing(
+                self.peer_info.engine_id,
+                engine_id,
+                (where.host, where.port),
+                where.identity,
+                self._identity,
+                self._clock,
+            )
+        return self._outgoing[engine_id]
+
+    # ------------------------------------------------------------------ out
+
+    def write(
+        self,
+        engine_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        layers: LayerRange | None = None,
+        transfer: TransferKey = NO_TRANSFER,
+    ) -> PostedWrite:
+        out = self._out(engine_id)
+        check_block_ids(local_block_ids, self._layout.num_blocks)
+        check_block_ids(remote_block_ids, self._peers[engine_id][0].num_blocks)
+        check_layers(layers, self._layout.num_layers)
+        head = WriteHead(*transfer, list(remote_block_ids), layers)
+        return out.write(Kind.WRITE, head, self._blocks.read(local_block_ids, layers))
+
+    def write_scratch(self, engine_id: str, slot: int) -> PostedWrite:
+        check_block_ids([slot], NUM_SLOTS)
+        return self._out(engine_id).write(Kind.PROBE, ProbeHead(slot), self._probes.read([0], None))
+
+    def notify(self, engine_id: str, payload: bytes) -> None:
+        self._out(engine_id).send(payload)
+
+    # ------------------------------------------------------------------ in
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        """Also all progress: goes on for a moment while bytes of blocks come or go."""
+        until = time.monotonic() + ROUND_S  # (not of the injected clock: this waits for sockets)
+        self._look(0.0)
+        self._progress()
+        while self._is_amid() and (left_s := until - time.monotonic()) > 0:
+            self._look(left_s)
+            self._progress()
+        for engine_id in self._grants.keys() - self._peers.keys():
+            del self._grants[engine_id]
+        taken, self._inbox = self._inbox, []
+        return taken
+
+    def _progress(self) -> None:
+        for outgoing in list(self._outgoing.values()):
+            outgoing.progress()
+        self._incoming.progress()
+
+    def _connections(self) -> list[Connection]:
+        out = [c for outgoing in self._outgoing.values() for c in outgoing.connections()]
+        return [c for c in out + self._incoming.connections() if not c.problem]
+
+    def _is_amid(self) -> bool:
+        """Whether it is worth a moment to wait for more."""
+        if any(outgoing.is_active for outgoing in self._outgoing.values()):
+            return True
+        return any(c.has_more or c.reader.is_amid for c in self._incoming.connections())
+
+    def _look(self, seconds: float) -> None:
+        """Find out who is ready; wait so long until somebody is."""
+        poller = select.poll()
+        poller.register(self._incoming.listener, select.POLLIN)
+        for outgoing in self._outgoing.values():
+            if outgoing.dialling is not None:
+                poller.register(outgoing.dialling, select.POLLOUT)
+        by_descriptor = {c.socket.fileno(): c for c in self._connections()}
+        for descriptor, connection in by_descriptor.items():
+            if connection.has_more:
+                seconds = 0.0
+            room = select.POLLOUT if connection.wants_write else 0
+            poller.register(descriptor, select.POLLIN | room)
+        for descriptor, _ in poller.poll(max(0.0, seconds) * 1e3):
+            if descriptor in by_descriptor:
+                by_descriptor[descriptor].is_ready = True
+            elif descriptor == self._incoming.listener.fileno():
+                self._incoming.is_ready = True
+
+    def _on_message(self, engine_id: str, payload: bytes) -> None:
+        self._inbox.append((engine_id, payload))
+
+    def _open_sink(self, engine_id: str, head: Head, payload_bytes: int) -> Sink:
+        """Where a peer's payload goes: nowhere, unless it is granted. Raises FrameError."""
+        if isinstance(head, ProbeHead):
+            if head.slot >= NUM_SLOTS or payload_bytes != self._probes.num_bytes(1, None):
+                raise FrameError("a probe of another size or slot")
+            slot = head.slot
+            return self._probes.sink(
+                [1 + slot], None, lambda: self.scratch.may_write(slot, engine_id)
+            )
+        assert isinstance(head, WriteHead)
+        block_ids, layers = head.block_ids, head.layers
+        try:
+            check_block_ids(block_ids, self._layout.num_blocks)
+            check_layers(layers, self._layout.num_layers)
+        except ValueError as error:
+            raise FrameError(str(error)) from error
+        if payload_bytes != self._blocks.num_bytes(len(block_ids), layers):
+            raise FrameError("a write whose bytes are not those of its blocks")
+        transfer = (head.request_id, head.epoch)
+        granted = self._grants.get(engine_id, {}).get(transfer, frozenset())
+        wanted = frozenset(block_ids)
+        if len(wanted) != len(block_ids):
+            raise FrameError("a write of one block twice")
+        if not wanted <= granted:
+            return Discard(payload_bytes)
+        return self._blocks.sink(
+            block_ids, layers, lambda: transfer in self._grants.get(engine_id, {})
+        )
+
+    def close(self) -> None:
+        for engine_id in list(self._outgoing):
+            self._hang_up(engine_id)
+        self._incoming.close()
+
+
+def _listen_address(listen: str) -> tuple[str, int]:
+    host, port = split_address("kv_listen", listen)
+    if host in ("0.0.0.0", "[::]"):
+        raise ConfigError(
+            f"kv_listen: peers dial this address, so it must be one of this machine's, not {host}"
+        )
+    return host.removeprefix("[").removesuffix("]"), port
+
+
+def _read_where(peer: PeerInfo) -> _Where:
+    """Raises TransferError for anything that no peer of this connector says."""
+    try:
+        where = msgspec.msgpack.decode(peer.agent_metadata, type=_Where)
+        ipaddress.ip_address(where.host)  # a name would have to be looked up, which may take long
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise TransferError(f"{peer.engine_id} does not say where it is: {error}") from error
+    return where

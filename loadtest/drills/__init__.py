@@ -1,0 +1,1 @@
+"""Faults during a load test: their plan, their place, what became of requests."""

@@ -1,0 +1,138 @@
+"""Audit: KV blocks that nobody owns, or held for a request that has ended; a router is asked.
+
+While requests run, most blocks are held for good reasons. A look tells those apart whose request
+the router has no more; whether they are lost for good only a later look can say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from baton.access.tls import NO_TLS, TlsOptions, read_tls
+from baton.link.words import scoped_id, split_request_id
+from baton.serving.rpc import bearer, open_channel
+from baton.v1 import admin_pb2, admin_pb2_grpc
+
+_TIMEOUT_S = 15.0
+_POLL_S = 0.1
+_NO_REQUEST = "null block"  # is held for ever, by nobody's fault
+_MOST_REQUESTS = 2**31 - 1  # all that are open
+
+Block = tuple[str, str, int]  # node, request that holds it (empty: none does), number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockAudit:
+    """What the nodes say that could be asked.
+
+    Attributes:
+        num_orphans: blocks with references without an owner, or owners without a reference.
+        num_held: blocks that somebody holds.
+        problems: nodes that could not be asked, and why.
+    """
+
+    num_orphans: int
+    num_held: int
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The blocks at one moment.
+
+    Attributes:
+        held: of some owner, or with references that nobody owns.
+        stale: of those, whose request is not open any more, or that nobody owns.
+    """
+
+    audit: BlockAudit
+    held: frozenset[Block] = frozenset()
+    stale: frozenset[Block] = frozenset()
+
+
+class Auditor:
+    """Args:
+    router: ``host:port``.
+    token: of operators; empty: none.
+    tls: certificates.
+    """
+
+    def __init__(self, router: str, token: str, tls: TlsOptions = NO_TLS) -> None:
+        self._router = router
+        self._tls = tls
+        self._metadata = bearer(token)
+
+    async def look(self) -> Look:
+        """Never raises for a router that cannot be asked: that is a finding."""
+        async with open_channel(self._router, read_tls(self._tls)) as channel:
+            stub: Any = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
+            try:
+                found: admin_pb2.AuditResponse = await stub.Audit(admin_pb2.AuditRequest(), **call)
+                # After the audit: what ended in between was held, and is not any more.
+                listed: admin_pb2.ListRouterRequestsResponse = await stub.ListRequests(
+                    admin_pb2.ListRouterRequestsRequest(limit=_MOST_REQUESTS, open_only=True),
+                    **call,
+                )
+            except grpc.RpcError as error:
+                problem = f"{self._router} does not answer: {error.details() or error.code().name}"
+                return Look(audit=BlockAudit(num_orphans=0, num_held=0, problems=(problem,)))
+        nodes = [one for one in found.nodes if not one.problem]
+        problems = tuple(f"{one.node_name}: {one.problem}" for one in found.nodes if one.problem)
+        open_ids = {scoped_id(one.request_id, one.tenant) for one in listed.requests}
+        return _look(nodes, open_ids, problems)
+
+    async def look_until_free(self, timeout_s: float) -> Look:
+        """After the last request: until nothing is held, or the time is up."""
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            found = await self.look()
+            if not found.audit.num_held or time.monotonic() > give_up_at:
+                return found
+            await asyncio.sleep(_POLL_S)
+
+
+def _look(
+    nodes: Sequence[admin_pb2.NodeAudit], open_ids: Set[str], problems: tuple[str, ...]
+) -> Look:
+    """What the nodes hold; ``open_ids`` are the router's, each with its tenant (`scoped_id`)."""
+    unowned = [
+        (one.node_name, part)
+        for one in nodes
+        for part in (*one.ledger.orphans, *one.ledger.overdrawn)
+    ]
+    owned = [
+        (one.node_name, holding)
+        for one in nodes
+        for holding in one.ledger.holdings
+        if holding.owner != _NO_REQUEST
+    ]
+    orphans = {block for node, part in unowned for block in _blocks(node, "", [part])}
+    held = {
+        block
+        for node, holding in owned
+        for block in _blocks(node, holding.request_id, holding.ranges)
+    }
+    # Nodes name a request by its router, too.
+    ended = {block for block in held if split_request_id(block[1])[0] not in open_ids}
+    return Look(
+        audit=BlockAudit(
+            num_orphans=sum(part.num_blocks for _, part in unowned),
+            num_held=sum(holding.num_blocks for _, holding in owned),
+            problems=problems,
+        ),
+        held=frozenset(held | orphans),
+        stale=frozenset(ended | orphans),
+    )
+
+
+def _blocks(node: str, request_id: str, ranges: Iterable[admin_pb2.BlockRange]) -> Iterator[Block]:
+    for part in ranges:
+        for block_id in range(part.first_block_id, part.first_block_id + part.num_blocks):
+            yield node, request_id, block_id

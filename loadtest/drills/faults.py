@@ -1,0 +1,102 @@
+"""Faults: what is done to the server's processes while a run lasts, and when. Does none of it.
+
+    kill p0 @30s                        kill -9
+    stop d0 @30-35s                     stands still for so long (SIGSTOP, SIGCONT)
+    restart p0 @40s                     killed if it still runs, and started again
+    drop 1% of pushes @40-50s           writes of KV blocks fail; "of messages": notices are lost
+    inject delay=1ms-20ms on p0 @40-50s anything that a node's --inject-faults takes
+
+Seconds since the run began, warm-up included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.api.errors import ConfigError
+
+NOTATION = (
+    'like "kill p0 @30s", "stop d0 @30-35s", "restart p0 @40s", "drop 1% of pushes @40-50s" '
+    '(or "of messages", or "on p0") or "inject delay=20ms on p0 @40-50s"'
+)
+_NAME = r"[\w.-]+"
+_FAULT = re.compile(
+    rf"(?:(?P<act>kill|stop|restart) (?P<node>{_NAME})"
+    rf"|drop (?P<percent>\d+(?:\.\d+)?)% of (?P<what>pushes|messages)(?: on (?P<on>{_NAME}))?"
+    rf"|inject (?P<spec>\S+)(?: on (?P<into>{_NAME}))?)"
+    r" @(?P<begin>\d+(?:\.\d+)?)s?(?:-(?P<end>\d+(?:\.\d+)?))?s"
+)
+_WHAT = {"pushes": "fail_post", "messages": "drop"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        act: kill, stop, restart or inject.
+        node: whom it happens to; empty: to all nodes.
+        spec: of inject, as a node's --inject-faults has it.
+        end_s: as begin_s for what happens at once.
+        text: as it was asked for.
+    """
+
+    act: str
+    node: str
+    spec: str
+    begin_s: float
+    end_s: float
+    text: str
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """See the module; raises ConfigError."""
+        words = " ".join(text.split())
+        match = _FAULT.fullmatch(words)
+        if match is None:
+            raise ConfigError(f"fault: must be {NOTATION}, got {text!r}")
+        begin_s = float(match["begin"])
+        end_s = begin_s if match["end"] is None else float(match["end"])
+        act = match["act"] or "inject"
+        if (act in ("stop", "inject")) != (end_s > begin_s):
+            wanted = "a time of its end" if act in ("stop", "inject") else "one time"
+            raise ConfigError(f"fault: {act} must have {wanted}, after @, got {text!r}")
+        spec = match["spec"] or ""
+        if match["percent"] is not None:
+            share = float(match["percent"]) / 100
+            if share > 1:
+                raise ConfigError(f"fault: must be at most 100%, got {text!r}")
+            spec = f"{_WHAT[match['what']]}={share:g}"
+        node = match["node"] or match["on"] or match["into"] or ""
+        return cls(act=act, node=node, spec=spec, begin_s=begin_s, end_s=end_s, text=words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultEvent:
+    """A fault that was done; times in seconds since the run began.
+
+    Attributes:
+        num_orphans: KV blocks that nobody owned before the next fault, or in the end; None: not
+            looked.
+        num_leaked: KV blocks that were first seen after this fault, and before the next one, to be
+            held for a request that had ended, or by nobody, and that were not free when all was
+            over; None: not looked, or not known.
+    """
+
+    fault: Fault
+    began_s: float
+    ended_s: float
+    num_orphans: int | None = None
+    num_leaked: int | None = None
+
+
+def check_schedule(faults: Sequence[Fault], duration_s: float | None) -> tuple[Fault, ...]:
+    """In the order of their times; raises ConfigError for one that would come after the run."""
+    for fault in faults:
+        if duration_s is None or fault.end_s >= duration_s:
+            raise ConfigError(
+                f"fault: must end before duration_s ({duration_s}), got {fault.text!r}"
+            )
+    return tuple(sorted(faults, key=lambda fault: fault.begin_s))

@@ -1,0 +1,84 @@
+"""Schedule: does the faults of a run when their times come, and looks for what they left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from loadtest.drills.audit import Auditor, Block, BlockAudit, Look
+from loadtest.drills.faults import Fault, FaultEvent
+from loadtest.drills.site import Site
+from loadtest.load.clock import RunClock
+
+FREE_TIMEOUT_S = 10.0
+_LOOK_BEFORE_S = 0.5
+
+
+class Schedule:
+    """One run's.
+
+    Args:
+        faults: in order of their times; they may overlap.
+        auditor: None: blocks are not looked at.
+
+    Attributes:
+        events: what has been done.
+        audit: after the last request.
+    """
+
+    def __init__(self, faults: Sequence[Fault], site: Site, auditor: Auditor | None) -> None:
+        self._faults = faults
+        self._site = site
+        self._auditor = auditor
+        self._looks: dict[int, Look] = {}  # before the fault of this place; the last: after all
+        self._done: dict[int, FaultEvent] = {}
+        self.audit: BlockAudit | None = None
+
+    @property
+    def events(self) -> list[FaultEvent]:
+        leaks = self._leaks()
+        return [
+            dataclasses.replace(
+                event,
+                num_orphans=look.audit.num_orphans if look is not None else None,
+                num_leaked=leaks.get(place),
+            )
+            for place, event in sorted(self._done.items())
+            for look in (self._looks.get(place + 1),)
+        ]
+
+    def _leaks(self) -> dict[int, int]:
+        """Blocks that never became free, by place of the fault after which they became stale."""
+        if self.audit is None:
+            return {}
+        *_, last = (look for _, look in sorted(self._looks.items()))
+        leaks: dict[int, int] = {}
+        seen: set[Block] = set()
+        for place, look in sorted(self._looks.items()):
+            # All that is held when nobody works is a leak, whatever its request is said to be.
+            new = (last.held if look is last else look.stale & last.held) - seen
+            seen |= new
+            if new or not self.audit.problems:  # who was not asked may hold some
+                leaks[place - 1] = len(new)
+        return leaks
+
+    async def play(self, clock: RunClock) -> None:
+        """All of them; cancelled, those that have begun are undone."""
+        async with asyncio.TaskGroup() as group:
+            for place, fault in enumerate(self._faults):
+                group.create_task(self._do(place, fault, clock))
+
+    async def _do(self, place: int, fault: Fault, clock: RunClock) -> None:
+        if self._auditor is not None:
+            await clock.sleep_until(max(fault.begin_s - _LOOK_BEFORE_S, 0.0))
+            self._looks[place] = await self._auditor.look()
+        self._done[place] = await self._site.do(fault, clock)
+
+    async def finish(self) -> None:
+        """After the last request."""
+        if self._auditor is None:
+            return
+        last = await self._auditor.look_until_free(FREE_TIMEOUT_S)
+        self._looks[max(self._done, default=-1) + 1] = last
+        self.audit = last.audit

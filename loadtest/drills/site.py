@@ -1,0 +1,201 @@
+"""Site: the processes of the server, as far as this load test can lay hands on them.
+
+Either it started them (`--up`), or it was told their process ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.api.errors import ConfigError
+from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
+from loadtest.drills.faults import Fault, FaultEvent
+from loadtest.load.clock import RunClock
+
+READY_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """What is to be started; see `baton up`.
+
+    Attributes:
+        cores: divided between the nodes, the router is on all of them; none: those of this process.
+    """
+
+    model: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    router_args: tuple[str, ...] = ()
+    node_args: tuple[str, ...] = ()
+    admin_token: str = field(default="", repr=False)
+    can_inject: bool = False
+    cores: tuple[int, ...] = ()
+
+
+class Site:
+    """Args:
+    pids: by name.
+    deployment: that was started here; None: none was.
+    fault_files: by node's name, where it reads what is to go wrong.
+    """
+
+    def __init__(
+        self,
+        pids: Mapping[str, int],
+        deployment: LocalDeployment | None = None,
+        fault_files: Mapping[str, Path] | None = None,
+    ) -> None:
+        self._pids = pids
+        self._deployment = deployment
+        self._fault_files = fault_files or {}
+
+    @property
+    def admin_token(self) -> str:
+        """Of the deployment that was started here; empty: it asks for none."""
+        return self._deployment.admin_token if self._deployment else ""
+
+    def check(self, faults: Sequence[Fault]) -> None:
+        """All of it can be done from here; raises ConfigError."""
+        known = [child.name for child in self._deployment.children] if self._deployment else []
+        known += self._pids
+        for fault in faults:
+            if fault.act in ("inject", "restart") and self._deployment is None:
+                raise ConfigError(
+                    f"fault: only processes that the load test started (--up) can be made to "
+                    f"{fault.act}, got {fault.text!r}"
+                )
+            if fault.node and fault.node not in known:
+                raise ConfigError(
+                    f"fault: {fault.node} must be one of {', '.join(known) or 'nobody'} (--up or "
+                    f"--pid NAME=PID says who there is), got {fault.text!r}"
+                )
+            if fault.act == "inject" and fault.node and fault.node not in self._fault_files:
+                raise ConfigError(f"fault: {fault.node} moves no KV blocks, got {fault.text!r}")
+
+    async def do(self, fault: Fault, clock: RunClock) -> FaultEvent:
+        """When its time has come, for as long as it is to last; undone also when cancelled."""
+        await clock.sleep_until(fault.begin_s)
+        began_s = clock.now_s()
+        if fault.act == "kill":
+            self._signal(fault.node, signal.SIGKILL)
+        elif fault.act == "restart":
+            assert self._deployment is not None
+            await asyncio.to_thread(self._deployment.restart, fault.node)
+        elif fault.act == "stop":
+            self._signal(fault.node, signal.SIGSTOP)
+            try:
+                await clock.sleep_until(fault.end_s)
+            finally:
+                self._signal(fault.node, signal.SIGCONT)
+        else:
+            await self._inject(fault, clock)
+        return FaultEvent(fault=fault, began_s=began_s, ended_s=clock.now_s())
+
+    async def _inject(self, fault: Fault, clock: RunClock) -> None:
+        files = [path for name, path in self._fault_files.items() if fault.node in ("", name)]
+        for path in files:
+            write_whole(path, fault.spec)
+        try:
+            await clock.sleep_until(fault.end_s)
+        finally:
+            for path in files:
+                write_whole(path, "")
+
+    def _signal(self, name: str, number: int) -> None:
+        """A process that is not there any more is as dead as it can be."""
+        pid = self._pids.get(name)
+        if pid is None:
+            assert self._deployment is not None
+            pid = self._deployment.child(name).process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Nobody reads a half of it."""
+    beside = path.with_suffix(".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def parse_pids(texts: Sequence[str]) -> dict[str, int]:
+    """``p0=1234`` each; raises ConfigError for what is none, or no process of ours to signal."""
+    pids: dict[str, int] = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if not name or not number.isdecimal() or int(number) < 2:
+            raise ConfigError(f"pid: must be NAME=PID, got {text!r}")
+        try:
+            os.kill(int(number), 0)
+        except OSError as error:
+            raise ConfigError(f"pid: {text!r} cannot be signalled: {error.strerror}") from error
+        pids[name] = int(number)
+    return pids
+
+
+@contextlib.asynccontextmanager
+async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tuple[Site, str]]:
+    """A deployment of this machine, ready, and the address of its router.
+
+    Raises ConfigError or NodeUnavailableError when it does not come up.
+    """
+
+    def progress(children: list[Child]) -> None:
+        if stop.is_set():
+            raise ConfigError("up: stopped before all nodes were ready")
+
+    with tempfile.TemporaryDirectory(prefix="baton-faults-") as folder:
+        files = _fault_files(options, Path(folder))
+        config = LocalDeploymentConfig(
+            model=options.model,
+            listen=_free_address(),
+            num_prefill=options.num_prefill,
+            num_decode=options.num_decode,
+            router_args=options.router_args,
+            node_args=(*options.node_args, *(["--inject-faults", f"@{folder}"] if files else [])),
+            admin_token=options.admin_token,
+        )
+        deployment = LocalDeployment(config)
+        await asyncio.to_thread(_enter_on, deployment, options.cores)
+        try:
+            await asyncio.to_thread(deployment.wait_ready, READY_TIMEOUT_S, progress)
+            yield Site({}, deployment, files), config.listen
+        finally:
+            await asyncio.to_thread(deployment.stop)
+
+
+def _enter_on(deployment: LocalDeployment, cores: Sequence[int]) -> None:
+    """On a thread of its own, whose cores the processes get."""
+    before = os.sched_getaffinity(0)
+    try:
+        if cores:
+            os.sched_setaffinity(0, cores)
+        deployment.__enter__()
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _fault_files(options: UpOptions, folder: Path) -> dict[str, Path]:
+    if not options.can_inject:
+        return {}
+    names = [f"p{i}" for i in range(options.num_prefill)]
+    names += [f"d{i}" for i in range(options.num_decode)]
+    files = {name: folder / name for name in names}
+    for path in files.values():
+        path.touch()
+    return files
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

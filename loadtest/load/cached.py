@@ -1,0 +1,85 @@
+"""CacheReport: how much of the prompts the server had in its cache, and whether that explains all.
+
+A prompt that the server has met before costs it nearly nothing. Some of that a load makes itself:
+it shares beginnings, on purpose. What is cached beyond them is of another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadtest.load.record import RequestRecord
+
+# Shares of prompt tokens. A chat template's own beginning, or a block that two prompts share by
+# chance, is cached without anybody's doing: far below this.
+UNEXPLAINED = 0.05
+MUCH = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheReport:
+    """Of measured requests whose answer said how many tokens of the prompt were cached.
+
+    Attributes:
+        num_requests: of those.
+        num_shared_tokens: at most so many can be cached by the load's own making: with them an
+            earlier request of this run begins, too.
+    """
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_shared_tokens: int
+
+    @property
+    def cached_share(self) -> float | None:
+        """None: the server says nothing of its cache."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
+
+    @property
+    def shared_share(self) -> float | None:
+        """As cached_share."""
+        return self.num_shared_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
+
+    def line(self) -> str:
+        """What reports always show."""
+        if self.cached_share is None or self.shared_share is None:
+            return "prompt tokens cached: the server does not say"
+        return (
+            f"prompt tokens cached: {self.cached_share:.1%} "
+            f"(this load shares {self.shared_share:.1%} of them by its own making)"
+        )
+
+    def warning(self) -> str:
+        """Why these latencies are a cache's; empty: they are not."""
+        cached, shared = self.cached_share, self.shared_share
+        if cached is None or shared is None:
+            return ""
+        if cached > shared + UNEXPLAINED:
+            return (
+                f"{cached:.1%} of the prompt tokens came out of the server's cache, of which this "
+                f"load can have made {shared:.1%}: the server has met these prompts before, and "
+                "TTFT is a cache's. Without --seed every run has fresh prompts"
+            )
+        if cached >= MUCH:
+            return (
+                f"{cached:.1%} of the prompt tokens came out of the server's cache, for the "
+                "prompts of this load begin alike: TTFT is that of a warm cache"
+            )
+        return ""
+
+
+def report_cache(records: Sequence[RequestRecord]) -> CacheReport:
+    """Of the measured requests."""
+    usages = [
+        (record.usage, record.planned.shared_share)
+        for record in records
+        if record.usage is not None and record.usage.num_cached_tokens is not None
+    ]
+    return CacheReport(
+        num_requests=len(usages),
+        num_prompt_tokens=sum(usage.num_prompt_tokens for usage, _ in usages),
+        num_cached_tokens=sum(usage.num_cached_tokens or 0 for usage, _ in usages),
+        num_shared_tokens=sum(round(usage.num_prompt_tokens * share) for usage, share in usages),
+    )

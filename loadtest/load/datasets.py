@@ -1,0 +1,175 @@
+"""Data sets: conversations of a file, in the formats that load generators of others read, too.
+
+    ShareGPT   [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", ...}]}, ...]
+    turns      {"session_id": "a", "turns": [{"text": "Hi", "delay": 500}, {"text": "And?"}]}
+    messages   {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}]}
+    plain      {"prompt": "Once upon", "output_tokens": 20}
+
+One JSON array, or one object per line (JSONL); what kind an object is, its fields say. Knows no
+server and no clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.api.errors import ConfigError
+from loadtest.load.prompts import Message
+
+# The first of these that an object has is its prompt, and how long its answer is to be.
+PROMPT_FIELDS = ("prompt", "text", "text_input", "input", "question", "instruction")
+LENGTH_FIELDS = (
+    "output_length", "output_tokens", "output_tokens_count", "completion_tokens_count",
+    "max_tokens",
+)  # fmt: skip
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "assistant": "assistant", "model": "assistant", "bot": "assistant", "system": "system",
+}  # fmt: skip
+_MOST_OUTPUT = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetTurn:
+    """What is asked, and what was answered when the data were recorded.
+
+    Attributes:
+        messages: new ones, the last of which asks.
+        answer: becomes part of the next turn's prompt, whatever the server says; empty: unknown.
+        output_length: that the file asks for, in tokens; None: it does not say.
+        pause_s: after the answer before; None: it does not say.
+    """
+
+    messages: tuple[Message, ...]
+    answer: str = ""
+    output_length: int | None = None
+    pause_s: float | None = None
+
+
+Conversation = tuple[DatasetTurn, ...]
+
+
+def read_dataset(path: Path) -> list[Conversation]:
+    """All conversations that ask something, in the order of the file.
+
+    Raises:
+        ConfigError: it cannot be read, an entry is of no known kind (says which), or none asks.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"dataset: {path} cannot be read: {error}") from error
+    found = []
+    for where, entry in _entries(path, text):
+        try:
+            conversation = _conversation(entry)
+        except ValueError as error:
+            raise ConfigError(f"dataset: {path}, {where}: {error}") from error
+        if conversation:
+            found.append(conversation)
+    if not found:
+        raise ConfigError(f"dataset: {path} has no prompt in it")
+    return found
+
+
+def _entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Each with the place in the file; raises ConfigError."""
+    if text.lstrip()[:1] == "[":
+        try:
+            entries = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"dataset: {path}: {error}") from error
+        for number, entry in enumerate(entries, start=1):
+            yield f"entry {number}", entry
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"dataset: {path}, line {number}: {error}") from error
+        yield f"line {number}", entry
+
+
+def _conversation(entry: Any) -> Conversation:
+    """Empty for one that asks nothing; raises ValueError."""
+    if isinstance(entry, dict):
+        for name, read in _KINDS.items():
+            if name in entry:
+                return read(entry[name])
+        if _first(entry, PROMPT_FIELDS) is not None:
+            return (_plain_turn(entry, role=""),)
+    raise ValueError(
+        f"must be an object with {', '.join(_KINDS)} or one of {', '.join(PROMPT_FIELDS)}"
+    )
+
+
+def _plain_turn(entry: Any, role: str) -> DatasetTurn:
+    text = entry if isinstance(entry, str) else None
+    length = pause_ms = None
+    if isinstance(entry, dict):
+        text = _first(entry, PROMPT_FIELDS)
+        length, pause_ms = _first(entry, LENGTH_FIELDS), entry.get("delay")
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{PROMPT_FIELDS[0]}: must be a text, got {text!r}")
+    if length is not None and not (type(length) is int and 1 <= length <= _MOST_OUTPUT):
+        raise ValueError(f"{LENGTH_FIELDS[0]}: must be 1 to {_MOST_OUTPUT}, got {length!r}")
+    if pause_ms is not None and not (
+        isinstance(pause_ms, int | float) and not isinstance(pause_ms, bool) and pause_ms >= 0
+    ):
+        raise ValueError(f"delay: must be milliseconds, 0 or more, got {pause_ms!r}")
+    return DatasetTurn(
+        messages=(Message(role, text),),
+        output_length=length,
+        pause_s=None if pause_ms is None else pause_ms / 1e3,
+    )
+
+
+def _turns(turns: Any) -> Conversation:
+    if not isinstance(turns, list):
+        raise ValueError(f"turns: must be a list, got {type(turns).__name__}")
+    return tuple(_plain_turn(turn, role="user") for turn in turns)
+
+
+def _messages(role_field: str, text_field: str) -> Callable[[Any], Conversation]:
+    """Reads messages whose role and text are in these fields."""
+
+    def read(messages: Any) -> Conversation:
+        if not isinstance(messages, list):
+            raise ValueError(f"must be a list of messages, got {type(messages).__name__}")
+        turns: list[DatasetTurn] = []
+        new: list[Message] = []
+        for one in messages:
+            said = one.get(text_field) if isinstance(one, dict) else None
+            role = _ROLES.get(str(one.get(role_field)).lower()) if isinstance(one, dict) else None
+            if role is None or not isinstance(said, str):
+                raise ValueError(
+                    f"a message must have a {text_field} and a {role_field} of "
+                    f"{', '.join(_ROLES)}, got {str(one)[:80]!r}"
+                )
+            if role == "assistant" and any(message.role == "user" for message in new):
+                turns.append(DatasetTurn(messages=tuple(new), answer=said))
+                new = []
+            elif role != "assistant":  # (a chat that begins with an answer begins after it)
+                new.append(Message(role, said))
+        if any(message.role == "user" for message in new):
+            turns.append(DatasetTurn(messages=tuple(new)))
+        return tuple(turns)
+
+    return read
+
+
+_KINDS: dict[str, Callable[[Any], Conversation]] = {
+    "conversations": _messages("from", "value"),
+    "messages": _messages("role", "content"),
+    "turns": _turns,
+}
+
+
+def _first(entry: dict[str, Any], names: tuple[str, ...]) -> Any:
+    return next((entry[name] for name in names if entry.get(name) is not None), None)

@@ -1,0 +1,207 @@
+"""Made-up traces: sessions of growing prompts over shared prefixes, and when they arrive.
+
+    prompt of turn n = prefix of the session's group | turn 1 | output 1 | turn 2 | ... | turn n
+
+One rule makes the usual kinds of load: a single turn over popular prefixes, conversations whose
+history grows, agents that call tools in quick succession. All draws come of one seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from baton.api.errors import ConfigError
+from loadtest.load.traces import BLOCK_TOKENS, TraceRequest, num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Numbers of tokens, log-normal: many short ones and a long tail.
+
+    Attributes:
+        mean: of all.
+        sigma: of the logarithm; 0: all are equal.
+    """
+
+    mean: float
+    sigma: float = 0.0
+
+    def draw(self, chance: random.Random) -> int:
+        """At least 1."""
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        return max(1, round(chance.lognormvariate(mu, self.sigma)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What sessions are like; checked when made.
+
+    Attributes:
+        num_groups: of sessions whose prompts begin alike; 0: none do.
+        zipf_exponent: group k is drawn in proportion to 1 / k ** this.
+        prefix_tokens: of a group's common beginning; each group draws its own once.
+        turn_tokens: that a turn adds to the prompt: a question, or what a tool said.
+        output_tokens: of a turn; part of the prompt of the next.
+        mean_turns: of a session, geometric; 1: each has one.
+        mean_pause_s: from a turn's arrival to the next one's, exponential. The next turn comes when
+            it comes: a trace does not know how long the answer took.
+        max_input_length: a session ends before a longer prompt.
+    """
+
+    num_groups: int = 0
+    zipf_exponent: float = 1.0
+    prefix_tokens: Lengths = Lengths(1)
+    turn_tokens: Lengths
+    output_tokens: Lengths
+    mean_turns: float = 1.0
+    mean_pause_s: float = 30.0
+    max_input_length: int = 128_000
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_groups", 0),
+            ("zipf_exponent", 0),
+            ("mean_turns", 1),
+            ("mean_pause_s", 0),
+            ("max_input_length", 1),
+        ):
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name}: must be {least} or more, got {getattr(self, name)!r}")
+
+
+# `conversation` and `tool-agent` have about the mean lengths of Mooncake's public traces of these
+# names (FAST '25: 12,035 tokens in and 343 out; 8,596 in and 182 out), and are no copy of them.
+WORKLOADS: dict[str, Workload] = {
+    "shared-prefix": Workload(
+        num_groups=64,
+        prefix_tokens=Lengths(2048, 0.5),
+        turn_tokens=Lengths(256, 0.8),
+        output_tokens=Lengths(128, 0.7),
+    ),
+    "conversation": Workload(
+        turn_tokens=Lengths(3600, 1.2),
+        output_tokens=Lengths(343, 0.8),
+        mean_turns=3.0,
+        mean_pause_s=60.0,
+    ),
+    "tool-agent": Workload(
+        num_groups=12,
+        prefix_tokens=Lengths(5000, 0.4),
+        turn_tokens=Lengths(900, 1.0),
+        output_tokens=Lengths(182, 0.9),
+        mean_turns=4.0,
+        mean_pause_s=5.0,
+    ),
+}
+
+
+def gamma_arrivals(
+    chance: random.Random, *, rate_per_s: float, variation: float
+) -> Iterator[float]:
+    """Times in seconds with gamma-distributed gaps; raises ConfigError.
+
+    Args:
+        variation: of the gaps, their standard deviation over their mean. 1 is a Poisson process;
+            above, arrivals come in bursts; near 0 they are even.
+    """
+    if not (rate_per_s > 0 and variation > 0):
+        raise ConfigError(
+            f"rate_per_s, variation: must be above 0, got {rate_per_s!r}, {variation!r}"
+        )
+    shape = 1 / variation**2
+    now_s = 0.0
+    while True:
+        now_s += chance.gammavariate(shape, 1 / (rate_per_s * shape))
+        yield now_s
+
+
+def on_off_arrivals(
+    chance: random.Random, *, rate_per_s: float, mean_on_s: float, mean_off_s: float
+) -> Iterator[float]:
+    """Times in seconds: Poisson while on, nothing while off; raises ConfigError.
+
+    Args:
+        rate_per_s: while on.
+        mean_on_s: of the on times, exponential.
+        mean_off_s: of the off times, exponential.
+    """
+    if not (rate_per_s > 0 and mean_on_s > 0 and mean_off_s > 0):
+        raise ConfigError(
+            "rate_per_s, mean_on_s, mean_off_s: must be above 0, "
+            f"got {rate_per_s!r}, {mean_on_s!r}, {mean_off_s!r}"
+        )
+    began_s = 0.0
+    while True:
+        ends_s = began_s + chance.expovariate(1 / mean_on_s)
+        now_s = began_s + chance.expovariate(rate_per_s)
+        while now_s < ends_s:
+            yield now_s
+            now_s += chance.expovariate(rate_per_s)
+        began_s = ends_s + chance.expovariate(1 / mean_off_s)
+
+
+def generate(
+    workload: Workload, starts_s: Iterator[float], *, num_sessions: int, seed: int
+) -> list[TraceRequest]:
+    """A trace, by arrival.
+
+    Args:
+        starts_s: when sessions begin; see `gamma_arrivals` and `on_off_arrivals`.
+        seed: of the sessions; the arrivals have their own.
+    """
+    chance = random.Random(seed)
+    new_ids = itertools.count()
+    prefixes = [
+        _new_ids(new_ids, workload.prefix_tokens.draw(chance)) for _ in range(workload.num_groups)
+    ]
+    weights = [1 / (rank + 1) ** workload.zipf_exponent for rank in range(workload.num_groups)]
+    requests: list[TraceRequest] = []
+    for session, start_s in enumerate(itertools.islice(starts_s, num_sessions)):
+        num_tokens, hash_ids = (
+            chance.choices(prefixes, weights)[0] if prefixes else _new_ids(new_ids, 0)
+        )
+        requests += _session(workload, chance, new_ids, start_s, num_tokens, hash_ids, session)
+    return sorted(requests, key=lambda request: request.timestamp_ms)
+
+
+def _new_ids(new_ids: Iterator[int], num_tokens: int) -> tuple[int, tuple[int, ...]]:
+    """A beginning of so many tokens, with ids for its full blocks."""
+    return num_tokens, tuple(itertools.islice(new_ids, num_tokens // BLOCK_TOKENS))
+
+
+def _session(
+    workload: Workload,
+    chance: random.Random,
+    new_ids: Iterator[int],
+    start_s: float,
+    num_tokens: int,
+    full_ids: tuple[int, ...],
+    session: int,
+) -> Iterator[TraceRequest]:
+    """The turns of a session that begins with so many tokens, whose full blocks have these ids."""
+    now_s = start_s
+    while True:
+        num_tokens += workload.turn_tokens.draw(chance)
+        if num_tokens > workload.max_input_length:
+            return
+        num_new = num_blocks(num_tokens) - len(full_ids)
+        hash_ids = (*full_ids, *itertools.islice(new_ids, num_new))
+        output_length = workload.output_tokens.draw(chance)
+        yield TraceRequest(
+            timestamp_ms=round(now_s * 1000),
+            input_length=num_tokens,
+            output_length=output_length,
+            hash_ids=hash_ids,
+            session=session,
+        )
+        if chance.random() * workload.mean_turns < 1:
+            return
+        # What was full stays as it is; the last block goes on with the output.
+        full_ids = hash_ids[: num_tokens // BLOCK_TOKENS]
+        num_tokens += output_length
+        if workload.mean_pause_s:
+            now_s += chance.expovariate(1 / workload.mean_pause_s)

@@ -1,0 +1,59 @@
+"""LengthDistribution: how many tokens prompts and outputs have, and how a command line says so."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.api.errors import ConfigError
+from loadtest.load.generate import Lengths
+
+MAX_LENGTH = 2**24
+NOTATION = "N, fixed:N, uniform:LEAST-MOST or lognormal:MEAN,SIGMA"
+
+
+class LengthDistribution(Protocol):
+    """Numbers of tokens; frozen, so that the seed alone decides what is drawn."""
+
+    def draw(self, chance: random.Random) -> int:
+        """At least 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class UniformLengths:
+    """Each number from ``least`` to ``most`` is as likely."""
+
+    least: int
+    most: int
+
+    def draw(self, chance: random.Random) -> int:
+        return chance.randint(self.least, self.most)
+
+
+def parse_lengths(option: str, text: str) -> LengthDistribution:
+    """The distribution that a text names, see NOTATION; raises ConfigError naming the option."""
+    kind, separator, numbers = text.partition(":")
+    if not separator:
+        kind, numbers = "fixed", text
+    try:
+        if kind == "fixed":
+            return Lengths(_checked(int(numbers)))
+        if kind == "uniform":
+            least, most = (_checked(int(number)) for number in numbers.split("-"))
+            if least <= most:
+                return UniformLengths(int(least), int(most))
+        if kind == "lognormal":
+            mean, sigma = (float(number) for number in numbers.split(","))
+            if 0 <= sigma <= 4:
+                return Lengths(_checked(mean), sigma)
+    except ValueError:
+        pass
+    raise ConfigError(f"{option}: must be {NOTATION} with 1 to {MAX_LENGTH} tokens, got {text!r}")
+
+
+def _checked(length: float) -> float:
+    if not 1 <= length <= MAX_LENGTH:
+        raise ValueError("is outside the limits")
+    return length

@@ -1,0 +1,69 @@
+"""Lookahead: requests made ready before they are due, so that sending them takes no time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+
+from loadtest.load.workload import Conversation, PlannedRequest
+from loadtest.targets.base import Target
+
+MAX_CONVERSATIONS = 1000
+MAX_BYTES = 4_000_000
+
+Prepared = tuple[PlannedRequest, bytes]
+PreparedConversation = tuple[Prepared, ...]
+
+
+class Lookahead:
+    """A queue of conversations with ready messages; one is made for each that is taken.
+
+    Args:
+        conversations: in order; how many are ready is limited by number and by bytes.
+    """
+
+    def __init__(
+        self, conversations: Iterator[Conversation], target: Target, vocab_size: int
+    ) -> None:
+        self._conversations = conversations
+        self._target = target
+        self._vocab_size = vocab_size
+        self._ready: deque[PreparedConversation] = deque()
+        self._num_bytes = 0
+
+    def fill(self) -> None:
+        """Make as many as may be ready; takes a while."""
+        while self._make_one():
+            pass
+
+    def take(self) -> PreparedConversation | None:
+        """The next one; None when there are no more."""
+        if not self._ready:
+            self._make_one()
+        if not self._ready:
+            return None
+        prepared = self._ready.popleft()
+        self._num_bytes -= _num_bytes(prepared)
+        # After what is due now has been sent.
+        asyncio.get_running_loop().call_soon(self._make_one)
+        return prepared
+
+    def _make_one(self) -> bool:
+        if len(self._ready) >= MAX_CONVERSATIONS or self._num_bytes >= MAX_BYTES:
+            return False
+        conversation = next(self._conversations, None)
+        if conversation is None:
+            return False
+        prepared = tuple(
+            (request, self._target.prepare(request.prompt.make(self._vocab_size),
+                                           request.output_length))
+            for request in conversation
+        )  # fmt: skip
+        self._ready.append(prepared)
+        self._num_bytes += _num_bytes(prepared)
+        return True
+
+
+def _num_bytes(conversation: PreparedConversation) -> int:
+    return sum(len(payload) for _, payload in conversation)

@@ -1,0 +1,110 @@
+"""Prompts as they are planned: random token ids by a seed, or the messages of a data set."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from loadtest.load.traces import BLOCK_TOKENS, TraceRequest, block_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat. ``role`` is empty for a text that is sent without a chat template."""
+
+    role: str
+    content: str
+
+
+Prompt = list[int] | tuple[Message, ...]
+"""What a target sends: token ids, or messages; a single one without a role is a text."""
+
+
+def is_text(messages: tuple[Message, ...]) -> bool:
+    """Whether they are one text, to be sent without a chat template."""
+    return not messages[0].role
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """So many token ids, drawn with a text as the seed: equal texts, equal tokens."""
+
+    seed: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPrompt:
+    """Token ids, part by part; prompts that begin with the same parts share them."""
+
+    parts: tuple[DrawnTokens, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def sizes(self) -> list[tuple[object, int]]:
+        """Each part, and its length in tokens."""
+        return [(part, part.num_tokens) for part in self.parts]
+
+    def make(self, vocab_size: int) -> list[int]:
+        """The token ids, all below ``vocab_size``."""
+        token_ids: list[int] = []
+        for part in self.parts:
+            chance = random.Random(part.seed)
+            token_ids += chance.choices(range(vocab_size), k=part.num_tokens)
+        return token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPrompt:
+    """The messages of a data set; how many tokens they are, only the server knows."""
+
+    messages: tuple[Message, ...]
+
+    @property
+    def num_tokens(self) -> None:
+        return None
+
+    @property
+    def sizes(self) -> list[tuple[object, int]]:
+        """Each message, and its length in characters."""
+        return [(message, len(message.content)) for message in self.messages]
+
+    def make(self, vocab_size: int) -> tuple[Message, ...]:
+        """As they are."""
+        return self.messages
+
+
+def prompt_of_trace(request: TraceRequest, seed: str) -> DrawnPrompt:
+    """The same tokens as `traces.prompt_token_ids` makes."""
+    left = request.input_length
+    parts = []
+    for hash_id in request.hash_ids:
+        parts.append(DrawnTokens(block_seed(hash_id, seed), min(left, BLOCK_TOKENS)))
+        left -= BLOCK_TOKENS
+    return DrawnPrompt(tuple(parts))
+
+
+class SharedBeginnings:
+    """What the prompts of a load have in common by its own making, in the order of sending."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def share_of(self, prompt: DrawnPrompt | WrittenPrompt) -> float:
+        """The share of a prompt that an earlier one began with, too; notes the prompt.
+
+        A part of another length that is drawn with the same seed begins alike, too: only a trace's
+        last blocks are so, which are left out.
+        """
+        sizes = prompt.sizes
+        begins_alike = True
+        chain = num_shared = 0
+        for part, size in sizes:
+            chain = hash((chain, part))
+            begins_alike = begins_alike and chain in self._seen
+            num_shared += size * begins_alike
+            self._seen.add(chain)
+        return num_shared / max(sum(size for _, size in sizes), 1)

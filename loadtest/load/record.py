@@ -1,0 +1,135 @@
+"""RequestRecord: what one request met with, in seconds since the run began. Draws no conclusions.
+
+Its one writer is the player, while the request runs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from enum import Enum
+
+from baton.api.outputs import Receipt
+from loadtest.load.workload import PlannedRequest
+from loadtest.targets.base import Frame, Usage
+
+
+class Outcome(Enum):
+    """How a request ended."""
+
+    OK = "ok"
+    CANCELLED = "cancelled"  # by the client, on purpose
+    ERROR = "error"
+
+
+class RequestRecord:
+    """See the module.
+
+    Attributes:
+        scheduled_s: when it should have been sent; latencies count from here, so that what a slow
+            server, or a slow generator, keeps from being sent is not forgotten.
+        sent_s: when it was.
+        frame_times_s: arrival of each frame that had tokens.
+        frame_tokens: how many it had.
+        counted: the server said how many tokens were in each frame; else they are spread over the
+            frames by the length of their texts.
+        ended_s: end of the answer.
+    """
+
+    __slots__ = (
+        "_frame_chars",
+        "counted",
+        "ended_s",
+        "error",
+        "error_kind",
+        "finish_reason",
+        "frame_times_s",
+        "frame_tokens",
+        "num_tokens",
+        "outcome",
+        "planned",
+        "receipt",
+        "scheduled_s",
+        "sent_s",
+        "usage",
+    )
+
+    def __init__(self, planned: PlannedRequest, scheduled_s: float, sent_s: float) -> None:
+        self.planned = planned
+        self.scheduled_s = scheduled_s
+        self.sent_s = sent_s
+        self.ended_s = sent_s
+        self.frame_times_s = array("d")
+        self.frame_tokens = array("l")
+        self.num_tokens = 0
+        self.counted = True
+        self.outcome: Outcome | None = None
+        self.error_kind = ""
+        self.error = ""
+        self.finish_reason: str | None = None
+        self.usage: Usage | None = None
+        self.receipt: Receipt | None = None
+        self._frame_chars = array("l")
+
+    def take(self, frame: Frame, now_s: float) -> None:
+        """Note a frame that has arrived."""
+        num_tokens = frame.num_tokens
+        if num_tokens is None:
+            self.counted = False
+            num_tokens = 1  # until the end, when the usage says how many there were in all
+        if num_tokens:
+            self.frame_times_s.append(now_s)
+            self.frame_tokens.append(num_tokens)
+            self._frame_chars.append(frame.num_chars)
+            self.num_tokens += num_tokens
+        if frame.finish_reason is not None:
+            self.finish_reason = frame.finish_reason
+        if frame.usage is not None:
+            self.usage = frame.usage
+        if frame.receipt is not None:
+            self.receipt = frame.receipt
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        """As the server says; else as they were planned, which texts are not."""
+        return self.usage.num_prompt_tokens if self.usage else self.planned.prompt.num_tokens
+
+    def end(self, outcome: Outcome, now_s: float, kind: str = "", problem: str = "") -> None:
+        """Note the end; nothing is written after."""
+        self.outcome = outcome
+        self.error_kind, self.error = kind, problem
+        self.ended_s = now_s
+        if not self.counted and self.usage is not None and self.frame_times_s:
+            spread = spread_tokens(self.usage.num_output_tokens, self._frame_chars)
+            self.frame_tokens = array("l", spread)
+            self.num_tokens = sum(spread)
+
+    @property
+    def is_miscounted(self) -> bool:
+        """The tokens that arrived are not as many as the server says; it cannot say the latter of
+        a request that was given up, and what was not counted cannot differ."""
+        return (
+            self.outcome is Outcome.OK
+            and self.counted
+            and self.usage is not None
+            and self.usage.num_output_tokens != self.num_tokens
+        )
+
+    @property
+    def is_checked(self) -> bool:
+        """`is_miscounted` could be found out."""
+        return self.outcome is Outcome.OK and self.counted and self.usage is not None
+
+
+def spread_tokens(num_tokens: int, weights: Sequence[int]) -> list[int]:
+    """A number of tokens over frames by weight; as far as there are enough, each has one."""
+    least = 1 if num_tokens >= len(weights) else 0
+    total = sum(max(weight, 1) for weight in weights)
+    spread: list[int] = []
+    given = seen = 0
+    for num_after, weight in zip(reversed(range(len(weights))), weights, strict=True):
+        seen += max(weight, 1)
+        wanted = round(num_tokens * seen / total) - given
+        spread.append(max(least, min(wanted, num_tokens - given - least * num_after)))
+        given += spread[-1]
+    return spread

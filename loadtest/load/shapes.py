@@ -1,0 +1,45 @@
+"""Deployment: the shape of one, as a comparison's option writes it.
+
+colocated:2   two nodes that compute prompts and decode, in chunks, side by side
+1:1           a prefill and a decode node; decode nodes compute no prompt
+1:1+local     the same, but the router may leave a prompt to a decode node
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from baton.api.errors import ConfigError
+
+NOTATION = "colocated:N, P:D or P:D+local"
+_SHAPE = re.compile(r"colocated:(?P<num>\d+)|(?P<p>\d+):(?P<d>\d+)(?P<local>\+local)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A shape, see the module."""
+
+    name: str
+    num_prefill: int
+    num_decode: int
+    is_local_allowed: bool
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.num_prefill == 0
+
+    @classmethod
+    def parse(cls, text: str) -> Deployment:
+        """See NOTATION; raises ConfigError."""
+        match = _SHAPE.fullmatch(text)
+        numbers = [int(one) for one in match.group("num", "p", "d") if one] if match else [0]
+        if match is None or min(numbers) < 1:
+            raise ConfigError(f"deployments: must be of {NOTATION}, got {text!r}")
+        is_colocated = match["num"] is not None
+        return cls(
+            name=text,
+            num_prefill=0 if is_colocated else numbers[0],
+            num_decode=numbers[-1],
+            is_local_allowed=is_colocated or match["local"] is not None,
+        )

@@ -1,0 +1,143 @@
+"""Traces: which requests come when, as files in the format of Mooncake's public traces.
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
+
+One JSON object per line: milliseconds, tokens, tokens, and one id per 512 tokens of the prompt (the
+last block may be part of one). An id names a block and all before it: two prompts that begin with
+the same ids begin with the same tokens (Qin et al., arXiv 2407.00079, section 4). Knows no router
+and no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.api.errors import ConfigError
+
+BLOCK_TOKENS = 512
+_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        timestamp_ms: since the beginning of the trace.
+        input_length: tokens of the prompt, at least 1.
+        output_length: tokens to be generated, at least 1.
+        hash_ids: one for each started block of 512 prompt tokens.
+        session: of made-up traces, whose turn it is; files do not say it.
+    """
+
+    timestamp_ms: int
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    session: int = field(default=0, compare=False)
+
+
+def num_blocks(input_length: int) -> int:
+    """Blocks of a prompt, the last one perhaps not full."""
+    return -(-input_length // BLOCK_TOKENS)
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    """Write a trace file; what is there is replaced."""
+    with path.open("w", encoding="utf-8") as file:
+        for request in requests:
+            values = (
+                request.timestamp_ms,
+                request.input_length,
+                request.output_length,
+                list(request.hash_ids),
+            )
+            file.write(json.dumps(dict(zip(_FIELDS, values, strict=True))) + "\n")
+
+
+def read_trace(path: Path) -> Iterator[TraceRequest]:
+    """The requests of a trace file, in its order.
+
+    Where ids are missing (some tools write none, or none for a last block that is not full), ones
+    below 0 are put in their place that nothing else has.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is wrong; says which and why.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"trace: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"trace: {path} cannot be read: {error}") from error
+    next_id = -1
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            request = _parse(line, next_id)
+        except ValueError as error:
+            raise ConfigError(f"trace: {path}, line {number}: {error}") from error
+        next_id = min([next_id, *(hash_id - 1 for hash_id in request.hash_ids)])
+        yield request
+
+
+def _parse(line: str, next_id: int) -> TraceRequest:
+    """One line; ids that are missing count down from ``next_id``; raises ValueError."""
+    fields: Any = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError("must be a JSON object")
+    numbers = []
+    for name, least in zip(_FIELDS, (0, 1, 1), strict=False):
+        value = fields.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= least:
+            raise ValueError(f"{name}: must be a number, {least} or more, got {value!r}")
+        numbers.append(int(value))
+    timestamp_ms, input_length, output_length = numbers
+    hash_ids = fields.get("hash_ids") or []
+    if not isinstance(hash_ids, list) or not all(isinstance(one, int) for one in hash_ids):
+        raise ValueError(f"hash_ids: must be a list of whole numbers, got {hash_ids!r}")
+    num_missing = num_blocks(input_length) - len(hash_ids)
+    if num_missing < 0:
+        raise ValueError(
+            f"hash_ids: must be at most {num_blocks(input_length)} for {input_length} tokens in "
+            f"blocks of {BLOCK_TOKENS}, got {len(hash_ids)}"
+        )
+    return TraceRequest(
+        timestamp_ms=timestamp_ms,
+        input_length=input_length,
+        output_length=output_length,
+        hash_ids=(*hash_ids, *range(next_id, next_id - num_missing, -1)),
+    )
+
+
+def block_seed(hash_id: int, seed: str) -> str:
+    """What the 512 token ids of a block are drawn with."""
+    return f"{seed} block {hash_id}"
+
+
+def prompt_token_ids(
+    hash_ids: Sequence[int], input_length: int, vocab_size: int, seed: str = ""
+) -> list[int]:
+    """A prompt that shares with others of the same seed what their ids share.
+
+    Each id stands for 512 token ids drawn with it as the seed; the last block is cut to length.
+
+    Raises:
+        ConfigError: there are not as many ids as blocks.
+    """
+    if len(hash_ids) != num_blocks(input_length):
+        raise ConfigError(
+            f"hash_ids: must be {num_blocks(input_length)} for {input_length} tokens, "
+            f"got {len(hash_ids)}"
+        )
+    token_ids: list[int] = []
+    for hash_id in hash_ids:
+        chance = random.Random(block_seed(hash_id, seed))
+        token_ids += chance.choices(range(vocab_size), k=BLOCK_TOKENS)
+    return token_ids[:input_length]

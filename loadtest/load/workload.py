@@ -1,0 +1,192 @@
+"""The requests of a plan, conversation by conversation: when they are due, what they ask, who is
+given up when.
+
+Arrivals, lengths, groups and cancels have streams of random numbers of their own: another rate does
+not change the prompts, so that two runs can be compared. The history in a later turn's prompt holds
+drawn (or recorded) answers, not the server's: the seed alone decides what is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from loadtest.load.generate import gamma_arrivals
+from loadtest.load.prompts import (
+    DrawnPrompt,
+    DrawnTokens,
+    SharedBeginnings,
+    WrittenPrompt,
+    prompt_of_trace,
+)
+from loadtest.load.traces import read_trace
+from loadtest.load.written import written_conversations
+from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop, TraceReplay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRequest:
+    """One request of a run.
+
+    Attributes:
+        due_s: after the beginning of the run; None: when a user is free, or the answer before it in
+            its conversation has come.
+        think_s: what is waited then.
+        turn: of its conversation, from 0.
+        shared_share: of its prompt, with which an earlier request of this load begins, too.
+        cancel_after_tokens: the client gives it up with this token; None: never.
+    """
+
+    index: int
+    due_s: float | None
+    prompt: DrawnPrompt | WrittenPrompt
+    output_length: int
+    think_s: float = 0.0
+    turn: int = 0
+    shared_share: float = 0.0
+    cancel_after_tokens: int | None = None
+
+
+Conversation = tuple[PlannedRequest, ...]
+
+
+def planned_conversations(plan: LoadPlan) -> Iterator[Conversation]:
+    """In the order in which their first requests are due.
+
+    Raises:
+        ConfigError: a trace or a data set cannot be read.
+    """
+    cancels = random.Random(f"{_seed(plan)} cancels")
+    beginnings = SharedBeginnings()
+    index = 0
+    for conversation in _sent_in_full(plan):
+        due_s = conversation[0].due_s
+        if due_s is not None and plan.duration_s is not None and due_s >= plan.duration_s:
+            return
+        if plan.num_requests is not None:
+            conversation = conversation[: plan.num_requests - index]
+            if not conversation:
+                return
+        turns: list[PlannedRequest] = []
+        for request in conversation:
+            # Two draws for each: another rate of cancels gives up a part of the same ones.
+            is_cancelled, share = cancels.random() < plan.cancel_rate, cancels.random()
+            is_cancelled = is_cancelled and request.output_length > 1
+            after = 1 + int(share * (request.output_length - 1))
+            turns.append(
+                dataclasses.replace(
+                    request,
+                    index=index,
+                    turn=len(turns),
+                    shared_share=beginnings.share_of(request.prompt),
+                    cancel_after_tokens=after if is_cancelled else None,
+                )
+            )
+            index += 1
+        yield tuple(turns)
+
+
+def planned_requests(plan: LoadPlan) -> Iterator[PlannedRequest]:
+    """All requests, conversation by conversation; raises ConfigError."""
+    return itertools.chain.from_iterable(planned_conversations(plan))
+
+
+def _sent_in_full(plan: LoadPlan) -> Iterator[Conversation]:
+    """With numbers and cancels yet to be given."""
+    load, seed = plan.load, _seed(plan)
+    if isinstance(load, TraceReplay):
+        yield from _of_trace(load, seed)
+        return
+    thoughts = random.Random(f"{seed} think")
+    think_s = load.think_s if isinstance(load, ClosedLoop) else 0.0
+    arrivals = _arrivals(plan, load) if isinstance(load, OpenLoop) else itertools.repeat(None)
+    conversations = _drawn(plan) if plan.dataset is None else _written(plan)
+    for due_s, conversation in zip(arrivals, conversations, strict=False):
+        first, *later = conversation
+        pause_s = thoughts.expovariate(1 / think_s) if think_s else 0.0
+        yield (dataclasses.replace(first, due_s=due_s, think_s=pause_s), *later)
+
+
+def _drawn(plan: LoadPlan) -> Iterator[Conversation]:
+    """Of random token ids, without end."""
+    seed = _seed(plan)
+    lengths = random.Random(f"{seed} lengths")
+    groups = random.Random(f"{seed} groups")
+    turns = random.Random(f"{seed} turns")
+    pauses = random.Random(f"{seed} pauses")
+    for number in itertools.count():
+        parts: list[DrawnTokens] = []
+        if plan.prefix_groups:
+            group = groups.randrange(plan.prefix_groups)
+            parts.append(DrawnTokens(f"{seed} group {group}", plan.prefix_tokens))
+        requests = []
+        for turn in range(plan.turns.draw(turns)):
+            name = f"{seed} request {number}.{turn}"
+            parts.append(DrawnTokens(name, plan.input_lengths.draw(lengths)))
+            output_length = plan.output_lengths.draw(lengths)
+            requests.append(
+                PlannedRequest(
+                    index=0,
+                    due_s=None,
+                    prompt=DrawnPrompt(tuple(parts)),
+                    output_length=output_length,
+                    think_s=_pause_s(plan, pauses) if turn else 0.0,
+                )
+            )
+            parts.append(DrawnTokens(f"{name} answer", output_length))
+        yield tuple(requests)
+
+
+def _written(plan: LoadPlan) -> Iterator[Conversation]:
+    """Of a data set, without end; raises ConfigError."""
+    lengths = random.Random(f"{_seed(plan)} lengths")
+    pauses = random.Random(f"{_seed(plan)} pauses")
+    for turns in written_conversations(plan, _seed(plan)):
+        requests = []
+        for number, turn in enumerate(turns):
+            drawn_s = _pause_s(plan, pauses)
+            pause_s = drawn_s if turn.pause_s is None else turn.pause_s
+            length = plan.output_lengths.draw(lengths)
+            requests.append(
+                PlannedRequest(
+                    index=0,
+                    due_s=None,
+                    prompt=turn.prompt,
+                    output_length=length if turn.output_length is None else turn.output_length,
+                    think_s=pause_s if number else 0.0,
+                )
+            )
+        yield tuple(requests)
+
+
+def _pause_s(plan: LoadPlan, chance: random.Random) -> float:
+    return chance.expovariate(1 / plan.turn_pause_s) if plan.turn_pause_s else 0.0
+
+
+def _seed(plan: LoadPlan) -> str:
+    """Of all streams; the first round's is the seed alone."""
+    return f"{plan.seed}.{plan.round}" if plan.round else f"{plan.seed}"
+
+
+def _arrivals(plan: LoadPlan, load: OpenLoop) -> Iterator[float]:
+    if load.arrivals == "constant":
+        return (index / load.rate_per_s for index in itertools.count())
+    chance = random.Random(f"{_seed(plan)} arrivals")
+    variation = load.burstiness if load.arrivals == "gamma" else 1.0
+    return gamma_arrivals(chance, rate_per_s=load.rate_per_s, variation=variation)
+
+
+def _of_trace(load: TraceReplay, seed: str) -> Iterator[Conversation]:
+    in_order = sorted(read_trace(load.path), key=lambda request: request.timestamp_ms)
+    for request in in_order:
+        yield (
+            PlannedRequest(
+                index=0,
+                due_s=request.timestamp_ms / 1000 * load.slowdown,
+                prompt=prompt_of_trace(request, seed),
+                output_length=request.output_length,
+            ),
+        )

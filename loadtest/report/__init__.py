@@ -1,0 +1,1 @@
+"""What is made of the records: figures, intervals, verdicts, tables."""

@@ -1,0 +1,229 @@
+"""Reports of a run: a table of 100 columns for people, JSON for programs, a row per request."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.api.errors import ConfigError
+from baton.cli.receipt_table import format_bytes
+from loadtest.load.record import RequestRecord
+from loadtest.report.distribution import PER_MILLE, Distribution
+from loadtest.report.series import make_series
+from loadtest.report.summary import LagReport, ReceiptReport, Summary
+from loadtest.report.terms import LATENCY_NAMES
+from loadtest.run import RunResult
+
+WIDTH = 100
+# Raised when fields change their meaning or go.
+JSON_FORMAT = 2
+_COLUMNS = ("mean", *PER_MILLE, "max")
+_SERVER = "server_ttft_s"  # from here on it is what the receipts say
+
+
+def print_summary(result: RunResult, console: Console) -> None:
+    """The table, and lines around it; what cannot be trusted is said last."""
+    summary = result.summary
+    begin_s, end_s = summary.window_s
+    parts = [f"{summary.num_requests} requests", f"{summary.num_ok} ok"]
+    if summary.num_cancelled:
+        parts.append(f"{summary.num_cancelled} cancelled by the client")
+    if summary.errors:
+        parts.append(f"{sum(summary.errors.values())} failed")
+    console.print(f"{', '.join(parts)}; measured from {begin_s:.1f} s to {end_s:.1f} s")
+    console.print(
+        f"throughput: {summary.requests_per_s:.2f} requests/s of {summary.asked_per_s:.2f} asked "
+        f"for, {summary.output_tokens_per_s:.0f} output tokens/s, "
+        f"{summary.prompt_tokens_per_s:.0f} prompt tokens/s"
+    )
+    if summary.goodput_per_s is not None:
+        limits = result.plan.slo.text()
+        attained = "-" if summary.attainment is None else f"{summary.attainment:.1%}"
+        console.print(
+            f"goodput: {summary.goodput_per_s:.2f} requests/s within {limits}; attained {attained}"
+        )
+    if summary.latencies:
+        console.print(_latency_table(summary))
+    few = few_samples_line(summary.latencies)
+    if few:
+        console.print(few)
+    if summary.receipts is not None:
+        console.print(_receipt_line(summary.receipts))
+    console.print(_token_line(summary))
+    console.print(f"{summary.cache.line()}; seed {result.plan.seed}")
+    warning = summary.cache.warning()
+    if warning:
+        console.print(f"warning: {warning}", style="red", soft_wrap=True)
+    for kind, number in summary.errors.items():
+        example = " ".join(summary.error_examples[kind].split())
+        console.print(f"{number} x {kind}: {example}", style="red", overflow="ellipsis")
+    console.print(_lag_line(summary.lag, result))
+
+
+def _latency_table(summary: Summary) -> Table:
+    table = Table(width=WIDTH, title="milliseconds", title_justify="right", title_style="dim")
+    table.add_column("", no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(column.replace("p999", "p99.9"), justify="right", no_wrap=True)
+    for name, values in summary.latencies.items():
+        if name == _SERVER:
+            table.add_section()
+        cells = (getattr(values, column) * 1e3 for column in _COLUMNS)
+        table.add_row(
+            LATENCY_NAMES[name], *(f"{cell:,.{1 if cell < 1000 else 0}f}" for cell in cells)
+        )
+    return table
+
+
+def few_samples_line(latencies: Mapping[str, Distribution]) -> str:
+    """What percentiles of few values are; empty for enough of them."""
+    ttft = latencies.get("ttft_s")
+    if ttft is None or ttft.count >= 1000:
+        return ""
+    same = "p99 and p99.9 are" if ttft.count < 100 else "p99.9 is"
+    return f"of {ttft.count} requests {same} the slowest one"
+
+
+def _receipt_line(receipts: ReceiptReport) -> str:
+    return (
+        f"receipts: {receipts.num_receipts}; "
+        f"{format_bytes(receipts.num_transferred_bytes)} transferred, "
+        f"{receipts.num_retried} retried, {receipts.num_preemptions} preemptions"
+    )
+
+
+def _token_line(summary: Summary) -> str:
+    tokens = summary.tokens
+    line = (
+        f"tokens: {tokens.num_miscounted} of {tokens.num_checked} checked requests miscounted, "
+        f"{tokens.num_short} shorter than asked for"
+    )
+    if tokens.num_estimated:
+        line += (
+            f"\n{tokens.num_estimated} requests did not say how many tokens their frames had: "
+            "ITL is estimated"
+        )
+    return line
+
+
+def _lag_line(lag: LagReport, result: RunResult) -> str:
+    return (
+        f"generator: lag p99 {_ms(lag.send)} when sending, {_ms(lag.loop)} of its loop "
+        f"(at most {lag.limit_s * 1e3:g} ms)\ngenerator: {result.cpu_share:.2f} of a core used; "
+        f"its machine has {result.environment.num_cpus}, load {result.load_average_at_end:.1f}"
+    )
+
+
+def _ms(values: Distribution | None) -> str:
+    return "-" if values is None else f"{values.p99 * 1e3:.1f} ms"
+
+
+def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[str, Any]:
+    """All but the rows; durations in seconds. A load's ``kind`` is the name of its class."""
+    plan = dataclasses.asdict(result.plan)
+    plan["load"] = {"kind": type(result.plan.load).__name__} | plan["load"]
+    for name in ("input_lengths", "output_lengths"):
+        plan[name] = {"kind": type(getattr(result.plan, name)).__name__} | plan[name]
+    plan["turns"] = {"kind": type(result.plan.turns).__name__} | plan["turns"]
+    plan["slo"] = dict(result.plan.slo.limits)
+    summary = dataclasses.asdict(result.summary)
+    summary["lag"]["kept_up"] = result.summary.lag.kept_up
+    cache = result.summary.cache
+    summary["cache"] |= {
+        "cached_share": cache.cached_share,
+        "shared_share": cache.shared_share,
+        "warning": cache.warning(),
+    }
+    return {
+        "format": JSON_FORMAT,
+        "kind": "run",
+        "plan": plan,
+        "target": target_options | result.target,
+        "environment": dataclasses.asdict(result.environment)
+        | {
+            "load_average_at_end": result.load_average_at_end,
+            "generator_cpu_share": result.cpu_share,
+        },
+        "elapsed_s": result.elapsed_s,
+        "was_stopped": result.was_stopped,
+        "faults": [],
+        "audit": None,
+        "summary": summary,
+        "series": dataclasses.asdict(
+            make_series(result.plan, result.records, result.summary.window_s)
+        ),
+    }
+
+
+def plain(document: dict[str, Any]) -> dict[str, Any]:
+    """As it is in the file, and comes back from there."""
+    found: dict[str, Any] = json.loads(json.dumps(document, default=str))
+    return found
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Raises ConfigError when it cannot be written."""
+    _write("json", path, [json.dumps(document, indent=2)])
+
+
+def write_requests(path: Path, result: RunResult) -> None:
+    """One JSON object per line and request, warm-up included; raises ConfigError."""
+    rows = map(_row, result.records)
+    _write("save_requests", path, (json.dumps(row) for row in rows))
+
+
+def _row(record: RequestRecord) -> dict[str, Any]:
+    """Times in seconds since the run began."""
+    assert record.outcome is not None
+    return {
+        "index": record.planned.index,
+        "outcome": record.outcome.value,
+        "error_kind": record.error_kind,
+        "error": record.error,
+        "finish_reason": record.finish_reason,
+        "turn": record.planned.turn,
+        "num_prompt_tokens": record.planned.prompt.num_tokens,
+        "output_length": record.planned.output_length,
+        "cancel_after_tokens": record.planned.cancel_after_tokens,
+        "scheduled_s": record.scheduled_s,
+        "sent_s": record.sent_s,
+        "ended_s": record.ended_s,
+        "num_output_tokens": record.num_tokens,
+        "server_prompt_tokens": record.usage.num_prompt_tokens if record.usage else None,
+        "server_output_tokens": record.usage.num_output_tokens if record.usage else None,
+        "server_cached_tokens": record.usage.num_cached_tokens if record.usage else None,
+        "tokens_are_counted": record.counted,
+        "frame_times_s": [round(time_s, 6) for time_s in record.frame_times_s],
+        "frame_tokens": record.frame_tokens.tolist(),
+        "receipt": dataclasses.asdict(record.receipt) if record.receipt else None,
+    }
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Before the run, not after it; raises ConfigError."""
+    try:
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from error
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Make it if it is not there; raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be made: {error.strerror}") from error
+
+
+def _write(option: str, path: Path, lines: list[str] | Iterator[str]) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,166 @@
+"""Reports of a comparison: a table of 100 columns, the verdict in words, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.compare import Comparison, Trial
+from loadtest.plan import OpenLoop
+from loadtest.report.confidence import Interval, mean_interval
+from loadtest.report.report import WIDTH, result_to_json
+from loadtest.report.verdict import METRICS, Values, Verdict, judge_comparison, values_of
+
+Document = dict[str, Any]
+_COLUMNS = {
+    "goodput_per_s": ("goodput/s", 1.0, ".2f"),
+    "attainment": ("within SLO %", 100.0, ".0f"),
+    "ttft_p50_s": ("TTFT p50 ms", 1e3, ".0f"),
+    "ttft_p99_s": ("TTFT p99 ms", 1e3, ".0f"),
+    "itl_p50_s": ("ITL p50 ms", 1e3, ".1f"),
+    "itl_p99_s": ("ITL p99 ms", 1e3, ".1f"),
+}
+_TOLD = {"itl_p99_s": "ITL p99", "ttft_p50_s": "TTFT p50", "ttft_p99_s": "TTFT p99"}
+_SHARED = ("format", "plan", "environment")
+
+
+def trial_line(trial: Trial) -> str:
+    """One run, when it has ended."""
+    summary = trial.result.summary
+    cells = [f"repeat {trial.repeat + 1}", f"{trial.deployment.name:<14}"]
+    load = trial.result.plan.load
+    if isinstance(load, OpenLoop):
+        cells.append(f"rate {load.rate_per_s:.3g}")
+    if trial.holds_none:
+        cells.append("the lowest that was tried: none holds the SLO")
+    for metric, (title, scale, form) in _COLUMNS.items():
+        value = METRICS[metric](summary)
+        cells.append(f"{title} {'-' if value is None else format(value * scale, form)}")
+    cached = summary.cache.cached_share
+    cells.append(f"cached {'-' if cached is None else format(cached, '.0%')}")
+    errors = sum(summary.errors.values())
+    late = "" if summary.lag.kept_up else ", generator late"
+    cells.append(f"machine's load {trial.result.load_average_at_end:.1f}")
+    return ", ".join(cells) + (f", {errors} failed" if errors else "") + late
+
+
+def print_comparison(comparison: Comparison, values: Values, console: Console) -> None:
+    """Means of the repeats, and their 95 % intervals."""
+    table = Table(
+        width=WIDTH, title="mean, 95 % interval", title_justify="right", title_style="dim"
+    )
+    table.add_column("", no_wrap=True)
+    for title, _, _ in _COLUMNS.values():
+        table.add_column(title, justify="right")
+    for deployment in comparison.deployments:
+        own = values[deployment.name]
+        table.add_row(
+            deployment.name,
+            *(
+                _cell(metric, list(own[metric].values()), scale, form)
+                for metric, (_, scale, form) in _COLUMNS.items()
+            ),
+        )
+    console.print(table)
+    for line in verdict_lines(judge_comparison(comparison.deployments, values)):
+        console.print(line, soft_wrap=True)
+
+
+def _interval(metric: str, values: Sequence[float]) -> Interval | None:
+    """No share is above 1."""
+    most = 1.0 if metric == "attainment" else math.inf
+    return mean_interval(values, most=most) if values else None
+
+
+def _cell(metric: str, values: Sequence[float], scale: float, form: str) -> str:
+    found = _interval(metric, values)
+    if found is None:
+        return "-"
+    ends = ""
+    if found.low is not None and found.high is not None:
+        ends = f"\n{found.low * scale:{form}} to {found.high * scale:{form}}"
+    return f"{found.mean * scale:{form}}{ends}"
+
+
+def verdict_lines(verdict: Verdict | None) -> list[str]:
+    """Whether, and how; then what it does to latencies, good or bad."""
+    if verdict is None:
+        return ["no verdict: fewer than two whole repeats"]
+    split, colocated = verdict.split, verdict.colocated
+    difference = f"{_signed(verdict.differences['goodput_per_s'])} requests/s within the SLO"
+    lines = [
+        {
+            "disaggregate": f"disaggregate: {split} beats {colocated} by {difference}",
+            "colocate": f"do not disaggregate: {split} against {colocated}: {difference}",
+            "undecided": f"undecided by goodput: {split} against {colocated}: {difference}",
+        }[verdict.answer]
+    ]
+    for metric, name in _TOLD.items():
+        ratio, found = verdict.ratios.get(metric), verdict.differences.get(metric)
+        if ratio is not None and found is not None:
+            difference = f"{_signed(found, 1e3)} ms"
+            lines.append(f"{name}: {ratio:.2f} times that of {colocated}, {difference}")
+    lines += [
+        f"{name} held the SLO at no rate that was tried: its goodput counts as 0"
+        for name in verdict.holding_none
+    ]
+    return lines
+
+
+def _signed(found: Interval, scale: float = 1.0) -> str:
+    assert found.low is not None
+    assert found.high is not None
+    mean, low, high = (value * scale for value in (found.mean, found.low, found.high))
+    return f"{mean:+.2f} (95 %: {low:+.2f} to {high:+.2f})"
+
+
+def comparison_to_json(
+    comparison: Comparison, trials: Sequence[Trial], target_options: Document
+) -> Document:
+    """All runs, what is compared of them, and the verdict."""
+    values = values_of(comparison.deployments, trials)
+    verdict = judge_comparison(comparison.deployments, values)
+    runs = [result_to_json(trial.result, target_options) for trial in trials]
+    up = dataclasses.asdict(comparison.up)
+    del up["admin_token"], up["num_prefill"], up["num_decode"], up["can_inject"]
+    return {
+        **{name: runs[0][name] for name in _SHARED},
+        "kind": "compare",
+        "target": target_options | {"url": "baton up", "model": comparison.up.model},
+        "up": up | {"colocated_args": list(comparison.colocated_args)},
+        "repeats": comparison.repeats,
+        "search": comparison.search and dataclasses.asdict(comparison.search),
+        "was_stopped": any(run["was_stopped"] for run in runs),
+        "deployments": [
+            {
+                "name": one.name,
+                "is_colocated": one.is_colocated,
+                "num_prefill": one.num_prefill,
+                "num_decode": one.num_decode,
+                "metrics": {
+                    metric: interval and dataclasses.asdict(interval)
+                    for metric, found in values[one.name].items()
+                    for interval in (_interval(metric, list(found.values())),)
+                },
+                "runs": [
+                    {
+                        "repeat": trial.repeat,
+                        "holds_none": trial.holds_none,
+                        "load": run["plan"]["load"],
+                        "load_average": trial.result.load_average_at_end,
+                    }
+                    | {name: value for name, value in run.items() if name not in _SHARED}
+                    for trial, run in zip(trials, runs, strict=True)
+                    if trial.deployment is one
+                ],
+            }
+            for one in comparison.deployments
+        ],
+        "verdict": verdict and dataclasses.asdict(verdict),
+        "verdict_text": verdict_lines(verdict),
+    }

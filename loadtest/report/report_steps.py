@@ -1,0 +1,125 @@
+"""Reports of runs that were played one after the other: a line each, and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from loadtest.report.distribution import Distribution
+from loadtest.report.report import result_to_json
+from loadtest.search import Search, SearchResult
+from loadtest.steps import Step
+
+Document = dict[str, Any]
+_HEADINGS = (
+    "ended/s", "goodput/s", "attained", "cached", "tokens/s",
+    "TTFT p50", "p99", "ITL p50", "p99 ms",
+)  # fmt: skip
+_WIDTHS = (9, 10, 9, 8, 9, 9, 8, 8, 8)
+_SHARED = ("format", "plan", "target", "environment", "faults", "audit")
+
+
+def step_heading(variable: str) -> str:
+    """Above the lines of steps; 100 columns at most."""
+    return f"{variable:>11}" + _in_columns(_HEADINGS)
+
+
+def step_line(step: Step) -> str:
+    """One step; what is missing is a dash."""
+    summary = step.result.summary
+    latencies = summary.latencies
+    ttft, itl = latencies.get("ttft_s"), latencies.get("itl_s")
+    goodput, attained = summary.goodput_per_s, summary.attainment
+    cached = summary.cache.cached_share
+    cells = [
+        f"{summary.requests_per_s:.2f}",
+        "-" if goodput is None else f"{goodput:.2f}",
+        "-" if attained is None else f"{attained:.1%}",
+        "-" if cached is None else f"{cached:.0%}",
+        f"{summary.output_tokens_per_s:.0f}",
+        *(_ms(values, name) for values in (ttft, itl) for name in ("p50", "p99")),
+    ]
+    marks = [] if step.held is None else ["held" if step.held else "failed"]
+    if not summary.lag.kept_up:
+        marks.append("late")  # the generator: said in full at the end
+    return "  ".join([f"{step.value:>11.4g}{_in_columns(cells)}", *marks])
+
+
+def _in_columns(cells: Sequence[str]) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+
+
+def _ms(values: Distribution | None, name: str) -> str:
+    return "-" if values is None else f"{getattr(values, name) * 1e3:,.1f}"
+
+
+def cache_lines(steps: Sequence[Step]) -> list[str]:
+    """Which steps' latencies are a cache's, and why."""
+    warned = [(step, warning) for step in steps if (warning := step.result.summary.cache.warning())]
+    return [f"warning: at {step.value:.4g}: {warning}" for step, warning in warned]
+
+
+def search_lines(found: SearchResult, slo: str) -> list[str]:
+    """What the search says, last."""
+    share = f"{found.search.attainment:.0%} of requests within {slo}:"
+    if found.max_rate_per_s is None or found.goodput_per_s is None:
+        return [share, "no search came to its end: the highest rate that holds is not known"]
+    if not found.holds_some:
+        rates = sorted(step.value for step in found.steps)
+        return [
+            share,
+            f"no rate that was tried holds ({rates[0]:.3g} to {rates[-1]:.3g} requests/s)",
+        ]
+    num_zero = found.highest.count(None)
+    return [
+        share,
+        f"highest rate that holds: {found.max_rate_per_s.text()} requests/s",
+        "a rate that held and one that failed, of each search: "
+        + ", ".join(f"{low:.2f} and {high:.2f}" for low, high in found.brackets),
+        f"goodput there: {found.goodput_per_s.text()} requests/s; "
+        f"{len(found.max_rate_per_s.values)} of {found.search.repeats} searches",
+        *([f"in {num_zero} of them no rate that was tried held: they count as 0"] * bool(num_zero)),
+    ]
+
+
+def steps_to_json(
+    kind: str, variable: str, steps: Sequence[Step], target_options: Document
+) -> Document:
+    """All steps; ``plan`` is that of the first, and each step has its load and round."""
+    runs = [result_to_json(step.result, target_options) for step in steps]
+    return {
+        **{name: runs[0][name] for name in _SHARED},
+        "kind": kind,
+        "variable": variable,
+        "was_stopped": any(run["was_stopped"] for run in runs),
+        "steps": [
+            {
+                "value": step.value,
+                "repeat": step.repeat,
+                "held": step.held,
+                "round": run["plan"]["round"],
+                **{name: value for name, value in run.items() if name not in _SHARED},
+            }
+            for step, run in zip(steps, runs, strict=True)
+        ],
+    }
+
+
+def search_to_json(found: SearchResult, target_options: Document) -> Document:
+    """Of a search with a step at least."""
+    search: Search = found.search
+    slo = found.steps[0].result.plan.slo.text()
+    return steps_to_json("search", "rate", found.steps, target_options) | {
+        "search": {
+            **dataclasses.asdict(search),
+            "brackets": [
+                {"repeat": repeat, "held": low, "failed": high}
+                for repeat, (low, high) in enumerate(found.brackets)
+            ],
+            "max_rate_per_s": found.max_rate_per_s and dataclasses.asdict(found.max_rate_per_s),
+            "goodput_per_s": found.goodput_per_s and dataclasses.asdict(found.goodput_per_s),
+            "holds_some": found.holds_some,
+            "text": search_lines(found, slo),
+        }
+    }

@@ -1,0 +1,129 @@
+"""Verdict: whether to disaggregate, and how, by what a comparison measured.
+
+Goodput decides. Each repeat gave all deployments the same requests, so that differences are taken
+repeat by repeat, and their mean has a confidence interval; one that has 0 in it decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from loadtest.compare import Trial
+from loadtest.load.shapes import Deployment
+from loadtest.report.confidence import Interval, mean_interval
+from loadtest.report.summary import Summary
+
+# What is compared; None where a run has no such value.
+METRICS: dict[str, Callable[[Summary], float | None]] = {
+    "goodput_per_s": lambda s: s.goodput_per_s,
+    "attainment": lambda s: s.attainment,
+    "ttft_p50_s": lambda s: s.latencies["ttft_s"].p50 if "ttft_s" in s.latencies else None,
+    "ttft_p99_s": lambda s: s.latencies["ttft_s"].p99 if "ttft_s" in s.latencies else None,
+    "itl_p50_s": lambda s: s.latencies["itl_s"].p50 if "itl_s" in s.latencies else None,
+    "itl_p99_s": lambda s: s.latencies["itl_s"].p99 if "itl_s" in s.latencies else None,
+    "output_tokens_per_s": lambda s: s.output_tokens_per_s,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Attributes:
+    answer: disaggregate, colocate or undecided.
+    split, colocated: names of the best of each kind, by mean goodput, then by ITL p99.
+    differences: by metric, split minus colocated over the repeats.
+    ratios: by metric, mean of split over mean of colocated; None where that is 0.
+    holding_none: deployments that had no goodput in any repeat.
+    """
+
+    answer: str
+    split: str
+    colocated: str
+    differences: dict[str, Interval]
+    ratios: dict[str, float | None]
+    holding_none: tuple[str, ...] = ()
+
+
+Values = dict[str, dict[str, dict[int, float]]]
+
+
+def values_of(deployments: Sequence[Deployment], trials: Sequence[Trial]) -> Values:
+    """By deployment, metric and repeat, of the repeats that all deployments were run in.
+
+    Who held no rate had a goodput of 0, and latencies that are of no rate to be compared at.
+    """
+    found = {(trial.deployment.name, trial.repeat): trial for trial in trials}
+    repeats = sorted(
+        repeat
+        for repeat in {trial.repeat for trial in trials}
+        if all((one.name, repeat) in found for one in deployments)
+    )
+    return {
+        one.name: {
+            metric: {
+                repeat: value
+                for repeat in repeats
+                if (value := _value(metric, found[one.name, repeat])) is not None
+            }
+            for metric in METRICS
+        }
+        for one in deployments
+    }
+
+
+def _value(metric: str, trial: Trial) -> float | None:
+    if trial.holds_none:
+        return 0.0 if metric == "goodput_per_s" else None
+    return METRICS[metric](trial.result.summary)
+
+
+def judge_comparison(deployments: Sequence[Deployment], values: Values) -> Verdict | None:
+    """None when there are not two repeats to judge by."""
+    if any(len(values[one.name]["goodput_per_s"]) < 2 for one in deployments):
+        return None
+
+    def rank(deployment: Deployment) -> tuple[float, float]:
+        own = values[deployment.name]
+        itl = list(own["itl_p99_s"].values())
+        worst = mean_interval(itl).mean if itl else float("inf")
+        return mean_interval(list(own["goodput_per_s"].values())).mean, -worst
+
+    split = max((one for one in deployments if not one.is_colocated), key=rank).name
+    colocated = max((one for one in deployments if one.is_colocated), key=rank).name
+    pairs = {
+        metric: [
+            (value, values[colocated][metric][repeat])
+            for repeat, value in values[split][metric].items()
+            if repeat in values[colocated][metric]
+        ]
+        for metric in METRICS
+    }
+    differences = {
+        metric: mean_interval([a - b for a, b in both], least=None)
+        for metric, both in pairs.items()
+        if len(both) >= 2
+    }
+    ratios = {metric: _ratio(pairs[metric]) for metric in differences}
+    goodput = differences["goodput_per_s"]
+    assert goodput.low is not None
+    assert goodput.high is not None
+    answer = "undecided"
+    if goodput.low > 0:
+        answer = "disaggregate"
+    elif goodput.high < 0:
+        answer = "colocate"
+    return Verdict(
+        answer=answer,
+        split=split,
+        colocated=colocated,
+        differences=differences,
+        ratios=ratios,
+        holding_none=tuple(
+            one.name for one in deployments if not any(values[one.name]["goodput_per_s"].values())
+        ),
+    )
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
+    below = sum(value for _, value in pairs)
+    return sum(value for value, _ in pairs) / below if below else None

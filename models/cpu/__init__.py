@@ -1,0 +1,1 @@
+"""What makes a model quick on CPUs: packed weights, tapes of a decode step."""

@@ -1,0 +1,1 @@
+"""From files of weights to modules."""

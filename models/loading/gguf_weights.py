@@ -1,0 +1,99 @@
+"""Weights of a GGUF file, one tensor at a time: dequantized, by the names of Hugging Face.
+
+Refuses to know: modules, dtypes to compute in, metadata (`baton/gguf` reads it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from baton.api.errors import ModelLoadError
+from baton.checkpoint.gguf.config import ROPE_FACTORS
+from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
+from models.config import ModelConfig
+
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
+# Their files keep the rows of each head of queries and keys in pairs, as the first Llama rotated
+# them; Hugging Face rotates the head's first half with its second.
+_PAIRED = ("LlamaForCausalLM", "MistralForCausalLM")
+_HEADS = ("attn_q", "attn_k")
+_SIXTEEN_BITS = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_gguf(path: Path, config: ModelConfig) -> Iterator[tuple[Path, str, Tensor]]:
+    """Yield file, name in Hugging Face layout, and tensor in float32 or the file's 16-bit type.
+
+    Quantized values are what `gguf.dequantize` makes of them, in float32.
+
+    Raises:
+        ModelLoadError: the file is broken, or the `gguf` package is not installed.
+    """
+    try:
+        from gguf import GGMLQuantizationType, dequantize  # here: few checkpoints need it
+    except ModuleNotFoundError as error:
+        raise ModelLoadError(
+            f"{path}: {error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
+        ) from error
+
+    file = GgufFile.read(path.resolve())
+    content = numpy.memmap(file.path, mode="r")
+    for name, stored in file.tensors.items():
+        if name == ROPE_FACTORS:  # in the configuration
+            continue
+        blocks = content[stored.start : stored.start + stored.num_bytes]
+        sixteen_bits = _SIXTEEN_BITS.get(TENSOR_TYPES[stored.type_id].name)
+        if sixteen_bits is None:
+            rows = blocks.reshape(*stored.shape[:-1], -1)  # [..., bytes of a row]
+            values = dequantize(rows, GGMLQuantizationType(stored.type_id))
+            tensor = torch.from_numpy(numpy.array(values))  # not the file's own pages
+        else:
+            tensor = torch.from_numpy(blocks.view(numpy.int16).copy()).view(sixteen_bits)
+        tensor = tensor.view(stored.shape)
+        yield file.path, *_in_hugging_face_layout(name, tensor, config)
+
+
+def _in_hugging_face_layout(name: str, tensor: Tensor, config: ModelConfig) -> tuple[str, Tensor]:
+    """Name and rows as Hugging Face has them; an unknown name stays as it is."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return name, tensor
+    layer, part, kind = found.groups()
+    if layer is None:
+        return (f"{_OUTER[part]}.{kind}" if part in _OUTER else name), tensor
+    if part not in _INNER:
+        return name, tensor
+    if config.architecture in _PAIRED and part in _HEADS:
+        num_heads = config.num_heads if part == "attn_q" else config.num_kv_heads
+        if tensor.shape[0] == num_heads * config.head_dim:  # else the loader says what is wrong
+            tensor = _halves_of_heads(tensor, num_heads)
+    return f"model.layers.{layer}.{_INNER[part]}.{kind}", tensor
+
+
+def _halves_of_heads(tensor: Tensor, num_heads: int) -> Tensor:
+    """Rows of each head from pairs to halves: ``0 1 2 3`` were the head's rows ``0 2 1 3``."""
+    pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])  # [num_heads, head_dim / 2, 2, ...]
+    return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,1 @@
+"""What makes a prefill or decode node a process: threads, engine loop, collector, events."""

@@ -1,0 +1,202 @@
+"""NodeCollector: a node's numbers as Prometheus wants them, read when they are asked for.
+
+A step pays nothing for them, but for the ledger, which its thread takes between two steps. A node
+that is stuck in a step still answers: with all but the ledger. Knows no peer and no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError
+from typing import Protocol
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.link.words import NodeRole
+from baton.telemetry.ledger import BlockOwner, Ledger
+from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
+from engine.core.metrics import EngineMetrics
+
+# Prometheus gives up after 10 s, unless told otherwise; no step of a node that is well is so long.
+LEDGER_TIMEOUT_S = 2.0
+_Labels = Mapping[str, str]
+_NONE: _Labels = {}
+
+
+class MetricsSource(Protocol):
+    """What is read at a scrape; all of it may be called from any thread."""
+
+    def engine_metrics(self) -> EngineMetrics: ...
+
+    def handoff_metrics(self) -> HandoffMetrics: ...
+
+    def connector_metrics(self) -> ConnectorMetrics: ...
+
+    def ledger(self) -> Future[Ledger]: ...
+
+
+class NodeCollector(Collector):
+    """One node's metric families; docs/metrics.md lists them.
+
+    Args:
+        role: of the node, a label of each sample.
+        node: its name, another.
+        source: of the numbers.
+        ledger_timeout_s: how long a scrape waits for the end of a step.
+    """
+
+    def __init__(
+        self,
+        role: NodeRole,
+        node: str,
+        source: MetricsSource,
+        ledger_timeout_s: float = LEDGER_TIMEOUT_S,
+    ) -> None:
+        self._common = {"role": role.name.lower(), "node": node}
+        self._source = source
+        self._ledger_timeout_s = ledger_timeout_s
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering does not ask for everything
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_engine(self._source.engine_metrics())
+        yield from self._of_handoffs(self._source.handoff_metrics())
+        yield from self._of_connector(self._source.connector_metrics())
+        yield from self._of_ledger(self._take_ledger())
+
+    def _take_ledger(self) -> Ledger | None:
+        call = self._source.ledger()
+        try:
+            return call.result(self._ledger_timeout_s)
+        except TimeoutError:
+            call.cancel()  # nobody waits for it any more
+            return None
+
+    # ------------------------------------------------------------------ families
+
+    def _of_engine(self, engine: EngineMetrics) -> Iterator[Metric]:
+        gauge, counter = self._gauge, self._counter
+        yield gauge("blocks", "KV blocks.", engine.blocks)
+        yield gauge("blocks_free", "KV blocks that nobody holds.", engine.blocks_free)
+        yield gauge("blocks_cached", "Contents the prefix cache can find.", engine.blocks_cached)
+        states = {
+            "running": engine.requests_running,
+            "waiting": engine.requests_waiting,
+            "parked": engine.requests_parked,
+        }
+        yield self._family(GaugeMetricFamily, "requests", "Open requests.", _by("state", states))
+        reasons = {
+            "stop": engine.requests_finished_stop_total,
+            "length": engine.requests_finished_length_total,
+            "abort": engine.requests_finished_abort_total,
+        }
+        samples = _by("reason", reasons)
+        yield self._family(CounterMetricFamily, "requests_finished", "Finished requests.", samples)
+        yield counter("steps", "Steps that computed something.", engine.steps_total)
+        yield counter(
+            "prompt_tokens_computed",
+            "Prompt tokens, again and again if preempted.",
+            engine.prompt_tokens_computed_total,
+        )
+        yield counter("output_tokens", "Tokens sampled here.", engine.output_tokens_total)
+        yield counter(
+            "cached_prompt_tokens",
+            "Prompt tokens found in the prefix cache.",
+            engine.cached_prompt_tokens_total,
+        )
+        yield counter(
+            "prefix_lookups", "Requests looked up in the prefix cache.", engine.prefix_lookups_total
+        )
+        yield counter(
+            "prefix_lookup_tokens", "Their prompt tokens.", engine.prefix_lookup_tokens_total
+        )
+        yield counter("preemptions", "Requests that lost their blocks.", engine.preemptions_total)
+        yield counter(
+            "forward_seconds", "Time in the model and the sampler.", engine.forward_seconds_total
+        )
+        yield counter("step_seconds", "Time in whole steps.", engine.step_seconds_total)
+        yield gauge("uptime_seconds", "Since the engine was made.", engine.uptime_seconds)
+
+    def _of_handoffs(self, handoffs: HandoffMetrics) -> Iterator[Metric]:
+        yield self._family(
+            GaugeMetricFamily, "transfers", "Open transfers.", _by("state", handoffs.open)
+        )
+        ended = {outcome.value: handoffs.ended[outcome] for outcome in TransferOutcome}
+        yield self._family(
+            CounterMetricFamily, "transfers_ended", "Ended transfers.", _by("outcome", ended)
+        )
+        yield self._gauge(
+            "blocks_quarantined",
+            "Blocks of ended requests that are still on the wire.",
+            handoffs.num_quarantined_blocks,
+        )
+        yield self._counter(
+            "kv_received_bytes", "KV of committed transfers.", handoffs.received_bytes
+        )
+
+    def _of_connector(self, connector: ConnectorMetrics) -> Iterator[Metric]:
+        pairs = [
+            ({"state": state, "transport": path}, number)
+            for (state, path), number in sorted(connector.pairs.items())
+        ]
+        yield self._family(GaugeMetricFamily, "pairs", "Peers of this node.", pairs)
+        counter = self._counter
+        yield counter("peer_failures", "Peers found silent.", connector.peer_failures)
+        yield counter("kv_sent_bytes", "KV posted to peers.", connector.sent_bytes)
+        yield counter("kv_sent_blocks", "Blocks posted to peers.", connector.sent_blocks)
+        yield counter("kv_descriptors", "Ranges these were posted as.", connector.descriptors)
+        yield counter("kv_posting_seconds", "Time in posting.", connector.posting_s)
+        yield counter("kv_wrong_blocks", "Blocks that arrived wrong.", connector.wrong_blocks)
+        refused = _by("reason", connector.refused_messages)
+        yield self._family(
+            CounterMetricFamily, "kv_refused_messages", "Messages that were not heard.", refused
+        )
+
+    def _of_ledger(self, ledger: Ledger | None) -> Iterator[Metric]:
+        yield self._gauge(
+            "ledger_available",
+            "Whether the node took its ledger in time; it is stuck in a step if not.",
+            ledger is not None,
+        )
+        if ledger is None:
+            return
+        held: Counter[BlockOwner] = Counter()
+        for holding in ledger.holdings:
+            held[holding.owner] += len(holding.block_ids)
+        samples = _by("owner", {owner.value: held[owner] for owner in BlockOwner})
+        gauge = self._gauge
+        yield self._family(
+            GaugeMetricFamily, "blocks_held", "References by kind of owner.", samples
+        )
+        yield gauge("block_references", "References that the pool counts.", ledger.num_references)
+        yield gauge("block_references_owned", "References that have an owner.", held.total())
+        yield gauge("blocks_orphaned", "More references than owners: leaked.", len(ledger.orphans))
+        yield gauge("blocks_overdrawn", "More owners than references.", len(ledger.overdrawn))
+
+    # ------------------------------------------------------------------ inside
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._family(GaugeMetricFamily, name, text, [(_NONE, value)])
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return self._family(CounterMetricFamily, name, text, [(_NONE, value)])
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        samples: Sequence[tuple[_Labels, float]],
+    ) -> Metric:
+        own = list(samples[0][0]) if samples else []
+        family = kind(f"baton_{name}", text, labels=[*self._common, *own])
+        for labels, value in samples:
+            family.add_metric([*self._common.values(), *labels.values()], value)
+        return family
+
+
+def _by(label: str, numbers: Mapping[str, float]) -> list[tuple[_Labels, float]]:
+    return [({label: key}, number) for key, number in numbers.items()]

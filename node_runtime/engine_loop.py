@@ -1,0 +1,67 @@
+"""EngineLoop: the one thread that owns an engine. Others wake it; nobody else calls `step`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from baton.link.round_watch import Rounds
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25  # an idle engine still looks at its deadlines this often
+
+
+class EngineLoop:
+    """Calls ``step`` while there is work and sleeps when there is none.
+
+    Args:
+        step: does one step; returns whether there is more to do now.
+        on_death: called once, on the loop's thread, with what ``step`` raised. The engine is not
+            stepped again: the process must end.
+        name: of the thread.
+    """
+
+    def __init__(
+        self, step: Callable[[], bool], on_death: Callable[[Exception], None], *, name: str
+    ) -> None:
+        self._step = step
+        self._on_death = on_death
+        self._wake = threading.Event()
+        self._stopping = False
+        self._num_rounds = 0
+        self._in_round = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is something new to do; safe from any thread."""
+        self._wake.set()
+
+    @property
+    def rounds(self) -> Rounds:
+        """How many steps have ended, and whether one is in progress; safe from any thread."""
+        return Rounds(self._num_rounds, self._in_round)
+
+    def stop(self) -> None:
+        """End the thread after the step in progress, and wait for it."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                self._in_round = True
+                busy = self._step()
+                self._num_rounds += 1
+                if not busy:
+                    self._in_round = False
+                    self._wake.wait(TICK_S)
+        except Exception as error:  # the loop's top: nothing above could handle it
+            logger.critical("the engine cannot continue", exc_info=error)
+            self._on_death(error)

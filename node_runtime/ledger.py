@@ -1,0 +1,56 @@
+"""Takes an engine's ledger: adds its own requests to what others say they hold.
+
+To be called on the engine's thread, between two steps. Knows no peer and no transfer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable
+
+from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
+from engine.core.request import Request
+from engine.engine import Engine
+
+
+def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
+    """Who holds what now; O(num_blocks).
+
+    Args:
+        held: by others than the engine's requests. A GRANT stands for its request, too: the blocks
+            are that request's.
+    """
+    others = list(held)
+    granted = {holding.request_id for holding in others if holding.owner is BlockOwner.GRANT}
+    own = [
+        _hold(request, BlockOwner.REQUEST)
+        for request in engine.requests.values()
+        if request.request_id not in granted
+    ]
+    if engine.step_in_flight and engine.last_scheduled is not None:
+        scheduled = (item.request for item in engine.last_scheduled.scheduled)
+        own += [_hold(r, BlockOwner.STEP) for r in scheduled if r.status.is_finished]
+    # A null block stands in many block tables, and is held once.
+    null_blocks = tuple(range(engine.kv_cache_spec.num_null_blocks))
+    holdings = [BlockHolding(owner=BlockOwner.NULL_BLOCK, block_ids=null_blocks)]
+    for holding in [*own, *others]:
+        block_ids = tuple(b for b in holding.block_ids if b not in null_blocks)
+        holdings.append(dataclasses.replace(holding, block_ids=block_ids))
+    return balance(
+        [holding for holding in holdings if holding.block_ids],
+        engine.block_ref_counts(),
+        num_blocks=engine.num_blocks,
+        num_free_blocks=engine.num_free_blocks,
+    )
+
+
+def _hold(request: Request, owner: BlockOwner) -> BlockHolding:
+    now = time.monotonic()
+    return BlockHolding(
+        owner=owner,
+        request_id=request.request_id,
+        state=request.status.value,
+        age_s=0.0 if request.started_at is None else now - request.started_at,
+        block_ids=tuple(request.block_ids),
+    )

@@ -1,0 +1,97 @@
+"""What both kinds of node do to get an engine, and what must match a peer's."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+
+import torch
+
+from baton.checkpoint.model_folder import find_model_folder, weights_digest
+from baton.checkpoint.model_identity import NONE, folder_identity
+from baton.engine_config import EngineConfig
+from baton.link.words import NodeRegistration, NodeRole
+from baton.version import __version__
+from engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine and what identifies it.
+
+    Attributes:
+        engine_id: unique to this process start.
+        compatibility: must be equal, entry by entry, on two nodes that are to be paired.
+        prefix_hash: algorithm that names blocks; empty: there is no prefix cache.
+    """
+
+    engine: Engine
+    engine_id: str
+    compatibility: dict[str, str]
+    prefix_hash: str
+
+    def registration(
+        self, node_name: str, role: NodeRole, address: str, peer_info: bytes
+    ) -> NodeRegistration:
+        """What the node tells the router of itself."""
+        spec = self.engine.kv_cache_spec
+        return NodeRegistration(
+            node_name=node_name,
+            engine_id=self.engine_id,
+            role=role,
+            version=__version__,
+            address=address,
+            peer_info=peer_info,
+            compatibility=self.compatibility,
+            max_model_len=self.engine.max_model_len,
+            num_blocks=self.engine.num_blocks,
+            block_size=spec.block_size,
+            prefix_hash=self.prefix_hash,
+            computes_prompts=role is NodeRole.DECODE,
+            kv_bytes_per_token=spec.block_bytes * spec.num_groups / spec.block_size,
+        )
+
+
+def load_engine(
+    model: str, config: EngineConfig, *, node_name: str, kv_connector: str, kv_digests: bool = False
+) -> LoadedEngine:
+    """Load a model for a node; raises ModelLoadError or ConfigError."""
+    started = time.perf_counter()
+    folder = find_model_folder(model)
+    engine = Engine(folder, config)
+    spec = engine.kv_cache_spec
+    logger.info(
+        "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens in %s (%.0f MiB), %d threads",
+        model,
+        time.perf_counter() - started,
+        str(engine.dtype).removeprefix("torch."),
+        engine.kv_cache.device,
+        engine.num_blocks,
+        spec.block_size,
+        str(spec.dtype).removeprefix("torch."),
+        engine.num_blocks * spec.block_bytes / 2**20,
+        torch.get_num_threads(),
+    )
+    identity = folder_identity(folder)
+    if "weights" not in identity:  # an index names files that are not needed
+        identity["weights"] = weights_digest(folder)
+    compatibility = {
+        **identity,
+        "adapters": NONE,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(spec.dtype).removeprefix("torch."),
+        "block_size": str(spec.block_size),
+        "kv_connector": kv_connector,
+        "kv_digests": "on" if kv_digests else "off",
+        "version": __version__,
+    }
+    return LoadedEngine(
+        engine,
+        f"{node_name}-{uuid.uuid4().hex[:8]}",
+        compatibility,
+        config.prefix_hash if config.prefix_cache else "",
+    )

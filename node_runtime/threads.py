@@ -1,0 +1,185 @@
+"""NodeThreads: a node with its engine's thread, as the asyncio side of a program sees it.
+
+Both kinds of node are this; what differs is the loop inside (`node.py`) and the end of the KV
+connector, which `make_node` brings.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from baton.link.round_watch import Rounds
+from baton.link.words import (
+    AbortAll,
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    NodeRole,
+    RequestView,
+    RouterCommand,
+    SendKVSnapshot,
+)
+from baton.telemetry.ledger import Ledger
+from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics
+from engine.core.metrics import EngineMetrics
+from engine.crash_dump import dump_crash
+from node_runtime.collector import NodeCollector
+from node_runtime.engine_loop import EngineLoop
+from node_runtime.kv_event_feed import KVEventFeed
+from node_runtime.node_engine import LoadedEngine
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ENGINE_THREAD, KV_THREAD = "engine", "kv-io"
+
+
+class Node(Protocol):
+    """A node's loop; see `prefill_node/node.py` and `decode_node/node.py`."""
+
+    def submit(self, command: RouterCommand | AbortAll) -> None: ...
+
+    def step(self) -> bool: ...
+
+    def beat(self) -> NodeBeat: ...
+
+    def requests(self) -> list[RequestView]: ...
+
+    def ledger(self) -> Ledger: ...
+
+    def handoff_metrics(self) -> HandoffMetrics: ...
+
+
+class ConnectorEnd(Protocol):
+    """What is needed here of a KV sender or receiver."""
+
+    def describe(self) -> bytes:
+        """Peer info for the nodes of the other role."""
+
+    def metrics(self) -> ConnectorMetrics: ...
+
+    @property
+    def rounds(self) -> Rounds: ...
+
+    def close(self) -> None: ...
+
+
+class NodeThreads:
+    """See `baton.node_program.NodeProgram` for the contract.
+
+    Args:
+        name: of the node.
+        role: of the node.
+        loaded: the engine that the node steps.
+        make_node: makes the node and its end of the KV connector, given what wakes the engine's
+            thread.
+        emit: takes events for the router; safe to call from the engine's thread.
+        on_death: called when the engine cannot continue.
+        hang_at: an injected fault: stand still behind so many rounds with work; 0: never.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: NodeRole,
+        loaded: LoadedEngine,
+        make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnd]],
+        emit: Callable[[NodeEvent], None],
+        on_death: Callable[[Exception], None],
+        *,
+        hang_at: int = 0,
+    ) -> None:
+        def on_engine_death(error: Exception) -> None:
+            dump_crash(loaded.engine, error)
+            on_death(error)
+
+        self._name = name
+        self._role = role
+        self._loaded = loaded
+        self._hang_at, self._num_busy = hang_at, 0
+        self._kv_events = KVEventFeed(loaded.engine, emit)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._loop = EngineLoop(self._step, on_engine_death, name=ENGINE_THREAD)
+        loaded.engine.wake_with(self._loop.wake)
+        self._node, self._end = make_node(self._loop.wake)
+        self._loop.start()
+
+    def registration(self, address: str) -> NodeRegistration:
+        peer_info = self._end.describe()
+        return self._loaded.registration(self._name, self._role, address, peer_info)
+
+    def submit(self, command: RouterCommand | AbortAll) -> None:
+        if isinstance(command, SendKVSnapshot):
+            self._kv_events.request_snapshot()
+        else:
+            self._node.submit(command)
+        self._loop.wake()
+
+    def beat(self) -> NodeBeat:
+        return self._node.beat()
+
+    def requests(self) -> list[RequestView]:
+        return self._node.requests()
+
+    def ledger(self) -> Future[Ledger]:
+        return self._between_steps(self._node.ledger)
+
+    def flush_prefix_cache(self) -> Future[int]:
+        def flush() -> int:
+            engine = self._loaded.engine
+            num_prefixes = engine.num_cached_prefixes
+            engine.reset_prefix_cache()
+            return num_prefixes
+
+        return self._between_steps(flush)
+
+    def rounds(self) -> dict[str, Rounds]:
+        return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
+
+    def dump(self, error: Exception) -> None:
+        dump_crash(self._loaded.engine, error)
+
+    def collector(self) -> NodeCollector:
+        return NodeCollector(self._role, self._name, self)
+
+    def engine_metrics(self) -> EngineMetrics:
+        return self._loaded.engine.metrics()
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        return self._node.handoff_metrics()
+
+    def connector_metrics(self) -> ConnectorMetrics:
+        return self._end.metrics()
+
+    def _step(self) -> bool:
+        while self._calls:
+            self._calls.popleft()()
+        busy = self._node.step()
+        self._num_busy += busy
+        if self._hang_at and self._num_busy >= self._hang_at:
+            logger.warning("the engine's thread stands still (an injected fault)")
+            while True:
+                time.sleep(1.0)
+        self._kv_events.after_step(busy=busy)
+        return busy
+
+    def _between_steps(self, function: Callable[[], T]) -> Future[T]:
+        """Have the engine's thread call something when no step is half done."""
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():  # else nobody waits for it any more
+                future.set_result(function())
+
+        self._calls.append(call)
+        self._loop.wake()
+        return future
+
+    def close(self) -> None:
+        self._loop.stop()
+        self._end.close()
