@@ -3,8 +3,8 @@
     engine thread: `step`    KV I/O thread: `round`    asyncio: `talk`
 
 The link does what `baton/link/router_link.py` and `router/api/grpc/link_service.py` do over a
-stream: it keeps the order, it may break or swallow everything, and either end may notice first. What goes over
-it is encoded as on the wire, so that nothing is shared.
+stream: it keeps the order, it may break or swallow everything, and either end may notice first.
+What goes over it is encoded as on the wire, so that nothing is shared.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def test_importing_the_ground_and_all_entry_points_does_not_import_torch() -> No
     assert run(code).strip() == "[]"
 
 
-ENTRY_POINTS = ["router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest"]
+ENTRY_POINTS = ["router", "prefill_node", "decode_node", "sim_node", "loadtest"]
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, "loadtest run"])

@@ -91,7 +91,7 @@ def test_one_line_says_where_the_memory_goes(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     pattern = (
-        r"^engine\.memory_profile memory of cpu: (\S+) GiB: weights (\S+), others (\S+), "
+        r"^engine\.worker\.memory_profile memory of cpu: (\S+) GiB: weights (\S+), others (\S+), "
         r"activations (\S+), KV cache (\S+), free (\S+)$"
     )
     [found] = re.findall(pattern, done.stderr, re.MULTILINE)
