@@ -10,9 +10,9 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from baton.api.errors import BatonError, InvalidRequestError, RequestCancelledError
-from baton.api.outputs import FinishReason, Receipt
+from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.link.words import RequestError
-from router.calls.call import Call, CallOutput
+from router.calls.call import Call
 from router.calls.open_call import OpenCall
 from router.calls.placing import Placer
 from router.calls.request_log import Following, RequestLog
@@ -117,8 +117,8 @@ class Dispatcher:
         """Requests that wait or are in progress."""
         return len(self._running)
 
-    async def run(self, call: Call) -> AsyncGenerator[CallOutput, None]:
-        """Stream a call's tokens; ending the iteration early cancels it on both nodes.
+    async def run(self, call: Call) -> AsyncGenerator[TextDelta, None]:
+        """Stream a call's tokens, without text. Ending the iteration early cancels it everywhere.
 
         Raises:
             NodeUnavailableError: there is no pair, or attempts failed and none is left.
@@ -136,7 +136,7 @@ class Dispatcher:
                     with self._opened(admitted, ticket, following) as opened:
                         async with contextlib.aclosing(opened.outputs()) as outputs:
                             async for output in outputs:
-                                if output.output.output_index == 0:
+                                if output.output_index == 0:
                                     self.admission.note_first_token(ticket)
                                 following.note_output(output)
                                 yield output

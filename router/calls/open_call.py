@@ -10,12 +10,14 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
 
+import msgspec
+
 from baton.api.errors import NodeUnavailableError
-from baton.api.outputs import Receipt, RequestOutput
+from baton.api.outputs import Receipt, TextDelta
 from baton.checkpoint.model_identity import Identity
-from baton.link.words import BEAT_INTERVAL_S, NodeRole, RequestDelta, RequestError
+from baton.link.words import BEAT_INTERVAL_S, NodeRole, RequestError, failed_delta
 from router.calls.attempt import Attempt
-from router.calls.call import Call, CallOutput
+from router.calls.call import Call
 from router.calls.output_buffer import OutputBuffer
 from router.calls.pair_choice import PairChoice
 from router.calls.placing import Placer
@@ -78,8 +80,8 @@ class OpenCall:
         self._expires_at = loop.time() + call.timeout_s
         self._deadline = loop.call_at(self._expires_at, self.end, _DEADLINE)
 
-    async def outputs(self) -> AsyncGenerator[CallOutput, None]:
-        """What the legs of all attempts say, strictly by output index.
+    async def outputs(self) -> AsyncGenerator[TextDelta, None]:
+        """Yield what the legs of all attempts say, strictly by output index; no texts.
 
         All that came while the reader was busy is one output.
         """
@@ -94,9 +96,9 @@ class OpenCall:
                 if output.output_index == 0:
                     self._ttft_s = time.perf_counter() - self._call.received_at
                 if output.finish_reason is not None:
-                    yield CallOutput(output, self.receipt())
+                    yield msgspec.structs.replace(output, receipt=self.receipt())
                     return
-                yield CallOutput(output)
+                yield output
             elif buffer.failure is not None:
                 failure, buffer.failure = buffer.failure, None
                 assert failure.delta.error is not None
@@ -134,8 +136,7 @@ class OpenCall:
         """End the call from outside, whatever it is doing."""
         self._ended_by = error
         if self._attempt is not None:
-            output = RequestOutput(self._call.request_id, 0, ())
-            delta = RequestDelta(output, self._attempt.epoch, error=error)
+            delta = failed_delta(self._call.request_id, self._attempt.epoch, error)
             self._attempt.fail(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
 
     # ------------------------------------------------------------------ attempts

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from baton.api.outputs import FinishReason, RequestOutput
+from baton.api.outputs import FinishReason
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.link.words import (
     NodeBeat,
@@ -25,6 +25,7 @@ from baton.link.words import (
     RouterCommand,
     ServingState,
     StepDeltas,
+    failed_delta,
 )
 from router.fleet.admin_replies import AdminReplies
 from router.fleet.health import NodeHealth
@@ -172,8 +173,7 @@ class Node:
             "UNAVAILABLE", f"{self.registration.role.value} node {self.name} {why}"
         )
         for epoch, leg in list(self.legs.items()):
-            delta = RequestDelta(RequestOutput(leg.request_id, 0, ()), epoch, error=error)
-            self.deliver(delta, node_lost=True)
+            self.deliver(failed_delta(leg.request_id, epoch, error), node_lost=True)
 
     def open_leg(
         self,
