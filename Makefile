@@ -13,7 +13,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test test-clients test-all fuzz property-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model clean
+.PHONY: help setup lock demo unit test test-large test-clients test-all fuzz property-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -35,18 +35,27 @@ setup: .venv/.ready ## create .venv and install the project for development
 demo: setup ## fetch a small model; start router, prefill and decode node; talk with it; show the receipts; stop
 	$(BIN)/python examples/demo.py
 
-# First all that needs one process, the quicker to fail; a wait that ran into its limit is tried once
-# more, as the machine may have stood still. Tests of real processes mostly wait for them: two files
-# at a time.
-test: setup ## run the tests
-	$(BIN)/python -m pytest --numprocesses 2 --reruns 1 --only-rerun TimeoutError --ignore tests/integration
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration
+# A wait that ran into its limit is tried once more, as the machine may have stood still.
+PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun TimeoutError
+# Tests of real processes mostly wait for them: more files at a time than there are cores.
+PYTEST_PROCESSES := $(BIN)/python -m pytest --durations 10 --numprocesses 3 --dist loadfile
+
+unit: setup ## run the tests that need no process, no socket and no patience (a minute on two cores)
+	$(PYTEST) --numprocesses 2 --no-processes -m "not medium and not large" tests/unit tests/contract
+
+test: setup ## run the tests, but for the large ones (some six minutes on two cores)
+	$(PYTEST) --numprocesses 2 -m "not large" --ignore tests/integration
+	$(PYTEST_PROCESSES) -m "not large" tests/integration
+
+test-large: setup ## run the large tests: drills, fuzzing over HTTP, pages in a browser, all the ways to split
+	$(PYTEST) --numprocesses 2 -m large --ignore tests/integration
+	$(PYTEST_PROCESSES) -m large tests/integration
 
 # Each client in an environment of its own below .venv-clients: gigabytes, the first time.
 test-clients: setup ## run each client of docs/clients.md against a split system with a real model
 	$(BIN)/python -m pytest -rA tests/clients/run_all.py
 
-test-all: test test-clients ## run all tests, and the clients
+test-all: test test-large test-clients ## run all tests, and the clients
 
 # Each of the two draws examples of its own: without CI, Hypothesis is random.
 property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, in two processes (takes long)

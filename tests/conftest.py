@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +26,10 @@ from engine.core.kv_retention import NULL_BLOCK
 from engine.core.scheduler import Scheduler
 from tests.fakes.dead_engines import died_on_purpose
 
+_OF_PROCESSES = {"socket.bind", "socket.connect", "subprocess.Popen", "os.fork", "os.posix_spawn"}
+
+_MEDIUM_FOLDERS = {"integration", "kernels", "numerics", "property"}
+
 # No deadline: a shared machine stops a test now and then. The gate runs the same examples each
 # time; at a desk each run tries new ones.
 settings.register_profile(
@@ -33,6 +39,33 @@ settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
 )
 settings.load_profile("baton")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For `make unit`, which keeps its promise so."""
+    parser.addoption(
+        "--no-processes", action="store_true", help="tests may start no process and open no socket"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of some folders are medium at least."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in _MEDIUM_FOLDERS and item.get_closest_marker("large") is None:
+            item.add_marker(pytest.mark.medium)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """From here on, if so asked, what a test must not do is an error where it does it."""
+    if config.getoption("--no-processes"):
+        sys.addaudithook(_refuse_processes)
+
+
+def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
+    if event in _OF_PROCESSES and "PYTEST_CURRENT_TEST" in os.environ:
+        raise RuntimeError(f"{event}: this test is to be marked as `medium`")
 
 
 @pytest.fixture(autouse=True)

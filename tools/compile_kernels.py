@@ -2,6 +2,7 @@
 
     tools/compile_kernels.py            compile, print the table, write what was found
     tools/compile_kernels.py --check    compile, and fail where a kernel takes more than is written
+    ... --check --if-changed            the same, if Triton or a kernel has changed since then
 
 Cases are the ``AOT_CASES`` of the modules of `baton_kernels.triton`. Types are Triton's, ``i32:16``
 means divisible by 16; pointers are, as torch allocates them. Numbers of registers and spilled bytes
@@ -14,7 +15,9 @@ is used from a folder of its own, with ``PYTHONPATH=FOLDER`` (`make kernels`).
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -56,16 +59,21 @@ def main() -> int:
     """Compile all cases; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with what is written")
+    parser.add_argument("--if-changed", action="store_true", help="only if anything has changed")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--record", type=Path, default=RECORD, help="the file to compare with")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("error: TRITON_INTERPRET: is 1, but the interpreter compiles nothing")
         return 2
+    written = read_releases(arguments.record).get(release(), {})
+    if arguments.if_changed and made_of().items() <= written.items():
+        print(f"Triton {release()} and the kernels are those that were compiled for {RECORD.name}")
+        return 0
     found = compile_all(arguments.only)
     Console(width=110).print(table_of(found))
     if arguments.check:
-        recorded = read_releases(arguments.record).get(release(), {}).get("kernels", {})
+        recorded = written.get("kernels", {})
         findings = list(differences(found, recorded, complete=not arguments.only))
         for finding in findings:
             print(finding)
@@ -229,6 +237,27 @@ def release() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
+def made_of() -> dict[str, str]:
+    """What the figures follow from: Triton, and the kernels without what is only said in them."""
+    import triton
+
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "kernels" / "baton_kernels" / "triton").glob("*.py")):
+        digest.update(code_of(path.read_text(encoding="utf-8")).encode())
+    return {"triton": triton.__version__, "sources": digest.hexdigest()[:16]}
+
+
+def code_of(source: str) -> str:
+    """A module without comments, docstrings and layout; equal for equal code."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body = node.body[1:]
+    return ast.unparse(tree)
+
+
 def read_releases(record: Path) -> dict[str, Any]:
     """What is written, by release."""
     releases: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))["releases"]
@@ -237,12 +266,10 @@ def read_releases(record: Path) -> dict[str, Any]:
 
 def write(found: Found, complete: bool) -> None:
     """Keep what was found for this release, beside what is known of others and of other cases."""
-    import triton
-
     releases = read_releases(RECORD)
     known = {} if complete else releases.get(release(), {}).get("kernels", {})
     kernels = dict(sorted((known | found).items()))
-    releases[release()] = {"triton": triton.__version__, "kernels": kernels}
+    releases[release()] = {**made_of(), "kernels": kernels}
     document = {"releases": dict(sorted(releases.items()))}
     RECORD.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     print(f"written to {RECORD.relative_to(ROOT)} for Triton {release()}")

@@ -23,7 +23,7 @@ from tests.clients.table import CLIENTS, Client
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import READY_TIMEOUT_S, free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(1800)]
 
 _OUTCOME = re.compile(r'^baton_router_requests_total\{outcome="(\w+)"\} (\S+)', re.MULTILINE)
 _OPEN = re.compile(r"^baton_router_requests_open (\S+)", re.MULTILINE)

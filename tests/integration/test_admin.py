@@ -32,7 +32,7 @@ from baton.serving.rpc import bearer, open_sync_channel
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(200)]
 
 TOKEN = "a secret"
 PROMPT = "def add(a, b):\n"

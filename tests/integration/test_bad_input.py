@@ -20,7 +20,7 @@ from baton.local_deployment import LocalDeployment
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.conftest import free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(120)]
 
 
 def run_baton(*arguments: str) -> tuple[int, str]:

@@ -10,7 +10,7 @@ import pytest
 
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 
-pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(300)]
 
 
 def test_a_killed_and_restarted_node_and_a_killed_one_break_no_promise() -> None:

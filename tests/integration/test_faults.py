@@ -12,10 +12,9 @@ from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 from tests.integration.test_storm import assert_nothing_is_held, storm
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]
 
 
-@pytest.mark.slow
 def test_a_storm_over_a_bad_network_ends_and_leaves_nothing_held() -> None:
     faults = "drop=0.03,delay=0ms-20ms,duplicate=0.05,reorder=0.05,fail_post=0.02,seed=4"
     config = LocalDeploymentConfig(

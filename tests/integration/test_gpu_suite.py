@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.large
+
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = ROOT / "benchmarks" / "gpu_suite.py"
 
@@ -34,7 +36,6 @@ def commands_of_processes() -> Iterator[str]:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
-@pytest.mark.slow
 def test_a_dry_run_measures_and_says_so_in_a_table(tmp_path: Path) -> None:
     out = tmp_path / "suite.json"
     done = run("--only", "decode", "nano", "--out", str(out))
@@ -64,7 +65,6 @@ def test_every_row_of_the_kernels_can_be_measured(tmp_path: Path) -> None:
     assert sum(figure.startswith("attention: decode") for figure in attention) == 2
 
 
-@pytest.mark.slow
 def test_tokens_can_be_compared_in_one_process_and_in_two(tmp_path: Path) -> None:
     out = tmp_path / "suite.json"
     done = run("--only", "engine", "graphs", "push", "split", "--out", str(out))
@@ -80,7 +80,6 @@ NO_NIXL = "raise ModuleNotFoundError(\"No module named 'nixl'\", name='nixl')"
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "key", "said"), [(NO_NIXL, "not run", "nixl"), (CRASH, "failed", "exit code -11")]
 )

@@ -23,7 +23,7 @@ from baton.serving.rpc import open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(240)]
 
 NUM_DESCRIPTORS = 1024  # of the router: what many systems give a process
 # A request waits for the pair of nodes: what is open then is all that they need.

@@ -31,6 +31,8 @@ from router.api.openai_responses.request import ResponsesRequest
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 from tests.property.num_examples import num_examples
 
+pytestmark = pytest.mark.large
+
 ROOT = Path(__file__).parents[2]
 MODEL = "demo"
 # What a client is told of what it sent, and what it may be told of the nodes.

@@ -29,7 +29,7 @@ from tests.integration.test_recovery import (
 )
 from tests.integration.test_split_equals_one_process import complete_all
 
-pytestmark = [pytest.mark.timeout(300)]  # NIXL is not needed
+pytestmark = [pytest.mark.large, pytest.mark.timeout(300)]  # NIXL is not needed
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 PROMPTS = [LONG_PROMPT[i * 20 : i * 20 + 1 + i * 30] for i in range(32)]

@@ -24,7 +24,7 @@ from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
 SOME = SamplingParams(max_tokens=200, ignore_eos=True)
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ from tests.fakes.load_servers import scripted_grpc
 from tests.fakes.load_targets import even
 from tests.integration.conftest import READY_TIMEOUT_S, free_address
 
+pytestmark = pytest.mark.large
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "loadtest.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -84,7 +86,6 @@ def wait_for_answer(address: str) -> None:
                 time.sleep(0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_commands_of_the_page_work(addresses: dict[str, str], tmp_path: Path) -> None:
     assert [command[0] for command in COMMANDS] == ["router", "sim-node", *["loadtest"] * 10]

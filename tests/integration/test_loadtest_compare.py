@@ -11,7 +11,7 @@ import pytest
 from tests.integration.conftest import DEMO_MODEL
 from tests.integration.test_loadtest import ANY_LAG, COMMANDS, at, baton
 
-pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(400)]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to divide")

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.conftest import DEMO_MODEL
 from tests.integration.test_loadtest import ANY_LAG, baton
 
-pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(300)]
 
 
 def test_faults_come_at_their_times_and_leave_no_block(tmp_path: Path) -> None:

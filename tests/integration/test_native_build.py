@@ -15,6 +15,8 @@ import pytest
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native import build
 
+pytestmark = pytest.mark.large
+
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = """
 import logging, sys

@@ -17,7 +17,7 @@ from baton.api.errors import UnauthenticatedError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
 KEY = "open-sesame"

@@ -21,7 +21,7 @@ from engine import LLM
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 PARAMS = SamplingParams(max_tokens=150, temperature=0.8, seed=3, ignore_eos=True)
 LONG_PROMPT = [7 + (i * 31) % 4000 for i in range(1800)]

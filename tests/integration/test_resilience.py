@@ -10,7 +10,7 @@ import pytest
 
 RESILIENCE = Path(__file__).parents[2] / "benchmarks" / "resilience.py"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.large, pytest.mark.timeout(200)]
 
 
 def test_nodes_that_die_lose_no_request() -> None:

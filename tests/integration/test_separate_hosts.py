@@ -18,9 +18,12 @@ import pytest
 from tests.fakes.hosts import Hosts, can_make_hosts, hosts
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
-pytestmark = pytest.mark.skipif(
-    not can_make_hosts(), reason="needs root and iproute2, to make network namespaces"
-)
+pytestmark = [
+    pytest.mark.large,
+    pytest.mark.skipif(
+        not can_make_hosts(), reason="needs root and iproute2, to make network namespaces"
+    ),
+]
 
 ROOT = Path(__file__).parents[2]
 # (Namespaces share the kernel: without UCX_TLS the nodes would copy memory and use no network.)

@@ -28,6 +28,8 @@ from sim_node.options import SimOptions
 from sim_node.sim_model import output_tokens
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
+pytestmark = pytest.mark.large
+
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = read_limits(DEMO_MODEL).vocab_size
 BLOCK_SIZE = 16
@@ -118,7 +120,6 @@ def test_500_requests_get_their_tokens_and_prefixes_are_found_again(router: str)
     asyncio.run(scene())
 
 
-@pytest.mark.slow
 def test_no_request_is_lost_when_nodes_are_killed_and_stand_still(router: str) -> None:
     async def hurt(cluster: SimCluster) -> None:
         for round_number in range(3):
@@ -146,7 +147,6 @@ def test_no_request_is_lost_when_nodes_are_killed_and_stand_still(router: str) -
     asyncio.run(scene())
 
 
-@pytest.mark.slow
 def test_faults_that_come_by_themselves_lose_no_request(router: str) -> None:
     faults = FaultSpec(
         kill=4.0, restart_s=0.5, stall=4.0, stall_s=1.5, slow=0.25, refuse=0.01, seed=3

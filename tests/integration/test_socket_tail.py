@@ -21,7 +21,7 @@ from kvconnector.transports.nixl.transport import NixlTransport
 from tests.fakes.unsealed import with_key
 from tests.fakes.waiting import wait_until
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(120)]
 SHAPE = (128, 4, 2, 4, 64, 64)  # 64 MiB in blocks of 512 KiB
 # Posts all blocks in one write; once asked, says that it has sent all that the sockets take.
 SENDER = f"""

@@ -14,7 +14,7 @@ from engine import LLM
 from tests.integration.conftest import READY_TIMEOUT_S, free_address
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 WINDOW = 20
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)

@@ -13,7 +13,7 @@ from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from engine import LLM
 from tests.integration.conftest import READY_TIMEOUT_S, free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 

@@ -16,7 +16,7 @@ from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]
 
 NUM_REQUESTS = 60
 

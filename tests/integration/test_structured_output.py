@@ -16,7 +16,7 @@ from baton.local_deployment import LocalDeployment
 from engine import LLM
 from tests.fakes.structured_cases import Case, make_cases
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(400)]
 
 NUM_CASES = 500
 

@@ -17,7 +17,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]
 
 PARAMS = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
 ENGINE_TIMEOUT_S = 1.5

@@ -17,6 +17,8 @@ from baton.api.errors import InvalidRequestError, OverloadedError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
+pytestmark = pytest.mark.large
+
 # Name and what else the table of its key says.
 KEYS = {
     "alice": "",

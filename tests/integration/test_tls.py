@@ -30,7 +30,7 @@ from baton.wire import types as wire_types
 from tests.fakes.certificates import Authority, replace
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def add(a, b):\n"

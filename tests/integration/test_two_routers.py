@@ -22,6 +22,8 @@ from tests.fakes.foreign_model import make_foreign_model
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
+pytestmark = pytest.mark.large
+
 PARAMS = SamplingParams(max_tokens=150, temperature=1.0, seed=3, ignore_eos=True)
 KEY = "what operators bring, who may send prompts, too"
 PROMPT = "def add(a, b):\n"
@@ -107,7 +109,6 @@ def _tokens(results: list[Completion | BaseException]) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.nixl
-@pytest.mark.slow
 def test_both_serve_all_nodes_and_the_end_of_one_is_not_the_others(
     deployment: tuple[LocalDeployment, str], tmp_path: Path
 ) -> None:

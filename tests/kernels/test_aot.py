@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 import baton_kernels.triton
 from baton_kernels.triton.attention_tile import PagedShape
 from baton_kernels.triton.tile_sizes import shared_kib, varlen_tile
-from tools.compile_kernels import pending_groups
+from tools.compile_kernels import code_of, pending_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "compile_kernels.py"
@@ -38,7 +38,7 @@ def run_tool(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("folder", ["", ".venv-triton"])
 def test_kernels_take_no_more_registers_spills_and_shared_memory_than_recorded(
@@ -46,8 +46,15 @@ def test_kernels_take_no_more_registers_spills_and_shared_memory_than_recorded(
 ) -> None:
     if not (ROOT / folder).is_dir():
         pytest.skip("make kernels has not fetched the other release of Triton")
-    done = run_tool("--check", path=str(ROOT / folder) if folder else "")
+    path = str(ROOT / folder) if folder else ""
+    done = run_tool("--check", "--if-changed", path=path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_kernels_say_of_themselves_is_no_change_and_a_number_is_one() -> None:
+    kernel = '@triton.jit\ndef f(x):\n    """Double it."""\n    tl.store(x, 2)  # both\n'
+    assert code_of(kernel) == code_of("@triton.jit\ndef f(x):\n    tl.store(x, 2)\n")
+    assert code_of(kernel) != code_of(kernel.replace("2)", "3)"))
 
 
 def recorded_releases() -> dict[str, Any]:

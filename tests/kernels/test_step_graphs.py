@@ -79,7 +79,7 @@ def draw_requests(seed: int, num: int) -> tuple[list[list[int]], list[SamplingPa
     return prompts, params
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_replayed_steps_give_the_tokens_of_eager_ones(
     device: torch.device, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
