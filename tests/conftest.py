@@ -27,6 +27,7 @@ from engine.core.scheduler import Scheduler
 from tests.fakes.dead_engines import died_on_purpose
 
 _OF_PROCESSES = {"socket.bind", "socket.connect", "subprocess.Popen", "os.fork", "os.posix_spawn"}
+_seen: list[str] = []  # of these, in this test
 
 _MEDIUM_FOLDERS = {"integration", "kernels", "numerics", "property"}
 
@@ -58,14 +59,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """From here on, if so asked, what a test must not do is an error where it does it."""
+    """From here on note what small tests must not do, if so asked."""
     if config.getoption("--no-processes"):
-        sys.addaudithook(_refuse_processes)
+        sys.addaudithook(lambda event, _: _seen.append(event) if event in _OF_PROCESSES else None)
 
 
-def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
-    if event in _OF_PROCESSES and "PYTEST_CURRENT_TEST" in os.environ:
-        raise RuntimeError(f"{event}: this test is to be marked as `medium`")
+@pytest.fixture(autouse=True)
+def is_small_if_it_says_so() -> Iterator[None]:
+    """With ``--no-processes`` a test that starts a process or opens a socket fails."""
+    _seen.clear()
+    yield
+    if _seen:
+        pytest.fail(f"to be marked as medium: {', '.join(sorted(set(_seen)))}")
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,8 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.dispatch import native_ops
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
+pytestmark = pytest.mark.medium
+
 PROMPT = ([7], [7])
 CHUNK = ([5], [23])
 DECODES = ([1, 1, 1, 1, 1], [1, 16, 17, 40, 17])

@@ -13,6 +13,8 @@ from tests.fakes.kv_link import (
 )
 from tests.fakes.waiting import wait_until
 
+pytestmark = pytest.mark.medium
+
 
 def test_layers_arrive_by_themselves_and_the_others_stay_as_they_were(link: Link) -> None:
     link.start("a", 12)

@@ -24,6 +24,8 @@ from tests.fakes.kv_link import (
 )
 from tests.fakes.waiting import wait_until
 
+pytestmark = pytest.mark.medium
+
 
 def test_both_sides_learn_that_they_are_connected_and_by_which_path(link: Link) -> None:
     assert link.events("p", Kind.PEER_CONNECTED)[0].engine_id == link.d

@@ -42,6 +42,7 @@ def assert_is_of(placement: Placement | None, fleet: Fleet) -> None:
     assert fleet.reaches(placement.prefill, placement.decode)
 
 
+@pytest.mark.medium
 @EVERY
 @given(fleet=fleets())
 def test_it_picks_nodes_that_reach_each_other(name: str, fleet: Fleet) -> None:
@@ -50,6 +51,7 @@ def test_it_picks_nodes_that_reach_each_other(name: str, fleet: Fleet) -> None:
         assert_is_of(policy.pick(QUERY, fleet), fleet)
 
 
+@pytest.mark.medium
 @EVERY
 @given(fleet=fleets())
 def test_it_is_deterministic(name: str, fleet: Fleet) -> None:

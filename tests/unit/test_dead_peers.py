@@ -18,6 +18,8 @@ from kvconnector.protocol.peer_process import PeerProcess, start_time
 from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 
+pytestmark = pytest.mark.medium
+
 EXIT_THREAD = {"x86_64": 60, "aarch64": 93}  # number of the system call
 ZOMBIE_LEADER = """
 import ctypes, sys, threading

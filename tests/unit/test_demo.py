@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
+pytestmark = pytest.mark.medium
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "tiny-model==1.0"
 

@@ -43,6 +43,8 @@ from router.program import serve
 from sim_node.cluster import SimCluster
 from tests.fakes.nodes import make_registration
 
+pytestmark = pytest.mark.medium
+
 MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 CLIENT, OPERATOR, NODE = "the client's key", "the operator's key", "the node's key"
 

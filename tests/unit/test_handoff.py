@@ -391,6 +391,7 @@ def test_of_a_mixed_model_travels_what_the_decode_node_needs_and_no_more() -> No
     assert_clean(cluster)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
 def test_a_grammar_that_cannot_be_compiled_is_refused_by_both_nodes_and_nothing_is_left(
     num_steps: int,

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.medium
+
 ROOT = Path(__file__).resolve().parents[2]
 # Run where Triton is not the interpreter that tests/kernels ask for: in a process of its own.
 SCRIPT = """

@@ -33,6 +33,7 @@ def test_no_test_folder_is_a_package() -> None:
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
+@pytest.mark.medium
 def test_transformers_can_be_imported_from_the_root_of_the_repository() -> None:
     code = "from transformers.models.qwen3 import modeling_qwen3; print(modeling_qwen3.__name__)"
     done = subprocess.run(
@@ -48,6 +49,7 @@ def test_every_package_says_that_it_is_typed() -> None:
     assert [name for name in packages if not (ROOT / name / "py.typed").exists()] == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("missing", ["numpy", "torch"])
 def test_without_the_extra_the_engine_says_which_one_it_needs(missing: str) -> None:
     code = (

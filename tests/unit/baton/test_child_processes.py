@@ -15,6 +15,8 @@ from baton.processes.child_processes import fleet_environment
 from baton.processes.worker_processes import WorkerProcesses, WorkLimits
 from tests.integration.conftest import free_address
 
+pytestmark = pytest.mark.medium
+
 TAKEN = (
     "baton", "router", "models", "engine", "kvconnector", "prefill_node", "decode_node",
     "baton_kernels", "msgspec", "grpc", "logging", "asyncio",

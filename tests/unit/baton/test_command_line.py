@@ -154,6 +154,7 @@ def test_an_error_of_a_command_is_one_line_with_its_option() -> None:
     assert errors.startswith("error: --max-tokens: ")
 
 
+@pytest.mark.medium
 def test_help_waits_for_no_library_that_it_does_not_need() -> None:
     """What takes longest to import, and what brings it in."""
     code = (
@@ -169,6 +170,7 @@ def test_help_waits_for_no_library_that_it_does_not_need() -> None:
     assert done.stderr == "[]\n"
 
 
+@pytest.mark.medium
 def test_an_error_of_an_operators_command_names_its_option_too() -> None:
     """It said ``router: ...``."""
     code, _, errors = baton("admin", "nodes", "--router", "127.0.0.1:1")
@@ -213,6 +215,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.medium
 def test_who_asks_for_help_does_not_wait_for_what_the_commands_need() -> None:
     """Half a second of CPU went into gRPC, TLS, tokenizers and tables that help does not show."""
     done = subprocess.run(

@@ -18,6 +18,8 @@ from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
 from baton.text.grammars import _LARK, make_grammar
 
+pytestmark = pytest.mark.medium
+
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 # Quadratic ones took a minute.
 LINEAR_S = 5.0

@@ -108,6 +108,7 @@ def test_audit_names_orphans_and_ends_with_5(admin: Admin) -> None:
     assert "OVERDRAWN (owners without a reference): blocks 2" in output
 
 
+@pytest.mark.medium
 def test_audit_ends_with_1_when_a_node_or_the_router_cannot_be_asked(admin: Admin) -> None:
     admin.problems = ["n1: the router cannot reach it at h:1 (UNAVAILABLE)"]
     code, output = audit(admin)

@@ -137,6 +137,7 @@ def test_what_is_unknown_is_an_error(level: str, log_format: str, field: str) ->
         set_up_logging(level, log_format)
 
 
+@pytest.mark.medium
 def test_who_does_not_read_holds_up_nothing_and_is_told_what_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

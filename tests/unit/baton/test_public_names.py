@@ -13,6 +13,8 @@ import baton
 import engine
 from baton import LLM, own_packages
 
+pytestmark = pytest.mark.medium
+
 ROOT = Path(__file__).parents[3]
 OURS = "import os, sys, engine, models; print(os.path.dirname(os.path.dirname(engine.__file__)))"
 

@@ -48,6 +48,7 @@ def test_every_torch_free_entry_can_be_loaded(registry: Registry[object]) -> Non
         assert registry.load(name) is not None
 
 
+@pytest.mark.medium
 def test_nothing_is_imported_before_it_is_chosen() -> None:
     code = "import sys, router.policies; print([m for m in sys.modules if m.startswith('router.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

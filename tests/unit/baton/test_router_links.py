@@ -181,6 +181,7 @@ async def test_one_request_id_at_two_routers_is_two_requests() -> None:
         await until(lambda: CancelCommand(scene.placed()[0].request_id, 1) in scene.commands)
 
 
+@pytest.mark.medium
 @asynchronous
 async def test_a_router_that_dies_takes_its_own_requests_with_it_and_no_others() -> None:
     one, other = Router(), Router()
@@ -265,6 +266,7 @@ async def test_a_node_without_the_token_is_refused() -> None:
             await until(lambda: router.pool.nodes)
 
 
+@pytest.mark.medium
 @asynchronous
 async def test_one_router_that_answers_is_enough_and_none_is_an_error() -> None:
     router = Router()
@@ -302,6 +304,7 @@ async def test_a_name_with_several_addresses_is_several_routers() -> None:
             await until(lambda: one.pool.nodes and other.pool.nodes)
 
 
+@pytest.mark.medium
 @asynchronous
 async def test_a_node_that_one_router_removes_by_force_still_drains_for_the_other() -> None:
     one, other = Router(), Router()

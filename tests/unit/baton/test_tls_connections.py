@@ -35,6 +35,8 @@ from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.fakes.certificates import FAR_AHEAD, LONG_AGO, Authority, replace
 
+pytestmark = pytest.mark.medium
+
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.medium
+
 PROGRAMS = ["router", "prefill", "decode", "sim-node"]
 
 

@@ -224,11 +224,13 @@ def test_sampling_params_survive_the_wire(value: SamplingParams) -> None:
     assert wire_types.sampling_params_from_proto(message) == value
 
 
+@pytest.mark.medium
 @given(receipts)
 def test_receipts_survive_the_wire(value: Receipt) -> None:
     assert wire_types.receipt_from_proto(over_the_wire(wire_types.receipt_to_proto(value))) == value
 
 
+@pytest.mark.medium
 @given(text_deltas)
 def test_streamed_pieces_survive_the_wire(value: TextDelta) -> None:
     assert wire.text_delta_from_proto(over_the_wire(wire.text_delta_to_proto(value))) == value
@@ -247,6 +249,7 @@ def test_events_of_nodes_survive_the_wire(value: link.NodeEvent) -> None:
     assert found == (wire.split_step(value) if isinstance(value, tuple) else value)
 
 
+@pytest.mark.medium
 @given(st.lists(deltas | plain_deltas, max_size=8).map(tuple))
 def test_rows_of_a_step_and_its_other_deltas_are_all_of_it(
     step: tuple[link.RequestDelta, ...],

@@ -72,6 +72,7 @@ def test_whatever_comes_it_counts_or_says_that_it_is_no_message(data: bytes) -> 
             assert count_parts(data, kind, MANY) <= 9 * len(data)
 
 
+@pytest.mark.medium
 def test_the_most_that_a_node_says_in_a_message_is_read() -> None:
     logprobs = [types_pb2.TokenLogprobs(logprob=-1.5)] * (MAX_PARTS - 1)
     long = node_pb2.RequestDelta(request_id="r", epoch=1, token_ids=[1], prompt_logprobs=logprobs)

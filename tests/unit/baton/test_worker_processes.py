@@ -16,6 +16,8 @@ import pytest
 from baton.api.errors import InvalidRequestError, NodeUnavailableError, OverloadedError
 from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
 
+pytestmark = pytest.mark.medium
+
 WORK = "tests.fakes.costly_work:make_work"
 LIMITS = WorkLimits(cpu_s=0.5, wall_s=20.0, memory_bytes=64 * 2**20)
 

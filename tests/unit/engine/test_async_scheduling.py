@@ -14,6 +14,8 @@ from engine.core.outputs import ModelRunnerOutput
 from engine.core.request import RequestStatus
 from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares
 
+pytestmark = pytest.mark.medium
+
 MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "demo_model")
 SMALL = {
     "block_size": 8,

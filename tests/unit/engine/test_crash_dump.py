@@ -66,6 +66,7 @@ def raised(secret: str) -> RuntimeError:
         return error
 
 
+@pytest.mark.medium
 def test_no_text_of_a_client_is_in_a_dump(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

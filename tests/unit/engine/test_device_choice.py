@@ -37,6 +37,7 @@ class Threads:
         return getattr(self._local, "index", 0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_steps_are_launched_on_the_engines_device_whichever_thread_runs_them(
     asynchronous: bool, monkeypatch: pytest.MonkeyPatch

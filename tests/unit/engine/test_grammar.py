@@ -23,6 +23,8 @@ from engine.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampling_input import RequestSnapshot
 
+pytestmark = pytest.mark.medium
+
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 ENDS = {4093, 4095}
 VOCAB_SIZE = 4096

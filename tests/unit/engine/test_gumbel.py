@@ -176,6 +176,7 @@ def test_flat_logits_give_every_token_as_often() -> None:
     assert found < 59 + 4 * (2 * 59) ** 0.5
 
 
+@pytest.mark.medium
 def test_noise_on_the_logits_hardly_ever_changes_a_draw() -> None:
     """A draw changes where the two best scores are closer than the noise moves them apart.
 

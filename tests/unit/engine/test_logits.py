@@ -111,6 +111,7 @@ def test_adjusted_logits_are_those_of_the_definition(seed: int, request: Request
     np.testing.assert_allclose(found, adjusted_by_definition(logits[0], request), rtol=1e-12)
 
 
+@pytest.mark.medium
 @settings(max_examples=200)
 @given(st.integers(0, 10_000), st.lists(requests, min_size=1, max_size=5))
 def test_tokens_are_those_of_the_definition_in_any_batch(seed: int, batch: list[Request]) -> None:

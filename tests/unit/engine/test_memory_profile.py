@@ -48,6 +48,7 @@ def test_by_default_a_cpu_holds_a_full_batch_of_longest_requests(folder: str) ->
     assert engine.max_model_len == MAX_MODEL_LEN
 
 
+@pytest.mark.medium
 def test_by_default_a_cpus_cache_is_a_gibibyte_at_most(tmp_path: Path) -> None:
     theirs = make_hugging_face_model("LlamaForCausalLM", max_position_embeddings=2**17)
     save(theirs, tmp_path)
@@ -78,6 +79,7 @@ def test_what_is_said_is_not_measured(
     assert "memory of" not in caplog.text
 
 
+@pytest.mark.medium
 def test_one_line_says_where_the_memory_goes(tmp_path: Path) -> None:
     theirs = make_hugging_face_model("LlamaForCausalLM", intermediate_size=2**17)
     save(theirs, tmp_path)

@@ -21,6 +21,8 @@ from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, Trans
 from engine.core.metrics import EngineMetrics
 from node_runtime.collector import NodeCollector
 
+pytestmark = pytest.mark.medium
+
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 COMMON = {"role": "decode", "node": "d0"}
 

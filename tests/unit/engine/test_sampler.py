@@ -107,6 +107,7 @@ def test_the_words_equal_those_of_that_second_philox_for_every_seed_and_position
     assert random_words(seed, position) == words[:2]
 
 
+@pytest.mark.medium
 def test_words_of_one_seed_and_of_neighbouring_seeds_fill_their_range_evenly() -> None:
     for words in (
         [random_words(7, position) for position in range(4000)],
@@ -118,6 +119,7 @@ def test_words_of_one_seed_and_of_neighbouring_seeds_fill_their_range_evenly() -
             assert chi_square < 43.8  # 19 degrees of freedom, one in a thousand; fixed seeds
 
 
+@pytest.mark.medium
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60) | st.just(2**40)), max_size=30))
 def test_words_computed_ahead_are_those_computed_alone(
     asked: list[tuple[int, int]],
@@ -187,6 +189,7 @@ def test_equally_probable_tokens_stay_or_go_together(params: dict[str, Any]) -> 
     assert drawn == {0, 1, 2}
 
 
+@pytest.mark.medium
 def test_top_p_looks_at_the_whole_vocabulary_where_the_top_does_not_hold_enough() -> None:
     num_tokens = 3 * TOP_VALUES[-1]
     logits = torch.linspace(0.0, 0.5, num_tokens).unsqueeze(0)  # flat: no token matters much

@@ -86,6 +86,7 @@ def assert_follows(tokens: npt.NDArray[np.int64], expected: npt.NDArray[np.float
     assert chi_square <= degrees + 4 * (2 * degrees) ** 0.5
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     logits, sampling_params = make_logits(3.0), SamplingParams(**params)
@@ -125,6 +126,7 @@ def test_filters_do_not_change_a_draw_that_they_keep(params: dict[str, Any]) -> 
     assert 200 < len(same) < 500
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 1000])
 def test_every_token_of_a_small_vocabulary_can_be_drawn_and_no_other(num_tokens: int) -> None:
     requests = [make_request("a", seed=seed) for seed in range(20 * num_tokens)]

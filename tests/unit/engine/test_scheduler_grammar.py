@@ -18,6 +18,8 @@ from engine.sampling.grammar import GrammarState
 from engine.sampling.grammar_compiler import GrammarCompiler
 from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler, step
 
+pytestmark = pytest.mark.medium
+
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 COMPILER = GrammarCompiler(DEMO, 4096, frozenset({4093, 4095}))
 LONG = StructuredOutput(regex="[a-c]{12}")

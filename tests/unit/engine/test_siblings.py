@@ -15,6 +15,8 @@ from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from tests.fakes.engine_parts import make_request, make_scheduler, step
 
+pytestmark = pytest.mark.medium
+
 MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "demo_model")
 
 

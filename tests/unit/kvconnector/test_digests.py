@@ -125,6 +125,7 @@ class Pair:
         assert self.deaths == []
 
 
+@pytest.mark.medium
 def test_of_a_thousand_random_damages_all_are_found_and_made_good() -> None:
     pair = Pair()
     by_layers = [(0, 1), (1, 3), (3, 4)]

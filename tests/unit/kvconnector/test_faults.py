@@ -208,6 +208,7 @@ def test_the_ends_of_self_tests_are_lost_on_request_and_no_other_message() -> No
     assert ends.heard() == [5]
 
 
+@pytest.mark.medium
 def test_of_what_a_self_test_wrote_one_bit_in_its_own_slot_is_wrong_when_it_is_looked_at() -> None:
     ends = Ends("corrupt_test=0.5")
     told = SelfTest(

@@ -47,6 +47,7 @@ def test_any_bytes_are_data(blob: bytes) -> None:
     is_data(blob)
 
 
+@pytest.mark.medium
 @given(st.sampled_from(NAMES), st.dictionaries(st.sampled_from(FIELDS), json_like))
 def test_any_fields_are_data(name: str, fields: dict[str, object]) -> None:
     try:

@@ -20,6 +20,8 @@ from loadtest.drills.schedule import Schedule
 from loadtest.drills.site import Site
 from loadtest.load.clock import RunClock
 
+pytestmark = pytest.mark.medium
+
 # As nodes name it: a tenant's request, of one of the routers.
 R2 = node_request_id(scoped_id("r2", "t"), "router-0")
 

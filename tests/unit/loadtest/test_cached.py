@@ -9,6 +9,8 @@ from loadtest.load.generate import Lengths
 from loadtest.plan import LoadPlan, OpenLoop
 from tests.fakes.load_targets import ScriptedTarget, even, run_virtually
 
+pytestmark = pytest.mark.medium
+
 
 def report(cached: int, shared: int, prompt: int = 1000) -> CacheReport:
     return CacheReport(

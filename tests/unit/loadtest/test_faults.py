@@ -109,6 +109,7 @@ async def until(process: subprocess.Popen[bytes], states: str) -> None:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.medium
 def test_real_processes_stop_go_on_and_die() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
@@ -135,6 +136,7 @@ def test_real_processes_stop_go_on_and_die() -> None:
     assert all(event.began_s >= 0.1 - TICK_S for event in events)
 
 
+@pytest.mark.medium
 def test_a_run_that_ends_early_leaves_nobody_stopped() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
@@ -178,6 +180,7 @@ def costs(script: Any, *texts: str, rate: float = 20.0) -> list[FaultReport]:
     return report_faults(plan, result.records, events, 20.0)
 
 
+@pytest.mark.medium
 def test_what_a_fault_cost_is_what_the_server_did() -> None:
     def script(number: int, length: int) -> Answer:
         scheduled_s = number / 20
@@ -200,6 +203,7 @@ def test_what_a_fault_cost_is_what_the_server_did() -> None:
     assert "10 lost (10 UNAVAILABLE), 0 retried" in line
 
 
+@pytest.mark.medium
 def test_what_was_not_hurt_or_does_not_recover_is_said() -> None:
     def script(number: int, length: int) -> Answer:
         return even(0.5 if number >= 300 else 0.1, 0.01)(number, length)  # from 15 s on
@@ -217,6 +221,7 @@ def test_what_was_not_hurt_or_does_not_recover_is_said() -> None:
     assert few.window_s == pytest.approx(5.0)
 
 
+@pytest.mark.medium
 def test_the_line_of_a_fault_says_what_leaked() -> None:
     [cost] = costs(even(0.1, 0.01), "kill p0 @8s")
     assert "leaked" not in fault_line(cost)  # nobody looked

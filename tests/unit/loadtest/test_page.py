@@ -27,6 +27,8 @@ from tests.fakes.browser import CHROMIUM, look_at_page, open_page
 from tests.fakes.load_targets import Answer, ScriptedTarget, even, run_virtually
 from tests.unit.loadtest.test_series import receipt
 
+pytestmark = pytest.mark.medium
+
 HOSTILE = "</script><script>alert(1)</script>"
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine; tools/install_chromium.sh installs it"

@@ -32,6 +32,7 @@ def play(script: ScriptedTarget, slo: str = "ttft=0.5") -> tuple[RunResult, Seri
     return result, make_series(plan, result.records, result.summary.window_s)
 
 
+@pytest.mark.medium
 def test_an_answer_that_stands_still_once_breaks_an_slo_on_gaps_alone() -> None:
     def script(number: int, length: int) -> Answer:
         frames = even(0.1, 0.01)(number, length).frames
@@ -61,6 +62,7 @@ def test_a_cdf_has_the_percentiles_of_all_values() -> None:
     assert cdf([(1.0, 3), (2.0, 1)]) == [(1.0, 0.75), (2.0, 1.0)]
 
 
+@pytest.mark.medium
 def test_the_timeline_is_what_happened_when() -> None:
     def script(number: int, length: int) -> Answer:
         slow = 80 <= number < 120  # the fifth and the sixth second

@@ -78,6 +78,7 @@ def random_answers(seed: int, sizes: list[int]) -> Script:
     return lambda number, length: answers[number]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("server", "options"),
     [
@@ -135,6 +136,7 @@ def test_what_is_measured_is_what_the_server_did(
         )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("server", SERVERS)
 def test_cancels_reach_the_server(server: str) -> None:
     result, serving, _ = play(server, even(0.05, 0.1), {}, cancel_rate=0.5)
@@ -149,6 +151,7 @@ def test_cancels_reach_the_server(server: str) -> None:
     }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("server", "kinds"),
     [
@@ -168,6 +171,7 @@ def test_errors_by_kind(server: str, kinds: dict[str, str]) -> None:
     assert result.summary.num_ok == 5
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("server", "options"), [("grpc", {}), ("http", {"count_tokens_by": "logprobs"})]
 )
@@ -181,6 +185,7 @@ def test_a_server_that_says_other_numbers_is_noticed(server: str, options: dict[
     assert result.summary.tokens.num_miscounted == 3
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("url", ["grpc://127.0.0.1:1", "http://127.0.0.1:1/v1"])
 def test_nobody_there_is_said_before_the_run(url: str) -> None:
     with pytest.raises(TargetError, match=r"does not answer"):

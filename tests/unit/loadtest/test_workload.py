@@ -44,6 +44,7 @@ def gaps(requests: list[PlannedRequest]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]  # type: ignore[operator]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("load", "variation"),
     [
@@ -126,6 +127,7 @@ def test_prompts_of_a_group_begin_alike_and_no_two_are_equal() -> None:
     assert all(0 <= token_id < 500 for prompt in prompts for token_id in prompt)
 
 
+@pytest.mark.medium
 def test_a_share_is_given_up_before_its_end() -> None:
     requests = made(cancel_rate=0.25, num_requests=4000)
     cancelled = [r for r in requests if r.cancel_after_tokens is not None]

@@ -180,6 +180,7 @@ def test_folder_mistakes_name_the_file(tmp_path: Path) -> None:
         ModelConfig.from_folder(tmp_path)
 
 
+@pytest.mark.medium
 def test_reading_a_config_imports_no_torch() -> None:
     program = "import sys, models, models.config; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[3]

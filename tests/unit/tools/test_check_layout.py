@@ -8,6 +8,8 @@ import pytest
 
 from tools import check_layout
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+pytestmark = pytest.mark.medium
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 # It starts a child that would stay, says who that is, and waits.
 SLOW = """

@@ -71,6 +71,7 @@ def test_a_file_that_is_none_of_ours_is_not_measured(
     assert page.count("| not measured |") == len(source.rows) + 1
 
 
+@pytest.mark.medium
 def test_every_value_of_every_file_may_be_damaged(tmp_path: Path) -> None:
     """Each subtree in turn is something else; the rest of the page stays."""
     shutil.copytree(ROOT / RESULTS, tmp_path / RESULTS)

@@ -131,6 +131,7 @@ _HEADS = st.builds(
 )
 
 
+@pytest.mark.medium
 @given(st.lists(st.binary(max_size=60) | _HEADERS | _HEADS, max_size=8), st.integers(1, 64))
 @settings(max_examples=400, deadline=None)
 def test_no_bytes_crash_the_reader_or_write_what_is_not_granted(
@@ -143,6 +144,7 @@ def test_no_bytes_crash_the_reader_or_write_what_is_not_granted(
     assert taker.reader._part.nbytes <= MAX_HEAD_BYTES
 
 
+@pytest.mark.medium
 @given(st.integers(0, len(FRAMES) - 1), st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_frame_with_one_bit_turned_writes_nothing_that_is_not_granted(

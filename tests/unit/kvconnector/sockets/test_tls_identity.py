@@ -16,6 +16,8 @@ from kvconnector.transports.sockets.identity import identity_of
 from tests.fakes.certificates import FAR_AHEAD, LONG_AGO, Authority
 from tests.fakes.tls_ends import GRANTED, End, done, meet, reason, where_of, with_where
 
+pytestmark = pytest.mark.medium
+
 P_URI, D_URI = "node/prefill/p0", "node/decode/d0"
 
 

@@ -11,6 +11,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from tests.fakes.tls_ends import End, meet, where_of, with_where
 
+pytestmark = pytest.mark.medium
+
 
 def namesake_of(identity: bytes) -> bytes:
     known = x509.load_der_x509_certificate(identity)

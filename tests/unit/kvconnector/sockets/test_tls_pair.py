@@ -18,6 +18,8 @@ from tests.fakes.kv_link import numbers as link_numbers
 from tests.fakes.tls_ends import where_of, with_where
 from tests.fakes.waiting import wait_until
 
+pytestmark = pytest.mark.medium
+
 SPEED = 5.0  # of the clock: nobody waits ten seconds for a report
 
 

@@ -18,6 +18,8 @@ from kvconnector.transports.sockets.outgoing import PostedWrite
 from tests.fakes.tls_ends import GRANTED, End, done, meet, rounds_until, where_of
 from tests.fakes.waiting import wait_until
 
+pytestmark = pytest.mark.medium
+
 # ---------------------------------------------------------------------- who has no certificate
 
 

@@ -23,6 +23,8 @@ from tests.fakes.tls_ends import (
     with_where,
 )
 
+pytestmark = pytest.mark.medium
+
 
 def refused(p: End, d: End, write: PendingWrite) -> None:
     with pytest.raises(TransferError, match="takes no more of this transfer"):

@@ -47,6 +47,7 @@ async def over_http(scene: HttpScene) -> None:
             assert response.status == 200
 
 
+@pytest.mark.medium
 def test_a_request_over_http_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     over_http()
     good, wrong = told(caplog)
@@ -79,6 +80,7 @@ def test_a_request_over_grpc_is_one_line(caplog: pytest.LogCaptureFixture) -> No
     assert wrong["request_id"] == "x" * 128
 
 
+@pytest.mark.medium
 def test_the_key_s_name_is_told_and_the_key_is_not(
     tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,6 +25,8 @@ from tests.fakes.http_scene import HttpScene, on_http
 from tests.fakes.nodes import make_registration
 from tests.fakes.router_scene import Scene, asynchronous
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:

@@ -426,6 +426,7 @@ async def raw(scene: HttpScene, head: bytes) -> bytes:
     return reply
 
 
+@pytest.mark.medium
 def test_every_path_wants_the_role_that_is_written_here(keys_file: Path) -> None:
     @on_http(access=Access(keys_file=keys_file))
     async def run(scene: HttpScene) -> None:
@@ -450,6 +451,7 @@ def test_every_path_wants_the_role_that_is_written_here(keys_file: Path) -> None
     run()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("head", STRANGE, ids=lambda head: head.split(b"\r\n")[0].decode())
 def test_no_way_of_writing_a_path_gets_around_the_key(keys_file: Path, head: bytes) -> None:
     @on_http(access=Access(keys_file=keys_file))
@@ -463,6 +465,7 @@ def test_no_way_of_writing_a_path_gets_around_the_key(keys_file: Path, head: byt
     run()
 
 
+@pytest.mark.medium
 def test_ready_tells_strangers_no_more_than_yes_or_no(keys_file: Path) -> None:
     @on_http(access=Access(keys_file=keys_file), pair=False)
     async def run(scene: HttpScene) -> None:
@@ -473,6 +476,7 @@ def test_ready_tells_strangers_no_more_than_yes_or_no(keys_file: Path) -> None:
     run()
 
 
+@pytest.mark.medium
 def test_many_wrong_keys_are_429_and_say_when_to_come_again(keys_file: Path) -> None:
     @on_http(access=Access(keys_file=keys_file))
     async def run(scene: HttpScene) -> None:

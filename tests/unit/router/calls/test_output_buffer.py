@@ -6,6 +6,7 @@ import asyncio
 import tracemalloc
 
 import msgspec
+import pytest
 
 from baton.api.outputs import FinishReason, TextDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
@@ -82,6 +83,7 @@ async def test_a_reader_that_left_is_nobody_to_wake() -> None:
     await buffer.wait()
 
 
+@pytest.mark.medium
 def test_a_client_that_does_not_read_costs_four_bytes_a_token_and_holds_up_nobody() -> None:
     num_tokens = 20_000
 

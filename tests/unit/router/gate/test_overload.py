@@ -170,6 +170,7 @@ asyncio.run(asyncio.wait_for(main(), 20))
 """
 
 
+@pytest.mark.medium
 def test_a_process_that_runs_out_of_descriptors_notices() -> None:
     found = subprocess.run(
         [sys.executable, "-c", _FEW_DESCRIPTORS], capture_output=True, text=True, check=False
@@ -225,6 +226,7 @@ CRITICAL = overloaded(memory=1.0)
 SHED = overloaded(memory=0.9)
 
 
+@pytest.mark.medium
 @on_http(overload=CRITICAL)
 async def test_over_http_requests_are_refused_unread_and_operators_are_served(
     scene: HttpScene,
@@ -242,6 +244,7 @@ async def test_over_http_requests_are_refused_unread_and_operators_are_served(
     assert scene.dispatcher.calls == []
 
 
+@pytest.mark.medium
 @on_http(overload=SHED)
 async def test_over_http_no_connection_is_kept_open_when_load_is_shed(scene: HttpScene) -> None:
     reply = scene.post()
@@ -251,6 +254,7 @@ async def test_over_http_no_connection_is_kept_open_when_load_is_shed(scene: Htt
     await until(lambda: scene.server.connections.open == 0)
 
 
+@pytest.mark.medium
 @asynchronous
 async def test_over_grpc_requests_are_refused_unread_and_other_services_are_served() -> None:
     scene, overload = GrpcScene(), overloaded(memory=0.1)

@@ -58,6 +58,7 @@ def test_what_is_out_of_its_limit_is_named(field: str, value: object, problem: s
     run()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

@@ -16,6 +16,8 @@ from baton.api.errors import InvalidRequestError, ModelLoadError
 from baton.text.tokenizer import Tokenizer
 from router.intake.texts import MAX_MESSAGES, MAX_TOOLS, SHORT_TEXT_CHARS, ChatPrompt, Texts
 
+pytestmark = pytest.mark.medium
+
 DEMO = Path(__file__).parents[4] / "examples" / "demo_model"
 TOKENIZER = Tokenizer(DEMO)
 LONGEST = TOKENIZER.longest_token_chars

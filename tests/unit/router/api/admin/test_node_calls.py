@@ -154,6 +154,7 @@ def test_the_nodes_audit_log_says_which_operator_asked(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.medium
 @asynchronous
 async def test_a_ledger_of_megabytes_comes_in_parts_between_which_tokens_go() -> None:
     asked = AskedNode(num_holdings=9_000)

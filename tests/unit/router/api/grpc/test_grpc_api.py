@@ -52,6 +52,7 @@ async def test_the_receipt_is_in_the_last_response_and_in_the_trailers() -> None
         assert receipt.router_queue_s > 0
 
 
+@pytest.mark.medium
 @asynchronous
 async def test_tokens_texts_and_models() -> None:
     async with served() as (_, client):
@@ -223,6 +224,7 @@ async def test_a_resumable_stream_outlives_its_call_and_goes_on_where_it_broke()
         assert first.text + rest[0].text == "".join(delta.text for delta in whole)
 
 
+@pytest.mark.medium
 @asynchronous
 async def test_a_client_goes_on_by_itself_when_its_connection_breaks() -> None:
     async with served() as (scene, client), breakable(client._address) as (address, cut):

@@ -32,6 +32,8 @@ from tests.fakes.raw_http2 import (
 )
 from tests.fakes.router_scene import asynchronous
 
+pytestmark = pytest.mark.medium
+
 GENERATE = "/baton.v1.Inference/Generate"
 LIST_MODELS = "/baton.v1.Inference/ListModels"
 SHORT = RpcLimits(handshake_timeout_s=0.3, idle_timeout_s=0.5, stall_timeout_s=0.4)

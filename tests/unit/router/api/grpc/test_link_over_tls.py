@@ -22,6 +22,8 @@ from router.fleet.node_pool import NodePool
 from sim_node.cluster import SimCluster
 from tests.fakes.certificates import Authority
 
+pytestmark = pytest.mark.medium
+
 MODEL = Path(__file__).parents[5] / "examples" / "demo_model"
 
 

@@ -285,6 +285,7 @@ class Counter:
         self.turns.add(self.turn)
 
 
+@pytest.mark.medium
 @asynchronous
 async def test_what_a_node_says_at_length_is_handed_over_with_turns_for_others() -> None:
     pool, counter = make_pool(), Counter()

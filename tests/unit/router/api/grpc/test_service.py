@@ -175,6 +175,7 @@ async def test_a_token_id_outside_the_vocabulary_reaches_no_node(
     assert scene.prefill.of(PrefillCommand) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("given", "problem"),
     [

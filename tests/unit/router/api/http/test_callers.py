@@ -14,6 +14,8 @@ from baton.access.api_keys import entry_text
 from baton.api.outputs import FinishReason
 from tests.fakes.http_scene import MODEL, HttpScene, on_http
 
+pytestmark = pytest.mark.medium
+
 
 @on_http()
 async def test_session_and_priority_reach_the_call_from_body_or_header(scene: HttpScene) -> None:

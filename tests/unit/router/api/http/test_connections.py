@@ -17,6 +17,8 @@ from router.api.http import exchange
 from tests.fakes.http_scene import HttpScene, on_http, until
 from tests.fakes.router_scene import asynchronous
 
+pytestmark = pytest.mark.medium
+
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 SHORT = ConnectionLimits(header_timeout_s=0.2, idle_timeout_s=0.4)

@@ -18,6 +18,8 @@ from router.intake.intake import Intake
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
+pytestmark = pytest.mark.medium
+
 
 @on_http()
 async def test_a_prompt_of_token_ids_is_decoded_once_for_all_outputs_and_only_to_be_echoed(

@@ -21,6 +21,8 @@ from router.intake.cache_salts import CacheSalts
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
+pytestmark = pytest.mark.medium
+
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
 EOS = min(TOKENIZER.special_token_ids)

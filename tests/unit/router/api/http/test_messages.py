@@ -10,6 +10,8 @@ from baton.api.outputs import FinishReason
 from router.intake.parsers.choice import OutputParsers
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 
+pytestmark = pytest.mark.medium
+
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

@@ -23,6 +23,8 @@ from router.api.http.responses import MessageDelta
 from router.intake.parsers.choice import OutputParsers
 from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http, until
 
+pytestmark = pytest.mark.medium
+
 PATH = "/v1/messages"
 HELLO = [{"role": "user", "content": "x"}]
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}

@@ -13,6 +13,8 @@ from router.api.http_server import NOT_SERVED
 from router.intake import intake, texts
 from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http
 
+pytestmark = pytest.mark.medium
+
 MESSAGES = [{"role": "user", "content": "x"}]
 SPECIAL = TOKENIZER.token_bytes(min(TOKENIZER.special_token_ids)).decode()
 

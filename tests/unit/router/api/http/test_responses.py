@@ -20,6 +20,8 @@ from router.api.openai_responses.output import Event, Items
 from router.api.openai_responses.request import FIELD_NAMES, ResponsesRequest, chat_request
 from tests.fakes.http_scene import HttpScene, on_http, until
 
+pytestmark = pytest.mark.medium
+
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 

@@ -46,6 +46,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], field: str, problem: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b'{"model": "m"', b"\xff\xfe", b'"\\ud800"', b"[" * 100_000, b"[]", b"null", b"1"],

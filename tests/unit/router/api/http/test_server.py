@@ -29,6 +29,8 @@ from router.intake.metrics import RouterMetrics
 from tests.fakes.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
 from tests.fakes.nodes import make_pool
 
+pytestmark = pytest.mark.medium
+
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT = "/v1/chat/completions"
 STREAM_BODY = (

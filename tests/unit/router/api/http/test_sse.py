@@ -13,6 +13,8 @@ from baton.api.outputs import FinishReason
 from tests.fakes.event_source import EventSourceReader
 from tests.fakes.http_scene import HttpScene, on_http
 
+pytestmark = pytest.mark.medium
+
 EXAMPLES = [
     (b"data: YHOO\ndata: +2\ndata: 10\n\n", ["YHOO\n+2\n10"]),
     (b": test stream\n\ndata: first event\nid: 1\n\ndata:second event\nid\n\n",

@@ -11,6 +11,8 @@ from baton.link.words import PrefillCommand, RequestDelta
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
+pytestmark = pytest.mark.medium
+
 CHAT = "/v1/chat/completions"
 EURO = TOKENIZER.encode("€")
 

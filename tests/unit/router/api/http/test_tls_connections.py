@@ -7,11 +7,14 @@ import ssl
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from baton.access.tls import ServerContext, TlsFiles
 from baton.serving.connection_limits import ConnectionLimits
 from tests.fakes.certificates import Authority
 from tests.fakes.http_scene import HttpScene, until
+
+pytestmark = pytest.mark.medium
 
 HALF_A_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 

@@ -230,6 +230,7 @@ def test_a_node_that_was_sent_nothing_leaves_its_place_at_once() -> None:
     assert len(scene.index._places) == 2
 
 
+@pytest.mark.medium
 def test_nodes_that_come_and_go_leave_no_memory_behind() -> None:
     scene = Scene(max_blocks=10_000)
 

@@ -206,6 +206,7 @@ READ_BY = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", TOOL_CALL_PARSERS.names())
 @pytest.mark.parametrize(("size", "num_chars"), [(400_000, 400_000), (7, 30_000)])
 def test_a_long_output_is_parsed_in_time_that_grows_with_it_only(
