@@ -32,7 +32,6 @@ from baton.link.words import (
     RequestView,
     RouterCommand,
 )
-from baton.push_mode import PushMode
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
@@ -41,7 +40,8 @@ from engine.engine import Engine
 from kvconnector.base import KVSender, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
-from prefill_node.push_tracker import NUM_LAYER_GROUPS, PushTracker
+from prefill_node.options import NUM_LAYER_GROUPS, PushMode
+from prefill_node.push_tracker import PushTracker
 
 logger = logging.getLogger(__name__)
 

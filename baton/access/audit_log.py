@@ -25,7 +25,7 @@ from baton.api.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 STANDARD_OUTPUT = "-"
-HELP = (
+AUDIT_LOG_HELP = (
     "File of the audit log, JSON lines: who joined, looked, changed and failed to. Opened again on "
     'SIGHUP. "-": standard output; "": none.'
 )

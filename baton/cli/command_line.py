@@ -1,19 +1,23 @@
 """CommandLine: what all commands have in common: `-h`, plain help, options from the environment.
 
 Every option can be given as an environment variable, too: ``BATON_`` and its name in capitals.
-Errors of ours end a command with one line, which names options as users write them.
+Errors of ours end a command with one line, which names options where users wrote them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import typer
 import typer.core
+from typer import BadParameter
 
 from baton.api.errors import BatonError
+from baton.cli.config_file import flag_of, place_of, variable_of
+from baton.cli.declared import EXIT_USAGE, with_declared_options
+from baton.cli.errors import CommandError
 from baton.processes.child_processes import ENVIRONMENT_PREFIX
 
 EPILOG = (
@@ -22,22 +26,17 @@ EPILOG = (
 )
 HELP_NAMES = ["-h", "--help"]
 _HELP_SETTINGS = {"help_option_names": HELP_NAMES}
-# What options are called inside, where that is not their name.
-_FIELDS = {"kv_cache_bytes": "kv_cache_memory"}
 
 
-def with_option_names(text: str, options: Iterable[str]) -> str:
+def with_option_names(text: str, names: Mapping[str, str]) -> str:
     """An error's text with ``--max-model-len`` for ``max_model_len``.
 
     Args:
-        options: that the command has, named as its parameters are.
+        names: what users know options by, by what they are called inside.
     """
-    known = {name: name for name in options}
-    known |= {field: name for field, name in _FIELDS.items() if name in known}
 
     def option(found: re.Match[str]) -> str:
-        name = known.get(found[0])
-        return f"--{name.replace('_', '-')}" if name else found[0]
+        return names.get(found[0], found[0])
 
     # One word may be a word of the text: it is an option only in front.
     text = text.removeprefix("structured_output.")  # each of its fields has an option
@@ -66,19 +65,6 @@ class _Context(typer.Context):
     formatter_class = _HelpFormatter
 
 
-class CommandError(Exception):
-    """A command cannot be done.
-
-    Args:
-        message: one line; a field in front of it is one of the command's.
-        exit_code: of the command.
-    """
-
-    def __init__(self, message: str, exit_code: int = 1) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 class _Command(typer.core.TyperCommand):
     """A command; the variables of its options are told once, below them."""
 
@@ -93,15 +79,36 @@ class _Command(typer.core.TyperCommand):
             if isinstance(parameter, typer.core.TyperOption) and parameter.envvar is None:
                 parameter.show_envvar = False
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except CommandError as error:
+            self._end(ctx, error, error.exit_code)
+        except BadParameter as error:
+            name = getattr(error.param, "name", "")
+            if name is None or place_of(ctx, name) != variable_of(name):
+                raise  # on the command line, which Typer shows how to use
+            self._end(ctx, f"{name}: {error.message}", EXIT_USAGE)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (BatonError, CommandError) as error:
-            from baton.processes.process import print_error  # here: else nobody waits for it
+            self._end(ctx, error, getattr(error, "exit_code", 1))
 
-            options = (p.name for p in self.params if isinstance(p, typer.core.TyperOption))
-            print_error(with_option_names(str(error), filter(None, options)))
-            raise typer.Exit(getattr(error, "exit_code", 1)) from None
+    def _end(self, ctx: Any, error: object, exit_code: int) -> NoReturn:
+        """Print what is wrong, with options named where they were written."""
+        from baton.processes.process import print_error  # here: else nobody waits for it
+
+        names = {
+            one.name: place_of(ctx, one.name) or flag_of(one.name)
+            for one in self.params
+            if one.name is not None and isinstance(one, typer.core.TyperOption)
+        }
+        for name, declared in getattr(self.callback, "declared", {}).items():
+            names.setdefault(declared.path[-1], names[name])
+        print_error(with_option_names(str(error), names))
+        raise typer.Exit(exit_code) from None
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -132,4 +139,5 @@ class CommandLine(typer.Typer):
     def command(  # type: ignore[override]  # the settings are Typer's
         self, name: str | None = None, **settings: Any
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        return super().command(name, **{"cls": _Command, **settings})
+        register = super().command(name, **{"cls": _Command, **settings})
+        return lambda command: register(with_declared_options(command))
