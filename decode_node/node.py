@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.api.errors import InvalidRequestError, TransferError
-from baton.api.outputs import DecodeReceipt, RequestOutput
+from baton.api.outputs import DecodeReceipt
 from baton.api.prompt import check_prompt, check_sampling_params
 from baton.block_hash import extra_keys_of
 from baton.link.words import (
@@ -29,6 +29,7 @@ from baton.link.words import (
     RequestError,
     RequestView,
     RouterCommand,
+    failed_delta,
 )
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
@@ -225,9 +226,8 @@ class DecodeNode:
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, problem: str) -> None:
-        output = RequestOutput(command.request_id, 0, ())
         error = RequestError("INVALID_ARGUMENT", problem)
-        self._deltas.append(RequestDelta(output, command.epoch, error=error))
+        self._deltas.append(failed_delta(command.request_id, command.epoch, error))
 
     def _connect(self, update: PeerUpdate) -> None:
         try:
@@ -298,8 +298,7 @@ class DecodeNode:
         self._jobs.pop(request_id, None)
         logger.debug("%s: %s", code, reason, extra={"request_id": request_id})
         error = RequestError(code, f"decode: {reason}")
-        output = RequestOutput(request_id, 0, ())
-        self._deltas.append(RequestDelta(output, reservation.epoch, error=error))
+        self._deltas.append(failed_delta(request_id, reservation.epoch, error))
 
     def _end(self, request_id: str) -> None:
         """Forget a request: no one wants it any more."""

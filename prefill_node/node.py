@@ -31,6 +31,7 @@ from baton.link.words import (
     RequestError,
     RequestView,
     RouterCommand,
+    failed_delta,
 )
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
@@ -292,7 +293,7 @@ class PrefillNode:
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
         logger.debug("%s: %s", code, message, extra={"request_id": request_id})
         error = RequestError(code, message)
-        self._deltas.append(RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error))
+        self._deltas.append(failed_delta(request_id, epoch, error))
         self._jobs.pop(request_id, None)
         self.engine.abort(request_id)
 
