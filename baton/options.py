@@ -124,9 +124,14 @@ def group(make_default: Callable[[], Any], *, without: tuple[str, ...] = ()) -> 
 
 
 def same_option(kind: type[Any], name: str) -> Any:
-    """A field that is an option of another dataclass, as users write it: to be passed on."""
+    """A field that is an option of another dataclass, as users write it: to be passed on.
+
+    Of what that one parses, or has None for, it alone knows the limits.
+    """
     one = next(one for one in options_of(kind) if one.name == name)
     plain = dataclasses.replace(one.declaration, name="", unset=None, parse=None)
+    if one.declaration.parse or one.declaration.unset is not None:
+        plain = dataclasses.replace(plain, least=None, above=None, most=None)
     return field(default=one.default, metadata={_KEY: plain})
 
 

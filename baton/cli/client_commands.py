@@ -105,7 +105,7 @@ def generate(
     if receipt and last is not None and last.receipt is not None:
         from rich.console import Console
 
-        from baton.cli.receipt_table import receipt_line
+        from baton.telemetry.receipt_table import receipt_line
 
         Console(stderr=True, highlight=False).print(receipt_line(last.receipt), style="dim")
 

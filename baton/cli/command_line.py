@@ -82,24 +82,34 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except CommandError as error:
-            self._end(ctx, error, error.exit_code)
+        except CommandError as error:  # of a file, and says of what in it
+            self._end(error, error.exit_code)
         except BadParameter as error:
-            name = getattr(error.param, "name", "")
-            if name is None or place_of(ctx, name) != variable_of(name):
+            name = getattr(error.param, "name", None) or ""
+            if place_of(ctx, name) != (variable := variable_of(name)):
                 raise  # on the command line, which Typer shows how to use
-            self._end(ctx, f"{name}: {error.message}", EXIT_USAGE)
+            why = error.message.removeprefix("Value error, ").replace("Input should", "must", 1)
+            self._end(f"{variable}: {why}", EXIT_USAGE)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (BatonError, CommandError) as error:
-            self._end(ctx, error, getattr(error, "exit_code", 1))
+        return self.run_guarded(ctx, super().invoke)
 
-    def _end(self, ctx: Any, error: object, exit_code: int) -> NoReturn:
-        """Print what is wrong, with options named where they were written."""
+    def run_guarded(self, ctx: Any, run: Callable[[Any], Any]) -> Any:
+        """Run something of this command; what goes wrong is told in one line."""
+        try:
+            return run(ctx)
+        except (BatonError, CommandError) as error:
+            text = with_option_names(str(error), self._names(ctx))
+            self._end(text, getattr(error, "exit_code", 1))
+
+    def _end(self, error: object, exit_code: int) -> NoReturn:
         from baton.processes.process import print_error  # here: else nobody waits for it
 
+        print_error(error)
+        raise typer.Exit(exit_code) from None
+
+    def _names(self, ctx: Any) -> dict[str, str]:
+        """Of options: where each was written, by what it is called inside."""
         names = {
             one.name: place_of(ctx, one.name) or flag_of(one.name)
             for one in self.params
@@ -107,8 +117,7 @@ class _Command(typer.core.TyperCommand):
         }
         for name, declared in getattr(self.callback, "declared", {}).items():
             names.setdefault(declared.path[-1], names[name])
-        print_error(with_option_names(str(error), names))
-        raise typer.Exit(exit_code) from None
+        return names
 
 
 class CommandGroup(typer.core.TyperGroup):

@@ -6,13 +6,13 @@ import dataclasses
 from typing import Any
 
 import typer
-import typer.main
 
 from baton.cli.command_line import CommandLine
 from baton.cli.config_file import PROGRAMS, place_of
+from baton.cli.declared import make_or_refuse
 from baton.cli.lazy_commands import lazy_group
 from baton.cli.programs.entries import PROGRAM_ENTRIES
-from baton.options import Option, make, options_of
+from baton.options import Option, options_of
 
 _HELP = "Show a program's options as it would have them, and where each comes from."
 _SECRET = "(given, and not shown)"
@@ -25,17 +25,16 @@ class _Shown(lazy_group(PROGRAM_ENTRIES)):  # type: ignore[misc]  # a class that
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             command.help = f"Show the options of `baton {cmd_name}`, and where each comes from."
-            command.callback = _show
+            command.invoke = lambda context: command.run_guarded(context, _show)
             for parameter in command.params:
                 parameter.required = False
         return command
 
 
-def _show(**values: Any) -> None:
+def _show(context: Any) -> None:
     """Print a line per option: its name, its value, where that was written."""
-    context: Any = typer.main.get_current_context()
-    kind = PROGRAMS.load(context.info_name)
-    make(kind, values)  # what cannot be is said, and not shown
+    kind, values = PROGRAMS.load(context.info_name), context.params
+    make_or_refuse(kind, values)  # what cannot be is said, and not shown
     rows = [
         (one.name, _value(one, values[one.name]), _place(context, one)) for one in options_of(kind)
     ]

@@ -126,7 +126,7 @@ def read_config_file(
                 raise ConfigError(f"{key}: `baton {program_name}` has no such option")
             found[name] = _check(f"{path}: {key}", value, declared[name], is_own=True)
     except OSError as error:
-        raise CommandError(f"config: cannot read {path}: {error.strerror}", EXIT_USAGE) from None
+        raise CommandError(f"{path}: cannot be read ({error.strerror})", EXIT_USAGE) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
         raise CommandError(f"{path}: {error}", EXIT_USAGE) from None
     return found
@@ -134,7 +134,7 @@ def read_config_file(
 
 def _is_for_all(name: str, declared: Mapping[str, Option]) -> bool:
     """Whether this program has an option of a name that stands above the tables."""
-    if name in OF_ONE_PROCESS:
+    if name in OF_ONE_PROCESS or name in PROGRAMS.names():  # which are tables
         raise ConfigError(f"{name}: each program has its own; say it in one's table, as [router]")
     if name in declared:
         return True

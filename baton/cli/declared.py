@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -43,11 +43,9 @@ def with_declared_options(
     def wrapped(**values: Any) -> Any:
         for one in more:
             values.pop(one.name, None)
-        try:
-            for name, kind in kinds.items():
-                values[name] = make(kind, {option: values.pop(option) for option in declared[name]})
-        except ConfigError as error:
-            raise CommandError(str(error), EXIT_USAGE) from None
+        for name, kind in kinds.items():
+            given = {option: values.pop(option) for option in declared[name]}
+            values[name] = make_or_refuse(kind, given)
         return command(**values)
 
     taken: list[inspect.Parameter] = []
@@ -61,6 +59,14 @@ def with_declared_options(
     made.declared = {one.name: one for own in declared.values() for one in own.values()}
     del made.__wrapped__  # or Typer reads that one's types
     return wrapped
+
+
+def make_or_refuse(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Make a dataclass of what users wrote; raises CommandError of what cannot be."""
+    try:
+        return make(kind, values)
+    except ConfigError as error:
+        raise CommandError(str(error), EXIT_USAGE) from None
 
 
 def by_name(kind: type[Any]) -> dict[str, Option]:

@@ -24,8 +24,8 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.cli.receipt_table import format_bytes
 from baton.cli.router_access import OperatorAccess
+from baton.telemetry.receipt_table import format_bytes
 
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2, types_pb2
