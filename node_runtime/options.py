@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.access.audit_log import AUDIT_LOG_HELP, STANDARD_OUTPUT
-from baton.access.exposure import INSECURE_HELP, split_address
+from baton.access.access_options import AUDIT_LOG_HELP, INSECURE_HELP, STANDARD_OUTPUT
 from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
 from baton.api.errors import ConfigError
@@ -98,6 +97,8 @@ class NodeOptions:
 
     def check_addresses(self) -> None:
         """Raise ConfigError for what is no address, or is none that anything listens on."""
+        from baton.access.exposure import split_address  # here: help does not wait for it
+
         for router in self.routers:
             split_address("router", router)
         split_address("listen", self.listen)

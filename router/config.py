@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.access.audit_log import AUDIT_LOG_HELP, STANDARD_OUTPUT
-from baton.access.exposure import INSECURE_HELP, Exposure, is_public
+from baton.access.access_options import AUDIT_LOG_HELP, INSECURE_HELP, STANDARD_OUTPUT
 from baton.access.tls_options import TlsOptions
 from baton.addresses import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.api.errors import ConfigError
-from baton.link.words import BEAT_INTERVAL_S
+from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.options import check_limits, group, option
 from baton.telemetry.log_options import LogOptions
 from router.connection_budget import ConnectionOptions
@@ -158,6 +157,8 @@ class RouterConfig:
 
 def drain_delay_s(config: RouterConfig) -> float:
     """How long the router serves on, not ready, when it is told to stop."""
+    from baton.access.exposure import is_public  # here: help does not wait for it
+
     if config.drain_delay_s is not None:
         return config.drain_delay_s
     listens = filter(None, (config.listen, config.http_listen))
@@ -177,6 +178,8 @@ def requires_client_certs(config: RouterConfig, listen: str) -> bool:
 
 def check_exposure(config: RouterConfig) -> None:
     """Refuse listeners that others can reach and that lack protection; raises ConfigError."""
+    from baton.access.exposure import Exposure  # here: help does not wait for it
+
     tls = config.tls
     # One is enough: who brings none may do nothing then (`baton/access/access.py`).
     has_keys = bool(config.api_keys_file or config.node_token or config.admin_token)

@@ -16,7 +16,6 @@ from baton.api.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-INSECURE_HELP = "Listen where other machines can connect though TLS or authentication is missing."
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?", re.ASCII)
 # Before a colon gRPC takes these for the scheme of a URI, and listens somewhere else.
 _SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6")

@@ -8,7 +8,6 @@ over both.
 from __future__ import annotations
 
 import inspect
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +110,8 @@ def read_config_file(
     Raises:
         CommandError: it cannot be read, or names what is no option, or its types are wrong.
     """
+    import tomllib  # here: who gives no file does not wait for it
+
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         found = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from baton.access.exposure import INSECURE_HELP
+from baton.access.access_options import INSECURE_HELP
 from baton.addresses import DEFAULT_ADDRESS
 from baton.cli.config_file import PROGRAMS, file_of, passed_on, program, read_config_file
 from baton.cli.declared import by_name

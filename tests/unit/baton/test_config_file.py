@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.app import app
+from baton.cli.programs import run_up
+from baton.local_deployment import LocalDeploymentConfig
 from tools.options_page import PAGE, page
 
 FLEET = """\
@@ -136,3 +138,39 @@ def test_a_file_that_is_not_there_is_no_file() -> None:
 
 def test_the_page_of_options_is_what_is_declared() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its default of an option would win over the router's table."""
+    started: list[LocalDeploymentConfig] = []
+
+    def run(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr(run_up, "run_up", run)
+    path = tmp_path / "fleet.toml"
+    path.write_text(
+        "model = 'm'\ndtype = 'float16'\n[up]\ndecode = 2\npolicy = 'round_robin'\n"
+        "tool_call_parser = 'hermes'\n[router]\napi_keys_file = 'keys.toml'\n",
+        encoding="utf-8",
+    )
+    variables = {"BATON_TOOL_CALL_PARSER": "none", "BATON_KV_CACHE_DTYPE": "fp8"}
+    code, _, errors = baton("up", "--config", path, "--kv-cache-memory", "1G", **variables)
+    assert (code, errors) == (0, "")
+    [config] = started
+    assert (config.model, config.num_prefill, config.num_decode) == ("m", 1, 2)
+    assert config.router_args == [
+        "--config", str(path), "--policy", "round_robin", "--api-keys-file", "keys.toml",
+    ]  # fmt: skip
+    assert config.node_args == ["--config", str(path), "--kv-cache-memory", "1G"]
+
+
+def test_up_reads_the_tables_of_all_that_it_starts_before_it_starts_them(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text("model = 'm'\n[decode]\npush = 'chunks'\n", encoding="utf-8")
+    code, _, errors = baton("up", "--config", path)
+    problem = f"{path}: [decode] push: `baton decode` has no such option"
+    assert (code, errors) == (2, f"error: {problem}\n")
