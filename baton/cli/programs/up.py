@@ -45,6 +45,7 @@ class UpOptions:
     kv_cache_dtype: str = same_option(PrefillOptions, "kv_cache_dtype")
     kv_cache_memory: str = same_option(PrefillOptions, "kv_cache_memory")
     node_args: str = option("", help="More options of every node, as one string.")
+    prefill_args: str = option("", help="More options of every prefill node, as one string.")
     decode_args: str = option("", help="More options of every decode node, as one string.")
     log_folder: str = option("", help="Where logs go; a temporary folder if not given.")
     admin_token: str = option(
@@ -94,6 +95,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         num_decode=options.decode,
         router_args=[*file_args, *passed_on(context, _FOR_ROUTER), *_keys_in(path)],
         node_args=[*file_args, *passed_on(context, _FOR_NODES), *options.node_args.split()],
+        prefill_args=options.prefill_args.split(),
         decode_args=options.decode_args.split(),
         log_folder=Path(options.log_folder) if options.log_folder else None,
         admin_token=options.admin_token,

@@ -158,7 +158,8 @@ def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
         encoding="utf-8",
     )
     variables = {"BATON_TOOL_CALL_PARSER": "none", "BATON_KV_CACHE_DTYPE": "fp8"}
-    code, _, errors = baton("up", "--config", path, "--kv-cache-memory", "1G", **variables)
+    arguments = ["--kv-cache-memory", "1G", "--prefill-args", "--push chunks"]
+    code, _, errors = baton("up", "--config", path, *arguments, **variables)
     assert (code, errors) == (0, "")
     [config] = started
     assert (config.model, config.num_prefill, config.num_decode) == ("m", 1, 2)
@@ -166,6 +167,7 @@ def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
         "--config", str(path), "--policy", "round_robin", "--api-keys-file", "keys.toml",
     ]  # fmt: skip
     assert config.node_args == ["--config", str(path), "--kv-cache-memory", "1G"]
+    assert (config.prefill_args, config.decode_args) == (["--push", "chunks"], [])
 
 
 def test_up_reads_the_tables_of_all_that_it_starts_before_it_starts_them(tmp_path: Path) -> None:
