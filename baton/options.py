@@ -63,8 +63,13 @@ class Declaration:
             or (self.most is not None and not value <= self.most)
             or (self.choices and value not in self.choices)
         )
+        if not is_wrong:
+            return ""
         shown = f"{value:g}" if isinstance(value, float) else repr(value)
-        return f"must be {self.limits}, got {shown}" if is_wrong else ""
+        limits = self.limits
+        if self.least is not None and self.most is not None:
+            limits = f"{self.most} or less" if value > self.most else f"{self.least} or more"
+        return f"must be {limits}, got {shown}"
 
     @property
     def limits(self) -> str:

@@ -30,6 +30,7 @@ class Inner:
     )
     kind: str = option("a", choices=("a", "b"), help="Kind.")
     share: float = option(0.5, above=0, most=1, help="Share.")
+    tokens: int = option(0, least=0, most=9, help="Tokens.")
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -40,7 +41,7 @@ class Outer:
     model: str = option(help="Model.")
     routers: tuple[str, ...] = option(("r:1",), name="router", help="Routers.")
     token: str = option("", is_secret=True, help="Token.")
-    inner: Inner = group(lambda: Inner(kind="b"), without=("share",))
+    inner: Inner = group(lambda: Inner(kind="b"), without=("share", "tokens"))
     derived: int = 7  # no option
 
 
@@ -93,6 +94,8 @@ def test_groups_of_groups_are_made_with_the_outermost_defaults() -> None:
         ({"share": 0.0}, r"share: must be in \(0, 1\], got 0"),
         ({"share": 1.5}, r"share: must be in \(0, 1\], got 1.5"),
         ({"share": float("nan")}, r"share: must be in \(0, 1\], got nan"),
+        ({"tokens": -1}, "tokens: must be 0 or more, got -1"),
+        ({"tokens": 10}, "tokens: must be 9 or less, got 10"),
         ({"cache_memory": "2T"}, "cache_memory: must be a number of bytes .*, got '2T'"),
     ],
 )
