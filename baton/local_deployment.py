@@ -41,7 +41,7 @@ class LocalDeploymentConfig:
         http_listen: of its HTTP API; empty: none.
         router_args: more arguments of `baton router`.
         node_args: more arguments of every `baton prefill` and `baton decode`.
-        decode_args: more arguments of every `baton decode`.
+        prefill_args, decode_args: more arguments of every `baton prefill`, `baton decode`.
         log_folder: where each process's log goes; None: a temporary folder.
         admin_token: of the router; empty: none, but where the router has other keys, one is
             made up, as is what its nodes join with.
@@ -58,6 +58,7 @@ class LocalDeploymentConfig:
     num_decode: int = 1
     router_args: Sequence[str] = ()
     node_args: Sequence[str] = ()
+    prefill_args: Sequence[str] = ()
     decode_args: Sequence[str] = ()
     log_folder: Path | None = None
     admin_token: str = field(default="", repr=False)
@@ -244,7 +245,7 @@ class LocalDeployment:
         names = [("prefill", f"p{i}") for i in range(config.num_prefill)]
         names += [("decode", f"d{i}") for i in range(config.num_decode)]
         for (command, name), share in zip(names, cores, strict=True):
-            own_args = config.decode_args if command == "decode" else ()
+            own_args = config.decode_args if command == "decode" else config.prefill_args
             self._start(
                 name,
                 [

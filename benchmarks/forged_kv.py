@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.api.sampling_params import SamplingParams
-from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.link.words import (
     CancelCommand,
@@ -40,8 +39,8 @@ from baton.link.words import (
     PeerUpdate,
     PrefillCommand,
 )
-from baton.push_mode import PushMode
 from decode_node.node import DecodeNode
+from decode_node.options import DecodeOptions
 from engine import LLM
 from engine.engine import Engine
 from environment import record_environment, write_results
@@ -58,6 +57,7 @@ from kvconnector.protocol.sender import Sender
 from kvconnector.transports.in_memory import InMemoryTransport
 from kvconnector.transports.nixl.agent import NixlAgent
 from prefill_node.node import PrefillNode
+from prefill_node.options import PushMode
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 P, D = "p-forged", "d-forged"

@@ -29,11 +29,12 @@ from kvconnector.protocol.digests import BlockDigests, Written
 from kvconnector.protocol.pair_keys import BlockKey
 
 LENGTHS = (256, 1024, 4096, 16384)  # tokens
-MODES = {
-    "after-prefill": ["--push", "after-prefill"],
-    "chunks": ["--push", "chunks"],
-    "layers": ["--push", "layers"],
-    "layers, digests": ["--push", "layers", "--kv-digests"],
+# What prefill nodes push, and what both kinds of node are told besides.
+MODES: dict[str, tuple[str, list[str]]] = {
+    "after-prefill": ("after-prefill", []),
+    "chunks": ("chunks", []),
+    "layers": ("layers", []),
+    "layers, digests": ("layers", ["--kv-digests"]),
 }
 MAC_MODES = ("layers", "layers, digests")
 READY_TIMEOUT_S = 300.0
@@ -76,8 +77,9 @@ def running(modes: Sequence[str]) -> Iterator[dict[str, LocalDeployment]]:
                         listen=free_address(),
                         router_args=["--no-local-prefill"],
                         node_args=[
-                            *("--kv-cache-memory", "256M", "--no-prefix-cache", *MODES[mode]),
+                            *("--kv-cache-memory", "256M", "--no-prefix-cache", *MODES[mode][1]),
                         ],
+                        prefill_args=["--push", MODES[mode][0]],
                     )
                 )
             )

@@ -115,7 +115,8 @@ def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
             model=str(model),
             listen=free_address(),
             router_args=["--no-local-prefill"],
-            node_args=["--kv-cache-memory", "256M", "--no-prefix-cache", "--push", mode],
+            node_args=["--kv-cache-memory", "256M", "--no-prefix-cache"],
+            prefill_args=["--push", mode],
         )
         draw = random.Random(0)
         with LocalDeployment(config) as deployment, Client(config.listen) as client:

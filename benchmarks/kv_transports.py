@@ -85,10 +85,8 @@ def _deployment(folder: Path, transport: str, push: str) -> Iterator[LocalDeploy
         model=str(folder),
         listen=free_address(),
         router_args=["--no-local-prefill"],
-        node_args=[
-            *("--kv-cache-memory", "256M", "--no-prefix-cache", "--push", push),
-            *arguments,
-        ],
+        node_args=["--kv-cache-memory", "256M", "--no-prefix-cache", *arguments],
+        prefill_args=["--push", push],
     )
     with LocalDeployment(config) as deployment:
         os.environ.pop("UCX_TLS", None)  # the nodes have it

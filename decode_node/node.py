@@ -17,7 +17,6 @@ from baton.api.errors import InvalidRequestError, TransferError
 from baton.api.outputs import DecodeReceipt
 from baton.api.prompt import check_prompt, check_sampling_params
 from baton.block_hash import extra_keys_of
-from baton.decode_options import DecodeOptions
 from baton.link.words import (
     AbortAll,
     CancelCommand,
@@ -34,6 +33,7 @@ from baton.link.words import (
 )
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
+from decode_node.options import DecodeOptions
 from decode_node.reservations import Reservation, Reservations, ReservationState
 from engine.core.outputs import StepResult
 from engine.core.request import Request, RequestStatus, view_request

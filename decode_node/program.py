@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.access.tls import TlsFiles
-from baton.cli.run_node import NodeOptions
 from baton.link.words import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
 from decode_node.node import DecodeNode
+from decode_node.options import DecodeNodeOptions
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import NO_OPTIONS, TransportOptions
 from kvconnector.protocol.digests import BlockDigests, digests_are_wanted
@@ -20,7 +20,7 @@ from node_runtime.threads import NodeThreads
 
 
 def make_program(
-    options: NodeOptions,
+    options: DecodeNodeOptions,
     emit: Callable[[NodeEvent], None],
     on_death: Callable[[Exception], None],
 ) -> NodeProgram:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.api.outputs import PushReceipt
-from baton.decode_options import DecodeOptions
 from baton.telemetry.ledger import BlockHolding, BlockOwner
 from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from decode_node.gone_peers import GonePeers
 from decode_node.grant_queue import GrantQueue, Key
+from decode_node.options import DecodeOptions
 from engine.core.request import Request
 from engine.engine import Engine
 from kvconnector.base import KVReceiver, KVReservation, TransferEvent, TransferEventKind

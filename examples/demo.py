@@ -29,10 +29,10 @@ from rich.table import Table
 
 from baton import BatonError, Client, Receipt, SamplingParams, StructuredOutput
 from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
-from baton.cli.receipt_table import format_bytes
-from baton.cli.run_up import wait_ready
+from baton.cli.programs.run_up import wait_ready
 from baton.client.client import Prompt
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.telemetry.receipt_table import format_bytes
 
 ROOT = Path(__file__).parents[1]
 TOY = ROOT / "examples" / "demo_model"

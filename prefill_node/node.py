@@ -33,7 +33,6 @@ from baton.link.words import (
     RouterCommand,
     failed_delta,
 )
-from baton.push_mode import PushMode
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
@@ -42,7 +41,8 @@ from engine.engine import Engine
 from kvconnector.base import KVSender, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
-from prefill_node.push_tracker import NUM_LAYER_GROUPS, PushTracker
+from prefill_node.options import NUM_LAYER_GROUPS, PushMode
+from prefill_node.push_tracker import PushTracker
 
 logger = logging.getLogger(__name__)
 

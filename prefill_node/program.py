@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.access.tls import TlsFiles
-from baton.cli.run_node import NodeOptions
 from baton.link.words import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
 from kvconnector import KV_CONNECTORS
@@ -17,10 +16,11 @@ from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from node_runtime.node_engine import load_engine
 from node_runtime.threads import NodeThreads
 from prefill_node.node import PrefillNode
+from prefill_node.options import PrefillOptions
 
 
 def make_program(
-    options: NodeOptions,
+    options: PrefillOptions,
     emit: Callable[[NodeEvent], None],
     on_death: Callable[[Exception], None],
 ) -> NodeProgram:

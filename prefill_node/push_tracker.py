@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from baton.api.outputs import RequestOutput
 from baton.link.words import AbortAll, RequestView
-from baton.push_mode import PushMode
 from baton.telemetry.ledger import BlockHolding, BlockOwner
 from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
@@ -24,8 +23,7 @@ from engine.engine import Engine
 from kvconnector.base import BlockPush, KVSender, TransferEvent, TransferEventKind
 from kvconnector.layout import layer_groups
 from prefill_node.layer_tail import LayerTail
-
-NUM_LAYER_GROUPS = 4
+from prefill_node.options import NUM_LAYER_GROUPS, PushMode
 
 
 @dataclass(slots=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from baton.access.exposure import Exposure, is_public
-from baton.access.tls import NO_TLS, TlsOptions
-from baton.addresses import DEFAULT_ADDRESS
+from baton.access.access_options import AUDIT_LOG_HELP, INSECURE_HELP, STANDARD_OUTPUT
+from baton.access.tls_options import TlsOptions
+from baton.addresses import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.api.errors import ConfigError
-from baton.link.words import BEAT_INTERVAL_S
+from baton.link.beat_interval import BEAT_INTERVAL_S
+from baton.options import check_limits, group, option
+from baton.telemetry.log_options import LogOptions
 from router.connection_budget import ConnectionOptions
 from router.gate.admission_options import AdmissionOptions
 from router.intake.text_options import TextOptions
+from router.policies import POLICIES
 
 DRAIN_DELAY_S = 5.0  # until load balancers know that a router is not ready; none on one machine
 _CERTS = "--tls-require-client-certs"
@@ -20,77 +23,131 @@ _KEYS = "--api-keys-file"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Options of the router; see `baton router --help`.
+    """Options of the router; raises ConfigError naming the field."""
 
-    Attributes:
-        http_listen: empty for no HTTP.
-        served_model_name: what clients call the model; empty: as ``model``.
-        strict_fields: fields of HTTP requests that have no effect are errors.
-        texts: how conversations become prompts, and outputs messages.
-        api_keys_file: who may call; without it, tokens and CAs: anybody.
-        audit_log: "-": standard output; empty: none.
-        access_log: whether the log has a line for each request.
-        connections: what clients' connections may cost.
-        max_request_timeout_s: a deadline that a client sets itself is at most this far away.
-        drain_delay_s, drain_timeout_s: see `stop_router`; a delay of None is `DRAIN_DELAY_S` where
-            others than this machine can call, else 0.
-        memory_limit_mib: near it requests are refused; 0: of the control group or the machine.
-        cache_salt_secret_file: what tenants' cache salts are made of; empty: a secret of this
-            start.
-        tls: of all that the router listens on.
-        insecure: listen beyond loopback also where TLS or authentication is missing.
-    """
-
-    model: str
-    listen: str = DEFAULT_ADDRESS
-    policy: str = "cost"
-    local_prefill: bool = True
-    request_timeout_s: float = 600.0
-    max_attempts: int = 3
-    pair_timeout_s: float = 5.0
-    node_timeout_s: float = 1.0
-    engine_timeout_s: float = 10.0
-    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
-    node_token: str = field(default="", repr=False)
-    admin_token: str = field(default="", repr=False)
-    node_listen: str = ""
-    reuse_port: bool = False
-    resume_grace_s: float = 10.0
-    http_listen: str = ""
-    http_cors_origin: str = ""
-    served_model_name: str = ""
-    strict_fields: bool = False
-    texts: TextOptions = field(default_factory=TextOptions)
-    api_keys_file: str = ""
-    audit_log: str = ""
-    access_log: bool = True
-    connections: ConnectionOptions = field(default_factory=ConnectionOptions)
-    max_request_timeout_s: float = 3600.0
-    drain_delay_s: float | None = None
-    drain_timeout_s: float = 20.0
-    memory_limit_mib: int = 0
-    cache_salt_secret_file: str = ""
-    tls: TlsOptions = NO_TLS
-    insecure: bool = False
+    model: str = option(help="Model folder, GGUF file, or hub id; weights are not read.")
+    listen: str = option(DEFAULT_ADDRESS, help="host:port to serve on.")
+    policy: str = option("cost", choices=tuple(POLICIES.names()), help="Routing policy.")
+    local_prefill: bool = option(
+        True,
+        help="With the cost policy: let a decode node compute a prompt itself when that is clearly "
+        "faster, or when there is no prefill node.",
+    )
+    request_timeout_s: float = option(
+        600.0, help="Deadline of calls that come without one, seconds."
+    )
+    max_request_timeout_s: float = option(
+        3600.0, help="A deadline of a client's own is at most this far away, seconds."
+    )
+    max_attempts: int = option(
+        3,
+        help="A request is tried so often, on other nodes where there are any. Attempts that end "
+        "because a node is lost or short of memory do not count (10 and 20 may); while nodes do "
+        "not reach each other there are more, with pauses, for 15 s (1: none).",
+    )
+    pair_timeout_s: float = option(
+        5.0,
+        help="How long a request waits for a pair of nodes when there is none, seconds. As long as "
+        "no node of a role has ever joined it fails at once.",
+    )
+    node_timeout_s: float = option(
+        1.0,
+        least=2 * BEAT_INTERVAL_S,  # two beats
+        help="A node that says nothing for so long is lost, seconds.",
+    )
+    engine_timeout_s: float = option(
+        10.0,
+        least=0.5,
+        help="A node that beats while its engine or its KV connector has been in one step for so "
+        "long, and three times longer than ever, gets nothing more, and its requests go to others "
+        "of its kind, seconds.",
+    )
+    admission: AdmissionOptions = group(AdmissionOptions)
+    node_token: str = option(
+        "",
+        is_secret=True,
+        help="What nodes may bring to join: a key with the role join and no file. With this, "
+        "--admin-token or --api-keys-file nothing is open to who brings none of them.",
+    )
+    admin_token: str = option(
+        "",
+        is_secret=True,
+        help="What operators may bring: a key with the roles infer, look and operate, and no file. "
+        "Without any key anybody may look, and change something if only this machine can reach the "
+        "router.",
+    )
+    node_listen: str = option(
+        "", help="host:port for nodes and `baton admin`, when it is not to be that of the public."
+    )
+    reuse_port: bool = option(
+        False,
+        help="Share the public port with other routers, each with its own --node-listen; the "
+        "system gives each a part of the connections.",
+    )
+    resume_grace_s: float = option(
+        10.0, help="A resumable request that nobody reads is kept for so long, seconds."
+    )
+    http_listen: str = option(
+        DEFAULT_HTTP_ADDRESS, help='host:port of the OpenAI-compatible HTTP API; "": none.'
+    )
+    http_cors_origin: str = option(
+        "", help='Web pages of this origin may call the HTTP API; "*": of all.'
+    )
+    served_model_name: str = option(
+        "", help="What HTTP clients call the model; as --model if not given."
+    )
+    strict_fields: bool = option(
+        False,
+        help="Refuse HTTP requests with fields that have no effect here, instead of naming these "
+        "in a header of the answer (X-Baton-Ignored-Fields).",
+    )
+    texts: TextOptions = group(TextOptions)
+    api_keys_file: str = option(
+        "",
+        help="TOML, a table per key (baton keys new): who may call, over gRPC and HTTP, and what. "
+        "Read again on SIGHUP.",
+    )
+    audit_log: str = option(STANDARD_OUTPUT, help=AUDIT_LOG_HELP)
+    tls: TlsOptions = group(TlsOptions)
+    insecure: bool = option(False, help=INSECURE_HELP)
+    connections: ConnectionOptions = group(ConnectionOptions)
+    drain_delay_s: float | None = option(
+        None,
+        least=0,
+        help="When it is told to stop: be not ready, but serve on for so long, so that load "
+        "balancers hear of it. 5 where other machines can call, else 0, if not given.",
+    )
+    drain_timeout_s: float = option(
+        20.0,
+        least=0,
+        help="Then take no new requests, and give the open ones so long to end, seconds. A second "
+        "signal ends the process at once.",
+    )
+    memory_limit_mib: int = option(
+        0,
+        least=0,
+        help="Near it requests are refused. 0: the limit of the control group, or the machine.",
+    )
+    cache_salt_secret_file: str = option(
+        "",
+        help="A secret of 16 bytes or more, of which each tenant's cache salt is made; give all "
+        "routers of a fleet the same. If not given it is drawn at each start: tenants then find "
+        "what they have cached on nodes through this router only, until it ends.",
+    )
+    access_log: bool = option(True, help="A line in the log for each request, when it has ended.")
+    log: LogOptions = group(LogOptions)
 
     def __post_init__(self) -> None:
+        check_limits(self)
         self.tls.check_server()
         if not self.max_request_timeout_s >= self.request_timeout_s:
             raise ConfigError(
                 f"max_request_timeout_s: must be request_timeout_s ({self.request_timeout_s:g}) "
                 f"or more, got {self.max_request_timeout_s:g}"
             )
-        for name in ("drain_delay_s", "drain_timeout_s"):
-            if not (getattr(self, name) or 0) >= 0:
-                raise ConfigError(f"{name}: must be 0 or more, got {getattr(self, name):g}")
         if self.reuse_port and not self.node_listen:
             raise ConfigError(
                 "reuse_port: needs node_listen, or nodes would join any one of the processes"
-            )
-        if not self.node_timeout_s >= 2 * BEAT_INTERVAL_S:
-            raise ConfigError(
-                f"node_timeout_s: must be {2 * BEAT_INTERVAL_S:g} or more (two beats), "
-                f"got {self.node_timeout_s:g}"
             )
 
     def may_self_prefill(self, policy: str) -> bool:
@@ -100,6 +157,8 @@ class RouterConfig:
 
 def drain_delay_s(config: RouterConfig) -> float:
     """How long the router serves on, not ready, when it is told to stop."""
+    from baton.access.exposure import is_public  # here: help does not wait for it
+
     if config.drain_delay_s is not None:
         return config.drain_delay_s
     listens = filter(None, (config.listen, config.http_listen))
@@ -119,6 +178,8 @@ def requires_client_certs(config: RouterConfig, listen: str) -> bool:
 
 def check_exposure(config: RouterConfig) -> None:
     """Refuse listeners that others can reach and that lack protection; raises ConfigError."""
+    from baton.access.exposure import Exposure  # here: help does not wait for it
+
     tls = config.tls
     # One is enough: who brings none may do nothing then (`baton/access/access.py`).
     has_keys = bool(config.api_keys_file or config.node_token or config.admin_token)

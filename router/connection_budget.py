@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.api.errors import ConfigError
+from baton.options import check_limits, option
 from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 
 # For files, logs, threads' pipes, and connections that the router opens itself.
@@ -20,27 +21,37 @@ _MAX_DEFAULT = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """What clients' connections may cost; see `baton router --help`.
+    """What clients' connections may cost; see `ConnectionLimits`."""
 
-    Attributes:
-        max_connections: of each API; 0: as the process's descriptors allow.
-        max_connections_per_address: of these from one address, over HTTP; 0: half.
-        header_timeout_s, idle_timeout_s, stall_timeout_s: see `ConnectionLimits`.
-    """
-
-    max_connections: int = 0
-    max_connections_per_address: int = 0
-    header_timeout_s: float = 10.0
-    idle_timeout_s: float = 75.0
-    stall_timeout_s: float = 30.0
+    max_connections: int = option(
+        0,
+        least=0,
+        help="Of clients, over each API. When there are so many, those that wait for a request "
+        "make way for new ones. 0: as the limit of descriptors allows, at most 10,000.",
+    )
+    max_connections_per_address: int = option(
+        0,
+        least=0,
+        help="Of these from one address, over HTTP. All clients behind one proxy share its "
+        "address. 0: half of them.",
+    )
+    header_timeout_s: float = option(
+        10.0,
+        above=0,
+        help="For a new connection's first request to come, with what TLS needs, seconds.",
+    )
+    idle_timeout_s: float = option(
+        75.0, above=0, help="A connection without a request is closed after it, seconds."
+    )
+    stall_timeout_s: float = option(
+        30.0,
+        above=0,
+        help="A client that takes nothing of its stream for so long is cut off, and its request "
+        "ended, seconds.",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_connections", "max_connections_per_address"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}: must be 0 or more, got {getattr(self, name)}")
-        for name in ("header_timeout_s", "idle_timeout_s", "stall_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}: must be above 0, got {getattr(self, name):g}")
+        check_limits(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

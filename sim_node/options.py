@@ -3,50 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from baton.api.errors import ConfigError
+from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
+from baton.addresses import DEFAULT_ADDRESS
 from baton.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
-from sim_node.timing import PRESETS, TimingModel
+from baton.options import check_limits, group, option
+from baton.telemetry.log_options import LogOptions
+from sim_node.timing import PRESETS, TimingModel, preset
+
+DEFAULT_PRESET = "h100-8b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimOptions:
-    """The same for all nodes of a process; checked when made.
+    """The same for all nodes of a process; raises ConfigError naming the field."""
 
-    Attributes:
-        num_blocks: KV blocks of a node.
-        max_model_len: most tokens of a request; 0: the model's own limit.
-        max_num_requests: most requests in a decode batch.
-        max_num_batched_tokens: most prompt tokens in a prefill step.
-        local_prefill_threshold: a request of which a decode node has all but so many tokens in its
-            prefix cache is not received but computed there. 0: never.
-    """
-
-    timing: TimingModel = field(default_factory=lambda: PRESETS["h100-8b"])
-    block_size: int = 16
-    num_blocks: int = 26_000
-    max_model_len: int = 0
-    max_num_requests: int = 256
-    max_num_batched_tokens: int = 8192
-    local_prefill_threshold: int = 32
-    prefix_hash: str = DEFAULT_HASH_ALGORITHM
+    timing: TimingModel = field(default_factory=lambda: PRESETS[DEFAULT_PRESET])
+    block_size: int = option(16, least=1, help="Tokens per KV block.")
+    num_blocks: int = option(26_000, least=1, help="KV blocks of a node.")
+    max_model_len: int = option(
+        0, least=0, help="Most tokens of a request; 0: the model's own limit."
+    )
+    max_num_requests: int = option(256, least=1, help="Most requests in a decode batch.")
+    max_num_batched_tokens: int = option(
+        8192, least=1, help="Most prompt tokens in a prefill step."
+    )
+    local_prefill_threshold: int = option(
+        32,
+        least=0,
+        help="A decode node computes the rest of a prompt itself when its prefix cache has all but "
+        "so many tokens; 0: never.",
+    )
+    prefix_hash: str = option(
+        DEFAULT_HASH_ALGORITHM, choices=tuple(HASH_ALGORITHMS), help="Names of prefixes."
+    )
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("block_size", 1),
-            ("num_blocks", 1),
-            ("max_model_len", 0),
-            ("max_num_requests", 1),
-            ("max_num_batched_tokens", 1),
-            ("local_prefill_threshold", 0),
-        ):
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"{name}: must be {least} or more, got {value}")
-        if self.prefix_hash not in HASH_ALGORITHMS:
-            known = ", ".join(HASH_ALGORITHMS)
-            raise ConfigError(f"prefix_hash: must be one of {known}, got {self.prefix_hash!r}")
+        check_limits(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimNodeOptions:
+    """Options of `baton sim-node`; raises ConfigError naming the field."""
+
+    model: str = option(help="Model folder, GGUF file, or hub id; weights are not read.")
+    router: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
+    prefill: int = option(1, least=0, help="Prefill nodes of this process.")
+    decode: int = option(1, least=0, help="Decode nodes of this process.")
+    name: str = option("sim", help="The nodes are NAME-p0, NAME-d0, ...")
+    preset: str = option(DEFAULT_PRESET, choices=tuple(PRESETS), help="What is simulated.")
+    time_scale: float = option(1.0, help="Times as long as in the preset; 0.1: ten times as fast.")
+    sizes: SimOptions = group(SimOptions)
+    faults: str = option(
+        "",
+        help="What goes wrong, such as kill=0.5,restart_s=3,stall=0.5,stall_s=2 (per node and "
+        "minute), slow=0.1,slow_factor=3 (share of nodes), refuse=0.01 (probability), seed=1.",
+    )
+    join_timeout_s: float = option(
+        30.0, help="How long to try to reach the router at start, seconds."
+    )
+    node_token: str = option(
+        "",
+        is_secret=True,
+        help="Shows the router that these nodes may join: its --node-token, or an API key with the "
+        "role join.",
+    )
+    tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
+    log: LogOptions = group(LogOptions)
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+    def node_sizes(self) -> SimOptions:
+        """The sizes with the timing of the preset."""
+        return replace(self.sizes, timing=preset(self.preset).scaled(self.time_scale))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

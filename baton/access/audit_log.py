@@ -19,16 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from baton.access.access_options import STANDARD_OUTPUT
 from baton.access.identity import Principal
 from baton.api.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-STANDARD_OUTPUT = "-"
-HELP = (
-    "File of the audit log, JSON lines: who joined, looked, changed and failed to. Opened again on "
-    'SIGHUP. "-": standard output; "": none.'
-)
 MAX_WAITING = 10_000
 _MAX_VALUE_CHARS = 200
 _CLOSE_TIMEOUT_S = 2.0

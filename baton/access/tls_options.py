@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from baton.api.errors import ConfigError
+from baton.options import option
 
 CERT_VARIABLE = "BATON_TLS_CERT"
 KEY_VARIABLE = "BATON_TLS_KEY"
@@ -18,20 +19,31 @@ SYSTEM_CAS = "system"
 class TlsOptions:
     """What a program shows of itself, and whom it trusts; nothing given: no TLS.
 
-    Attributes:
-        cert: PEM file of its certificate and of those between it and the CA.
-        key: PEM file of the certificate's private key, not encrypted.
-        ca: PEM file of the CAs whose certificates it trusts; ``system``: those of this machine.
-        require_client_certs: whether a server answers only who shows a certificate.
-
     Raises:
         ConfigError: they do not go together. What is in the files is looked at later.
     """
 
-    cert: str = ""
-    key: str = ""
-    ca: str = ""
-    require_client_certs: bool = False
+    cert: str = option(
+        "",
+        name="tls_cert",
+        help="PEM file of this program's certificate, and of those between it and its CA; read "
+        "again when it changes. No TLS if neither this nor --tls-ca is given.",
+    )
+    key: str = option(
+        "", name="tls_key", help="PEM file of the private key of --tls-cert, not encrypted."
+    )
+    ca: str = option(
+        "",
+        name="tls_ca",
+        help="PEM file of the CAs that the other side's certificate must be signed by; system: "
+        "those of this machine (clients only).",
+    )
+    require_client_certs: bool = option(
+        False,
+        name="tls_require_client_certs",
+        help="Serve only who shows a certificate of --tls-ca. Of nodes and `baton admin` on "
+        "--node-listen that is always wanted.",
+    )
 
     def __post_init__(self) -> None:
         if bool(self.cert) != bool(self.key):
@@ -71,3 +83,4 @@ class TlsOptions:
 
 
 NO_TLS = TlsOptions()
+ONLY_ROUTERS = ("tls_require_client_certs",)  # of its options

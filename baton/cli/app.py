@@ -11,31 +11,17 @@ import typer.main
 
 from baton.cli.command_line import HELP_NAMES, CommandLine
 from baton.cli.lazy_commands import Entry, lazy_group, registry_of
+from baton.cli.programs.entries import PROGRAM_ENTRIES
 from baton.own_packages import prefer_own_packages
 from baton.version import __version__
 
 _ENTRIES = {
-    "up": Entry(
-        "baton.cli.up:up",
-        "Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.",
+    **PROGRAM_ENTRIES,
+    "config": Entry(
+        "baton.cli.config_command:app",
+        "Show a program's options as it would have them, and where each comes from.",
     ),
-    "router": Entry(
-        "router.__main__:app",
-        "Serve the public API and place requests on prefill and decode nodes.",
-    ),
-    "prefill": Entry(
-        "prefill_node.__main__:app",
-        "Compute prompts, push their KV blocks to decode nodes, sample the first token.",
-    ),
-    "decode": Entry(
-        "decode_node.__main__:app",
-        "Receive prompts' KV blocks from prefill nodes and decode in continuous batches.",
-    ),
-    "sim-node": Entry(
-        "sim_node.__main__:app",
-        "Simulate prefill and decode nodes: the node protocol with a timing model, and no model.",
-    ),
-    "loadtest": Entry("loadtest.__main__:app", "Measure a deployment under load."),
+    "loadtest": Entry("baton.cli.programs.loadtest:app", "Measure a deployment under load."),
     "generate": Entry(
         "baton.cli.client_commands:generate", "Complete a text; prints it as it is made."
     ),

@@ -10,7 +10,8 @@ import typer
 
 from baton.access.identity import NODE_KINDS, Role
 from baton.api.errors import ConfigError
-from baton.cli.command_line import CommandError, CommandLine
+from baton.cli.command_line import CommandLine
+from baton.cli.errors import CommandError
 
 if TYPE_CHECKING:
     from baton.access.dev_certificates import Holder

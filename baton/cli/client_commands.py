@@ -13,6 +13,7 @@ import typer
 from baton.api.errors import BatonError
 from baton.api.outputs import TextDelta
 from baton.api.sampling_params import SamplingParams
+from baton.cli.router_access import RouterAccess
 from baton.cli.structured_output_options import (
     ChoiceOption,
     GrammarOption,
@@ -21,15 +22,11 @@ from baton.cli.structured_output_options import (
     RegexOption,
     make_structured_output,
 )
-from baton.cli.tls_options import RouterAccess, takes_access
 from baton.processes.process import print_error
 
 if TYPE_CHECKING:
     from baton.client.client import Client
 
-takes_client_access = takes_access(
-    router=Annotated[str, typer.Option(help="host:port of the router.")]
-)
 MaxTokensOption = Annotated[int, typer.Option(help="Most output tokens.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopKOption = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0: off.")]
@@ -46,7 +43,6 @@ StopOption = Annotated[
 SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
 
 
-@takes_client_access
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to complete.")],
     access: RouterAccess,
@@ -109,12 +105,11 @@ def generate(
     if receipt and last is not None and last.receipt is not None:
         from rich.console import Console
 
-        from baton.cli.receipt_table import receipt_line
+        from baton.telemetry.receipt_table import receipt_line
 
         Console(stderr=True, highlight=False).print(receipt_line(last.receipt), style="dim")
 
 
-@takes_client_access
 def chat(
     access: RouterAccess,
     max_tokens: MaxTokensOption = 256,

@@ -1,19 +1,23 @@
 """CommandLine: what all commands have in common: `-h`, plain help, options from the environment.
 
 Every option can be given as an environment variable, too: ``BATON_`` and its name in capitals.
-Errors of ours end a command with one line, which names options as users write them.
+Errors of ours end a command with one line, which names options where users wrote them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import typer
 import typer.core
+from typer import BadParameter
 
 from baton.api.errors import BatonError
+from baton.cli.config_file import flag_of, place_of, variable_of
+from baton.cli.declared import EXIT_USAGE, with_declared_options
+from baton.cli.errors import CommandError
 from baton.processes.child_processes import ENVIRONMENT_PREFIX
 
 EPILOG = (
@@ -22,22 +26,17 @@ EPILOG = (
 )
 HELP_NAMES = ["-h", "--help"]
 _HELP_SETTINGS = {"help_option_names": HELP_NAMES}
-# What options are called inside, where that is not their name.
-_FIELDS = {"kv_cache_bytes": "kv_cache_memory"}
 
 
-def with_option_names(text: str, options: Iterable[str]) -> str:
+def with_option_names(text: str, names: Mapping[str, str]) -> str:
     """An error's text with ``--max-model-len`` for ``max_model_len``.
 
     Args:
-        options: that the command has, named as its parameters are.
+        names: what users know options by, by what they are called inside.
     """
-    known = {name: name for name in options}
-    known |= {field: name for field, name in _FIELDS.items() if name in known}
 
     def option(found: re.Match[str]) -> str:
-        name = known.get(found[0])
-        return f"--{name.replace('_', '-')}" if name else found[0]
+        return names.get(found[0], found[0])
 
     # One word may be a word of the text: it is an option only in front.
     text = text.removeprefix("structured_output.")  # each of its fields has an option
@@ -66,19 +65,6 @@ class _Context(typer.Context):
     formatter_class = _HelpFormatter
 
 
-class CommandError(Exception):
-    """A command cannot be done.
-
-    Args:
-        message: one line; a field in front of it is one of the command's.
-        exit_code: of the command.
-    """
-
-    def __init__(self, message: str, exit_code: int = 1) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 class _Command(typer.core.TyperCommand):
     """A command; the variables of its options are told once, below them."""
 
@@ -93,15 +79,45 @@ class _Command(typer.core.TyperCommand):
             if isinstance(parameter, typer.core.TyperOption) and parameter.envvar is None:
                 parameter.show_envvar = False
 
-    def invoke(self, ctx: Any) -> Any:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
-            return super().invoke(ctx)
-        except (BatonError, CommandError) as error:
-            from baton.processes.process import print_error  # here: else nobody waits for it
+            return super().parse_args(ctx, args)
+        except CommandError as error:  # of a file, and says of what in it
+            self._end(error, error.exit_code)
+        except BadParameter as error:
+            name = getattr(error.param, "name", None) or ""
+            if place_of(ctx, name) != (variable := variable_of(name)):
+                raise  # on the command line, which Typer shows how to use
+            why = error.message.removeprefix("Value error, ").replace("Input should", "must", 1)
+            self._end(f"{variable}: {why}", EXIT_USAGE)
 
-            options = (p.name for p in self.params if isinstance(p, typer.core.TyperOption))
-            print_error(with_option_names(str(error), filter(None, options)))
-            raise typer.Exit(getattr(error, "exit_code", 1)) from None
+    def invoke(self, ctx: Any) -> Any:
+        return self.run_guarded(ctx, super().invoke)
+
+    def run_guarded(self, ctx: Any, run: Callable[[Any], Any]) -> Any:
+        """Run something of this command; what goes wrong is told in one line."""
+        try:
+            return run(ctx)
+        except (BatonError, CommandError) as error:
+            text = with_option_names(str(error), self._names(ctx))
+            self._end(text, getattr(error, "exit_code", 1))
+
+    def _end(self, error: object, exit_code: int) -> NoReturn:
+        from baton.processes.process import print_error  # here: else nobody waits for it
+
+        print_error(error)
+        raise typer.Exit(exit_code) from None
+
+    def _names(self, ctx: Any) -> dict[str, str]:
+        """Of options: where each was written, by what it is called inside."""
+        names = {
+            one.name: place_of(ctx, one.name) or flag_of(one.name)
+            for one in self.params
+            if one.name is not None and isinstance(one, typer.core.TyperOption)
+        }
+        for name, declared in getattr(self.callback, "declared", {}).items():
+            names.setdefault(declared.path[-1], names[name])
+        return names
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -132,4 +148,5 @@ class CommandLine(typer.Typer):
     def command(  # type: ignore[override]  # the settings are Typer's
         self, name: str | None = None, **settings: Any
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        return super().command(name, **{"cls": _Command, **settings})
+        register = super().command(name, **{"cls": _Command, **settings})
+        return lambda command: register(with_declared_options(command))

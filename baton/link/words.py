@@ -15,9 +15,8 @@ import msgspec
 from baton.api.outputs import DecodeReceipt, PrefillReceipt, RequestOutput
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import ShortHash
+from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 
-# How often a node and its router tell each other that they live.
-BEAT_INTERVAL_S = 0.25
 # It goes to every node of the other role. Ours have a kilobyte; each network device adds some 100
 # bytes, each registered memory some dozens.
 MAX_PEER_INFO_BYTES = 2**17

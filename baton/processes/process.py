@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from baton.processes.child_processes import PARENT_PIPE_VARIABLE
+from baton.telemetry.log_options import LogOptions
 
 if TYPE_CHECKING:
     import asyncio
@@ -21,7 +22,7 @@ _MAX_DESCRIPTORS = 2**20  # containers have limits that no machine can keep
 
 
 def run_program(
-    main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str, log_format: str = "text"
+    main: Callable[[], Coroutine[Any, Any, None]], log: LogOptions = LogOptions()
 ) -> int:
     """Run a program's main coroutine to its end; returns the exit code.
 
@@ -35,7 +36,7 @@ def run_program(
 
     watch_parent()
     try:
-        set_up_logging(log_level, log_format)
+        set_up_logging(log.log_level, log.log_format)
         raise_descriptor_limit()
         uvloop.run(main())
     except KeyboardInterrupt:

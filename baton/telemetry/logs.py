@@ -19,10 +19,8 @@ from typing import Any, TextIO, TypeAlias
 import structlog
 from structlog.typing import Processor
 
-from baton.api.errors import ConfigError
+from baton.telemetry.log_options import LogOptions
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("text", "json")
 MAX_WAITING = 10_000
 # What is ours. Libraries are heard from `info` on: what gRPC and asyncio debug is themselves.
 OURS = (
@@ -36,15 +34,8 @@ Event: TypeAlias = MutableMapping[str, Any]
 
 
 def set_up_logging(level: str, log_format: str = "text") -> None:
-    """Log to standard error from now on; raises ConfigError for what is unknown.
-
-    Args:
-        log_format: one of `LOG_FORMATS`.
-    """
-    if log_format not in LOG_FORMATS:
-        known = ", ".join(LOG_FORMATS)
-        raise ConfigError(f"log_format: must be one of {known}, got {log_format!r}")
-    _check_level(level)
+    """Log to standard error from now on; raises ConfigError for what `LogOptions` does not know."""
+    _check(level, log_format)
     close_logging()
     handler = _LineWriter(sys.stderr)
     handler.setFormatter(_make_formatter(log_format))
@@ -67,7 +58,7 @@ def change_log_level(level: str) -> str:
 
     Raises ConfigError for an unknown level.
     """
-    _check_level(level)
+    _check(level)
     previous = logging.getLevelName(logging.getLogger(OURS[0]).getEffectiveLevel()).lower()
     _set_level(level)
     return previous
@@ -80,9 +71,8 @@ def _set_level(level: str) -> None:
     logging.getLogger().setLevel(max(number, logging.INFO))
 
 
-def _check_level(level: str) -> None:
-    if level.lower() not in LOG_LEVELS:
-        raise ConfigError(f"log_level: must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
+def _check(level: str, log_format: str = "text") -> None:
+    LogOptions(log_level=level.lower(), log_format=log_format)
 
 
 class _LineWriter(logging.Handler):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.api.errors import ConfigError
-from baton.cli.receipt_table import format_bytes
+from baton.telemetry.receipt_table import format_bytes
 from loadtest.load.record import RequestRecord
 from loadtest.report.distribution import PER_MILLE, Distribution
 from loadtest.report.series import make_series

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from baton.access.tls_options import NO_TLS, TlsOptions
+from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
 from baton.api.errors import BatonError
 from baton.api.outputs import Receipt
+from baton.options import group, option
 from loadtest.load.prompts import Prompt
 
 COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")
@@ -61,25 +62,25 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """How to talk to a server.
+    """How to talk to a server."""
 
-    Attributes:
-        url: scheme and address.
-        api_key: is never shown.
-        model: for servers that want a name; empty: the first that the server lists.
-        connections: over which gRPC calls are spread; HTTP opens one per request in flight.
-        count_tokens_by: of HTTP, one of COUNT_TOKENS_BY.
-        tls: certificates; of a grpc:// URL with them, and of https://.
-        include_receipt: of HTTP: ask for Baton's receipts; other servers may refuse that.
-    """
-
-    url: str
-    api_key: str = field(default="", repr=False)
-    model: str = ""
-    connections: int = 1
-    count_tokens_by: str = "auto"
-    include_receipt: bool = False
-    tls: TlsOptions = NO_TLS
+    url: str = option(
+        "",
+        name="target",
+        help="grpc://host:port (Baton) or http://host:port/v1 (OpenAI completions).",
+    )
+    api_key: str = option("", is_secret=True, help="That the server wants; in no report.")
+    model: str = option("", help="HTTP: name of the model; the first that is listed if empty.")
+    connections: int = option(1, help="gRPC: calls are spread over so many.")
+    count_tokens_by: str = option(
+        "auto",
+        help="HTTP: what is asked for, to know how many tokens a frame has: "
+        f"{', '.join(COUNT_TOKENS_BY)}; auto: the last where the server takes it, else nothing.",
+    )
+    include_receipt: bool = option(
+        False, help="HTTP: ask for Baton's receipts; other servers may refuse that."
+    )
+    tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
 
 
 class Target(Protocol):

@@ -1,44 +1,62 @@
-"""TextOptions: what a user says of how conversations become prompts, and outputs messages."""
+"""TextOptions: what a user says of how conversations become prompts, and outputs messages.
+
+What reads the checkpoint is imported when that is done: who asks for help does not wait for it.
+"""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.api.errors import ConfigError
-from baton.api.sampling_defaults import read_sampling_defaults
-from baton.text.tokenizer import Tokenizer
-from router.intake.parsers.choice import AUTO, NONE, OutputParsers
+from baton.options import check_limits, option
+from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
+
+if TYPE_CHECKING:
+    from baton.text.tokenizer import Tokenizer
+    from router.intake.parsers.choice import OutputParsers
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """Options of the router; see `baton router --help`.
+    """How conversations become prompts, outputs messages, and what is sampled with."""
 
-    Attributes:
-        chat_template: a file to use instead of the checkpoint's template; empty: none.
-        trust_request_chat_template: requests may bring their own.
-        tool_call_parser, reasoning_parser: names of parsers, ``auto`` or ``none``.
-        generation_config: ``auto``: the checkpoint's recommendations are defaults; or ``none``.
-    """
-
-    chat_template: str = ""
-    trust_request_chat_template: bool = False
-    tool_call_parser: str = AUTO
-    reasoning_parser: str = AUTO
-    generation_config: str = AUTO
+    chat_template: str = option(
+        "", help="A Jinja file that is used instead of the checkpoint's chat template."
+    )
+    trust_request_chat_template: bool = option(
+        False,
+        help="Let HTTP requests bring a chat template of their own (chat_template). It runs in "
+        "Jinja's sandbox, in a process with limits; still, it is a program.",
+    )
+    generation_config: str = option(
+        AUTO,
+        choices=(AUTO, NONE),
+        help="auto: what the checkpoint's generation_config.json recommends to sample with is the "
+        "default of HTTP requests; or none.",
+    )
+    tool_call_parser: str = option(
+        AUTO,
+        choices=(AUTO, NONE, *TOOL_CALL_PARSERS.names()),
+        help="How the model writes calls of tools; auto: by its chat template.",
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        choices=(AUTO, NONE, *REASONING_PARSERS.names()),
+        help="How the model writes its reasoning; auto: by its chat template.",
+    )
 
     def __post_init__(self) -> None:
-        if self.generation_config not in (AUTO, NONE):
-            given = self.generation_config
-            raise ConfigError(f"generation_config: must be {AUTO} or {NONE}, got {given!r}")
+        check_limits(self)
 
     def sampling_defaults(self, folder: Path) -> dict[str, Any]:
         """What is sampled with where a request does not say; raises ModelLoadError."""
+        from baton.api.sampling_defaults import read_sampling_defaults
+
         defaults = read_sampling_defaults(folder) if self.generation_config == AUTO else {}
         if defaults:
             shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
@@ -55,6 +73,8 @@ class TextOptions:
 
         Raises ConfigError when the chat template cannot be used.
         """
+        from baton.text.tokenizer import Tokenizer
+
         template_file = Path(self.chat_template).expanduser() if self.chat_template else None
         if Tokenizer.exists_in(folder):
             return Tokenizer(folder, chat_template=template_file)
@@ -63,7 +83,9 @@ class TextOptions:
         return None
 
     def make_parsers(self, tokenizer: Tokenizer | None) -> OutputParsers:
-        """What outputs go through; raises ConfigError for a name that there is not."""
+        """What outputs go through."""
+        from router.intake.parsers.choice import OutputParsers
+
         parsers = OutputParsers(tokenizer, self.tool_call_parser, self.reasoning_parser)
         logger.info(
             "outputs: tool-call parser %s, reasoning parser %s",

@@ -17,7 +17,6 @@ import torch
 
 from baton.api.outputs import DecodeReceipt
 from baton.api.sampling_params import SamplingParams
-from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.link.words import (
     CancelCommand,
@@ -28,8 +27,8 @@ from baton.link.words import (
     PrefillCommand,
     RequestDelta,
 )
-from baton.push_mode import PushMode
 from decode_node.node import DecodeNode
+from decode_node.options import DecodeOptions
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import RequestStatus
 from engine.engine import Engine
@@ -48,6 +47,7 @@ from kvconnector.protocol.receiver import Receiver
 from kvconnector.protocol.seals import peek
 from kvconnector.protocol.sender import Sender
 from prefill_node.node import PrefillNode
+from prefill_node.options import PushMode
 from tests.fakes.dead_engines import let_die
 from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork, ScriptedTransport
 from tests.fakes.virtual_clock import VirtualClock

@@ -16,7 +16,6 @@ import torch
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash, shorten
-from baton.decode_options import DecodeOptions
 from baton.engine_config import EngineConfig
 from baton.link.words import (
     BEAT_INTERVAL_S,
@@ -25,14 +24,15 @@ from baton.link.words import (
     NodeRole,
     split_request_id,
 )
-from baton.push_mode import PushMode
 from decode_node.node import DecodeNode
+from decode_node.options import DecodeOptions
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.receiver import Receiver
 from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
+from prefill_node.options import PushMode
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.calls.retry_budget import RetryBudget, RetryOptions

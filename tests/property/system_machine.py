@@ -19,11 +19,11 @@ from baton.api.errors import DeadlineExceededError, OverloadedError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash
-from baton.decode_options import DecodeOptions
 from baton.engine_config import PREEMPTION
-from baton.push_mode import PushMode
+from decode_node.options import DecodeOptions
 from kvconnector.protocol.peer_process import PeerProcess
 from models import load_model
+from prefill_node.options import PushMode
 from router.policies import POLICIES
 from tests.fakes.cache_contents import contents_of
 from tests.fakes.checked_client import Client

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.api.sampling_params import SamplingParams
-from baton.decode_options import DecodeOptions
 from baton.engine_config import PREEMPTION
-from baton.push_mode import PushMode
+from decode_node.options import DecodeOptions
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
@@ -40,6 +39,7 @@ from kvconnector.protocol.messages import (
 from kvconnector.protocol.peer_process import PeerProcess
 from kvconnector.protocol.peers import BEAT_INTERVAL_S
 from kvconnector.protocol.seals import HEADER_BYTES
+from prefill_node.options import PushMode
 from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of
 from tests.fakes.scripted_network import ScriptedMessage
 from tests.numerics.tiny_models import make_hugging_face_model, save

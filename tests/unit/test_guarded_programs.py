@@ -213,7 +213,7 @@ def test_without_any_credential_everything_works_on_loopback() -> None:
     listen, http, page = free_address(), free_address(), free_address()
 
     async def run() -> None:
-        config = RouterConfig(model=str(MODEL), listen=listen, http_listen=http)
+        config = RouterConfig(model=str(MODEL), listen=listen, http_listen=http, audit_log="")
         async with running(serve(config)), open_channel(listen) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             calls = {"timeout": 5, "wait_for_ready": True}
@@ -241,7 +241,10 @@ def test_simulated_nodes_and_a_client_bring_their_keys_and_requests_are_served(
     listen = free_address()
 
     async def run() -> None:
-        config = RouterConfig(model=str(MODEL), listen=listen, api_keys_file=str(keys_file))
+        config = RouterConfig(
+            model=str(MODEL), listen=listen, http_listen="", api_keys_file=str(keys_file),
+            audit_log="",
+        )  # fmt: skip
         cluster = SimCluster(listen, str(MODEL), num_prefill=1, num_decode=1, node_token=NODE)
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         async with running(serve(config)), cluster:

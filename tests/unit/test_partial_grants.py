@@ -7,8 +7,8 @@ import pytest
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash
-from baton.decode_options import DecodeOptions
 from decode_node import reservations
+from decode_node.options import DecodeOptions
 from engine.core.request import Request
 from kvconnector.protocol.peer_process import PeerProcess
 from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster

@@ -13,7 +13,6 @@ from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
     connection,
-    takes_admin_access,
 )
 from baton.cli.admin.output import (
     escape,
@@ -23,7 +22,7 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.cli.tls_options import RouterAccess
+from baton.cli.router_access import OperatorAccess
 
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2
@@ -32,11 +31,10 @@ MAX_RANGES = 4  # of a holding, in the table; JSON has all
 _NO_TRANSFER = ("request", "null block", "step in flight")
 
 
-@takes_admin_access
 def audit(
     node: OptionalNodeArgument = "",
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.access.tls_options import TlsOptions
-from baton.addresses import DEFAULT_ADDRESS
 from baton.api.errors import ConfigError, InvalidRequestError, NotFoundError
-from baton.cli.command_line import CommandError
-from baton.cli.tls_options import RouterAccess, takes_access
+from baton.cli.errors import CommandError
+from baton.cli.router_access import OperatorAccess
+from baton.options import make, options_of
 
 if TYPE_CHECKING:
     import grpc
@@ -45,16 +44,6 @@ class OutputFormat(enum.Enum):
     JSON = "json"
 
 
-takes_admin_access = takes_access(
-    router=Annotated[str, typer.Option(help="host:port of the router.")],
-    token=Annotated[
-        str,
-        typer.Option(
-            help="An API key with the role look or operate, or the router's --admin-token.",
-            envvar="BATON_ADMIN_TOKEN",
-        ),
-    ],
-)
 TenantOption = Annotated[
     str,
     typer.Option(
@@ -73,7 +62,7 @@ class AdminConnection:
         channel: to it.
     """
 
-    def __init__(self, access: RouterAccess, channel: grpc.Channel) -> None:
+    def __init__(self, access: OperatorAccess, channel: grpc.Channel) -> None:
         from baton.serving.rpc import bearer
         from baton.v1 import admin_pb2_grpc
 
@@ -110,7 +99,7 @@ class AdminError(CommandError):
     """A command cannot be done; its exit code is an `ExitCode`."""
 
     @classmethod
-    def of(cls, error: grpc.RpcError, access: RouterAccess) -> AdminError:
+    def of(cls, error: grpc.RpcError, access: OperatorAccess) -> AdminError:
         """What a failed call means."""
         import grpc
 
@@ -137,7 +126,7 @@ class AdminError(CommandError):
 
 
 @contextmanager
-def connection(access: RouterAccess) -> Iterator[AdminConnection]:
+def connection(access: OperatorAccess) -> Iterator[AdminConnection]:
     """Talk to a router; raises AdminError for what goes wrong meanwhile."""
     from baton.access.tls import read_tls
     from baton.serving.rpc import open_sync_channel
@@ -157,15 +146,10 @@ def complete_node(context: typer.Context, incomplete: str) -> list[str]:
     from baton.access.tls import read_tls
     from baton.serving.rpc import open_sync_channel
 
-    given = {name: value for name, value in context.params.items() if value}
+    known = {one.name for one in options_of(OperatorAccess)}
+    given = {name: value for name, value in context.params.items() if value and name in known}
     try:
-        access = RouterAccess(
-            router=given.get("router", DEFAULT_ADDRESS),
-            token=given.get("token", ""),
-            tls=TlsOptions(
-                **{name: given.get(f"tls_{name}", "") for name in ("cert", "key", "ca")}
-            ),
-        )
+        access = make(OperatorAccess, given)
         with open_sync_channel(access.router, read_tls(access.tls)) as channel:
             response: admin_pb2.ListNodesResponse = AdminConnection(access, channel).call(
                 "ListNodes", timeout_s=_COMPLETION_TIMEOUT_S

@@ -11,7 +11,6 @@ from baton.cli.admin.connection import (
     OutputOption,
     TenantOption,
     connection,
-    takes_admin_access,
 )
 from baton.cli.admin.output import (
     escape,
@@ -21,7 +20,7 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.cli.tls_options import RouterAccess
+from baton.cli.router_access import OperatorAccess
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 _ENOUGH = 1000  # columns of a terminal
 
 
-@takes_admin_access
 def explain(
     request_id: Annotated[str, typer.Argument(help="One of the last requests.")] = "",
     prompt: Annotated[str, typer.Option(help="Or: if this text came now.")] = "",
@@ -43,7 +41,7 @@ def explain(
     ] = 128,
     tenant: TenantOption = "",
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show the places that the routing policy looked at, and what it made of each.

@@ -16,11 +16,10 @@ from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
     connection,
-    takes_admin_access,
 )
 from baton.cli.admin.nodes import state_of
 from baton.cli.admin.output import is_json, print_json
-from baton.cli.tls_options import RouterAccess
+from baton.cli.router_access import OperatorAccess
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -35,13 +34,12 @@ TimeoutOption = Annotated[
 ]
 
 
-@takes_admin_access
 def drain(
     name: NodeArgument,
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 300.0,
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Have a node take nothing new and end what it has; it stays, for `resume` or `remove`.
@@ -55,13 +53,12 @@ def drain(
     _print(found, output, f"{found.node_name} is {'drained' if wait else 'told to drain'}")
 
 
-@takes_admin_access
 def resume(
     name: NodeArgument,
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 10.0,
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Have a draining or drained node serve again."""
@@ -72,7 +69,6 @@ def resume(
     _print(found, output, f"{found.node_name} {'serves' if wait else 'is told to serve'} again")
 
 
-@takes_admin_access
 def remove(
     name: NodeArgument,
     force: Annotated[
@@ -84,7 +80,7 @@ def remove(
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 300.0,
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Drain a node and end its process.

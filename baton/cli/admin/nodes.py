@@ -10,7 +10,6 @@ from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
     connection,
-    takes_admin_access,
 )
 from baton.cli.admin.output import (
     enum_field,
@@ -24,7 +23,7 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.cli.tls_options import RouterAccess
+from baton.cli.router_access import OperatorAccess
 from baton.telemetry.rates import format_rate
 
 if TYPE_CHECKING:
@@ -36,9 +35,8 @@ if TYPE_CHECKING:
 _STYLES = {"serving": "green", "draining": "yellow", "drained": "cyan", "lost": "red"}
 
 
-@takes_admin_access
 def nodes(
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """List the nodes that have joined a router, how busy they are, and whom they reach."""
@@ -52,11 +50,10 @@ def nodes(
     print_problems(console, response.nodes)
 
 
-@takes_admin_access
 def node(
     name: NodeArgument,
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show one node."""

@@ -10,7 +10,6 @@ from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
     connection,
-    takes_admin_access,
 )
 from baton.cli.admin.output import (
     escape,
@@ -21,7 +20,7 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.cli.tls_options import RouterAccess
+from baton.cli.router_access import OperatorAccess
 
 FingerprintArgument = Annotated[
     str, typer.Argument(help="Of `baton admin quarantine`, or how it begins; all: of all.")
@@ -29,8 +28,7 @@ FingerprintArgument = Annotated[
 _SHOWN_CHARS = 12
 
 
-@takes_admin_access
-def quarantine(*, access: RouterAccess, output: OutputOption = OutputFormat.TABLE) -> None:
+def quarantine(*, access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
     """List the requests that are refused because nodes died while they computed one like it."""
     with connection(access) as admin:
         found = admin.call("ListQuarantine")
@@ -57,11 +55,10 @@ def quarantine(*, access: RouterAccess, output: OutputOption = OutputFormat.TABL
     console.print(table)
 
 
-@takes_admin_access
 def release(
     fingerprint: FingerprintArgument,
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Refuse a quarantined request no longer."""

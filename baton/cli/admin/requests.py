@@ -13,7 +13,6 @@ from baton.cli.admin.connection import (
     OutputOption,
     TenantOption,
     connection,
-    takes_admin_access,
 )
 from baton.cli.admin.output import (
     escape,
@@ -25,8 +24,8 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.cli.receipt_table import format_bytes
-from baton.cli.tls_options import RouterAccess
+from baton.cli.router_access import OperatorAccess
+from baton.telemetry.receipt_table import format_bytes
 
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2, types_pb2
@@ -35,7 +34,6 @@ RequestArgument = Annotated[str, typer.Argument(help="See `baton admin requests`
 _STYLES = {"running": "green", "failed": "red", "queued": "yellow"}
 
 
-@takes_admin_access
 def requests(
     node: OptionalNodeArgument = "",
     limit: Annotated[int, typer.Option(help="Of the router: at most so many.", min=1)] = 20,
@@ -43,7 +41,7 @@ def requests(
         bool, typer.Option("--open", help="Of the router: only those in progress.")
     ] = False,
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """List the last requests of the router; or, of one node, all that are open there."""
@@ -60,12 +58,11 @@ def requests(
         _print_of_router(found.requests)
 
 
-@takes_admin_access
 def trace(
     request_id: RequestArgument,
     tenant: TenantOption = "",
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Tell the life of one of the router's last requests."""
@@ -87,12 +84,11 @@ def trace(
     console.print(table)
 
 
-@takes_admin_access
 def abort(
     request_id: RequestArgument,
     tenant: TenantOption = "",
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
 ) -> None:
     """End an open request, on its nodes too; its client is told CANCELLED."""
     with connection(access) as admin:

@@ -11,7 +11,6 @@ from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
     connection,
-    takes_admin_access,
 )
 from baton.cli.admin.output import (
     escape,
@@ -23,7 +22,7 @@ from baton.cli.admin.output import (
     make_table,
     print_json,
 )
-from baton.cli.tls_options import RouterAccess
+from baton.cli.router_access import OperatorAccess
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,13 +32,12 @@ if TYPE_CHECKING:
 _RANKS = ("p50", "p90", "p99", "max")
 
 
-@takes_admin_access
 def stats(
     window_s: Annotated[
         float, typer.Option(help="Latencies are of so many last seconds.", min=1)
     ] = 60.0,
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show how many requests there were, how they ended, and how long they took."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.admin.connection import AdminConnection, connection, takes_admin_access
+from baton.cli.admin.connection import AdminConnection, connection
 from baton.cli.admin.nodes import nodes_table
 from baton.cli.admin.output import format_count, format_seconds, make_console
 from baton.cli.admin.stats import latencies_table
-from baton.cli.tls_options import RouterAccess
+from baton.cli.router_access import OperatorAccess
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -32,14 +32,13 @@ class _Sample:
     stats: admin_pb2.GetStatsResponse
 
 
-@takes_admin_access
 def top(
     interval_s: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Look twice, print that, and end; also without a tty.")
     ] = False,
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
 ) -> None:
     """Watch a router and its nodes; Ctrl-C ends it."""
     # Also where Ctrl-C is ignored from the start, as for what a script starts in the background.

@@ -14,7 +14,6 @@ from baton.cli.admin.connection import (
     OutputOption,
     ServerArgument,
     connection,
-    takes_admin_access,
 )
 from baton.cli.admin.output import (
     escape,
@@ -25,7 +24,7 @@ from baton.cli.admin.output import (
     print_json,
 )
 from baton.cli.command_line import CommandLine
-from baton.cli.tls_options import RouterAccess
+from baton.cli.router_access import OperatorAccess
 
 ROUTER = "router"
 
@@ -35,9 +34,8 @@ policy = CommandLine(
 
 
 @policy.command("get")
-@takes_admin_access
 def get_policy(
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Print the routing policy, and those that there are."""
@@ -51,11 +49,10 @@ def get_policy(
 
 
 @policy.command("set")
-@takes_admin_access
 def set_policy(
     name: Annotated[str, typer.Argument(help="See `baton admin policy get`.")],
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Place requests by another policy from now on; until the router's next start."""
@@ -67,11 +64,10 @@ def set_policy(
         typer.echo(f"the policy is {found.policy}")
 
 
-@takes_admin_access
 def flush_cache(
     node: OptionalNodeArgument = "",
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Empty the prefix cache of a node, or of all; requests in progress keep what they have."""
@@ -86,12 +82,11 @@ def flush_cache(
         raise typer.Exit(ExitCode.ERROR)
 
 
-@takes_admin_access
 def log_level(
     name: ServerArgument,
     level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
 ) -> None:
     """Set what a node, or the router (its name here is `router`), logs from now on."""
     node = "" if name == ROUTER else name
@@ -100,13 +95,12 @@ def log_level(
     typer.echo(f"{name} logs {level} and above; it was {found.previous}")
 
 
-@takes_admin_access
 def profile(
     name: ServerArgument,
     seconds: Annotated[float, typer.Option(help="How long to watch.", min=0.1, max=60)] = 5.0,
     limit: Annotated[int, typer.Option(help="Functions to print.", min=1)] = 20,
     *,
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """See what a node's engine, or the router (named `router`), spends its time on.

@@ -8,16 +8,14 @@ from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
     connection,
-    takes_admin_access,
 )
 from baton.cli.admin.output import is_json, make_console, print_json
-from baton.cli.tls_options import RouterAccess
+from baton.cli.router_access import OperatorAccess
 from baton.version import __version__
 
 
-@takes_admin_access
 def version(
-    access: RouterAccess,
+    access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Print the versions of this program, the router and its nodes, and whether they differ."""

@@ -28,7 +28,7 @@ from router.api.http.responses import MessageDelta, ToolCallDelta
 from router.api.http.schema import ChatRequest
 from router.calls.call import Call
 from router.intake.intake import Intake
-from router.intake.parsers.choice import NONE
+from router.intake.parsers import NONE
 
 _CUT_SHORT = ApiError(500, "the output was cut short on a node")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

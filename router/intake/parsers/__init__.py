@@ -10,6 +10,8 @@ from typing import Protocol
 from baton.registry import Registry
 from router.intake.parsers.base import OutputParser, ParserContext
 
+AUTO, NONE = "auto", "none"  # chosen by the chat template; no parser
+
 
 class ParserKind(Protocol):
     """Makes the parsers of one kind, one for each output.

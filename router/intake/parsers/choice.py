@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from baton.registry import Registry
 from baton.text.tokenizer import Tokenizer
-from router.intake.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, ParserKind
+from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserKind
 from router.intake.parsers.base import OutputParser, ParserContext
 from router.intake.parsers.plain import OneCall, PlainText
 from router.intake.parsers.think import ThinkFirst
 
-AUTO, NONE = "auto", "none"
 # What a template says of its model, the first that it says.
 _CALLS = (
     ("<|channel|>", "openai"),

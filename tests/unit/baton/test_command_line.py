@@ -138,17 +138,19 @@ def test_a_command_line_wins_over_the_environment_and_both_over_the_default(
     [
         ("kv_cache_bytes: 10 holds 0 blocks", "--kv-cache-memory: 10 holds 0 blocks"),
         ("listen: cannot listen on 1.2.3.4:5", "--listen: cannot listen on 1.2.3.4:5"),
-        ("tls_key: must be given when tls_cert is", "--tls-key: must be given when tls_cert is"),
+        ("tls_key: must be with tls_cert", "--tls-key: must be with BATON_TLS_CERT"),
         ("no_option: is wrong", "no_option: is wrong"),
     ],
 )
 def test_errors_name_options_as_users_write_them(text: str, expected: str) -> None:
-    assert with_option_names(text, ["kv_cache_memory", "listen", "tls_key"]) == expected
+    names = {"kv_cache_bytes": "--kv-cache-memory", "listen": "--listen", "tls_key": "--tls-key"}
+    names["tls_cert"] = "BATON_TLS_CERT"
+    assert with_option_names(text, names) == expected
 
 
 def test_an_error_of_a_command_is_one_line_with_its_option() -> None:
     code, _, errors = baton("prefill", "--model", "x", "--block-size", "0")
-    assert (code, errors) == (1, "error: --block-size: must be 1 or more, got 0\n")
+    assert (code, errors) == (2, "error: --block-size: must be 1 or more, got 0\n")
     code, _, errors = baton("generate", "x", "--max-tokens", "-1")
     assert (code, errors.count("\n")) == (1, 1)
     assert errors.startswith("error: --max-tokens: ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from baton.api.outputs import Receipt
-from baton.cli.receipt_table import receipt_line
+from baton.telemetry.receipt_table import receipt_line
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
 RECEIPT = Receipt(

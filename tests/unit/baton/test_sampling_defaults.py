@@ -28,7 +28,7 @@ def test_what_is_recommended_is_read(tmp_path: Path) -> None:
     assert read_sampling_defaults(folder) == RECOMMENDED
     assert TextOptions().sampling_defaults(folder) == RECOMMENDED
     assert TextOptions(generation_config="none").sampling_defaults(folder) == {}
-    with pytest.raises(ConfigError, match="generation_config: must be auto or none, got 'x'"):
+    with pytest.raises(ConfigError, match="generation_config: must be one of auto, none, got 'x'"):
         TextOptions(generation_config="x")
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from baton.access.exposure import split_address
 from baton.api.errors import ConfigError
-from baton.cli.node_options import parse_bytes
 from baton.local_deployment import divide_cores
+from baton.options import parse_bytes
 
 
 @pytest.mark.parametrize(

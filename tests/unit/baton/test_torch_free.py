@@ -21,7 +21,7 @@ def run(code: str) -> str:
 
 
 def test_importing_the_ground_and_all_entry_points_does_not_import_torch() -> None:
-    modules = ["baton", "baton.cli.app", *(f"{p}.__main__" for p in ENTRY_POINTS)]
+    modules = ["baton", "baton.cli.app", *(f"baton.cli.programs.{p}" for p in ENTRY_POINTS)]
     code = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
         "print([m for m in ('torch', 'numpy', 'transformers', 'nixl') if m in sys.modules])"
@@ -29,7 +29,7 @@ def test_importing_the_ground_and_all_entry_points_does_not_import_torch() -> No
     assert run(code).strip() == "[]"
 
 
-ENTRY_POINTS = ["router", "prefill_node", "decode_node", "sim_node", "loadtest"]
+ENTRY_POINTS = ["up", "router", "nodes", "sim_node", "loadtest"]
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, "loadtest run"])

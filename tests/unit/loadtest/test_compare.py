@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from baton.api.errors import ConfigError
+from baton.cli.programs.compare import parse_cores
 from loadtest.compare import Comparison, Trial, _in_turn
-from loadtest.compare_command import parse_cores
 from loadtest.drills.site import UpOptions
 from loadtest.load.generate import Lengths
 from loadtest.load.shapes import Deployment

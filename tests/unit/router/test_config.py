@@ -25,7 +25,7 @@ HERE, ALL = "127.0.0.1:1", "0.0.0.0:1"
 
 
 def config(**options: Any) -> RouterConfig:
-    return RouterConfig(**{"model": "none", "listen": HERE, **options})
+    return RouterConfig(**{"model": "none", "listen": HERE, "http_listen": "", **options})
 
 
 @pytest.mark.parametrize(

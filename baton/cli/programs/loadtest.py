@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.access.tls_options import TlsOptions
 from baton.api.errors import ConfigError
 from baton.cli.command_line import CommandLine
-from baton.cli.tls_options import TlsCaOption, TlsCertOption, TlsKeyOption
-from baton.processes.process import run_program
-from loadtest.compare_command import compare
-from loadtest.drills.faults import NOTATION as FAULT_NOTATION
-from loadtest.drills.faults import Fault, check_schedule
-from loadtest.load.lengths import parse_lengths
-from loadtest.options import (
+from baton.cli.programs.compare import compare
+from baton.cli.programs.loadtest_options import (
     ArrivalsOption,
     AttainmentOption,
     BurstinessOption,
@@ -43,9 +37,14 @@ from loadtest.options import (
     WarmupOption,
     fresh_seed,
 )
+from baton.processes.process import run_program
+from baton.telemetry.log_options import LogOptions
+from loadtest.drills.faults import NOTATION as FAULT_NOTATION
+from loadtest.drills.faults import Fault, check_schedule
+from loadtest.load.lengths import parse_lengths
 from loadtest.plan import ClosedLoop, Load, LoadPlan, OpenLoop, TraceReplay
 from loadtest.slo import Slo
-from loadtest.targets.base import COUNT_TOKENS_BY, TargetOptions
+from loadtest.targets.base import TargetOptions
 
 if TYPE_CHECKING:
     from loadtest.steps import Sweep
@@ -86,10 +85,7 @@ def choose_load(
 
 @app.command()
 def run(
-    target: Annotated[
-        str,
-        typer.Option(help="grpc://host:port (Baton) or http://host:port/v1 (OpenAI completions)."),
-    ] = "",
+    target: TargetOptions,
     up: Annotated[
         str,
         typer.Option(
@@ -179,24 +175,6 @@ def run(
     drain_timeout_s: DrainTimeoutOption = 60.0,
     slo: SloOption = "",
     max_lag_ms: MaxLagOption = 10.0,
-    model: Annotated[
-        str, typer.Option(help="HTTP: name of the model; the first that is listed if empty.")
-    ] = "",
-    api_key: Annotated[str, typer.Option(help="That the server wants; in no report.")] = "",
-    tls_cert: TlsCertOption = "",
-    tls_key: TlsKeyOption = "",
-    tls_ca: TlsCaOption = "",
-    connections: Annotated[int, typer.Option(help="gRPC: calls are spread over so many.")] = 1,
-    count_tokens_by: Annotated[
-        str,
-        typer.Option(
-            help=f"HTTP: what is asked for, to know how many tokens a frame has: "
-            f"{', '.join(COUNT_TOKENS_BY)}; auto: the last where the server takes it, else nothing."
-        ),
-    ] = "auto",
-    include_receipt: Annotated[
-        bool, typer.Option("--include-receipt", help="HTTP: ask for Baton's receipts.")
-    ] = False,
     json: JsonOption = None,
     save_requests: Annotated[
         Path | None, typer.Option(help="Write a line of JSON per request to this file.")
@@ -245,18 +223,8 @@ def run(
             max_lag_s=max_lag_ms / 1e3,
             slo=Slo.parse(slo),
         )
-        tls = TlsOptions(cert=tls_cert, key=tls_key, ca=tls_ca)
-        if tls and up:
+        if target.tls and up:
             raise ConfigError("tls_cert, tls_ca: are for --target; --up listens on loopback only")
-        options = TargetOptions(
-            url=target,
-            api_key=api_key,
-            model=model,
-            connections=connections,
-            count_tokens_by=count_tokens_by,
-            include_receipt=include_receipt,
-            tls=tls,
-        )
         faults = check_schedule([Fault.parse(text) for text in fault or ()], duration_s)
         job = Job(
             plan=plan,
@@ -273,20 +241,16 @@ def run(
             else None,
             faults=faults,
             pids=parse_pids(pid or ()),
-            auditor=Auditor(admin, admin_token, tls) if admin else None,
-            options=options,
+            auditor=Auditor(admin, admin_token, target.tls) if admin else None,
+            options=target,
             outputs=Outputs(json=json, save_requests=save_requests, html=html, png=png),
             sweep=steps,
             search=search if find_max_goodput else None,
         )
         codes.append(await execute(job))
 
-    failed = run_program(main, log_level=log_level)
+    failed = run_program(main, LogOptions(log_level=log_level))
     raise typer.Exit(failed or codes[0])
 
 
 app.command()(compare)
-
-
-if __name__ == "__main__":
-    app(prog_name="baton loadtest")

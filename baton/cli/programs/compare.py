@@ -8,10 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.api.errors import ConfigError
-from baton.processes.process import run_program
-from loadtest.load.lengths import parse_lengths
-from loadtest.load.shapes import NOTATION, Deployment
-from loadtest.options import (
+from baton.cli.programs.loadtest_options import (
     ArrivalsOption,
     AttainmentOption,
     BurstinessOption,
@@ -36,6 +33,10 @@ from loadtest.options import (
     WarmupOption,
     fresh_seed,
 )
+from baton.processes.process import run_program
+from baton.telemetry.log_options import LogOptions
+from loadtest.load.lengths import parse_lengths
+from loadtest.load.shapes import NOTATION, Deployment
 from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.slo import Slo
 
@@ -145,5 +146,5 @@ def compare(
         outputs = Outputs(json=json, html=html, png=png)
         codes.append(await execute_comparison(comparison, TargetOptions(url=""), outputs))
 
-    failed = run_program(main, log_level=log_level)
+    failed = run_program(main, LogOptions(log_level=log_level))
     raise typer.Exit(failed or codes[0])

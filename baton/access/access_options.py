@@ -1,0 +1,10 @@
+"""What the programs' options of access have in common. Imports nothing: help waits for it."""
+
+from __future__ import annotations
+
+STANDARD_OUTPUT = "-"
+AUDIT_LOG_HELP = (
+    "File of the audit log, JSON lines: who joined, looked, changed and failed to. Opened again on "
+    'SIGHUP. "-": standard output; "": none.'
+)
+INSECURE_HELP = "Listen where other machines can connect though TLS or authentication is missing."

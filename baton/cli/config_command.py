@@ -1,0 +1,68 @@
+"""`baton config show PROGRAM`: a program's options as they would be, and where each comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import typer
+
+from baton.cli.command_line import CommandLine
+from baton.cli.config_file import PROGRAMS, place_of
+from baton.cli.declared import make_or_refuse
+from baton.cli.lazy_commands import lazy_group
+from baton.cli.programs.entries import PROGRAM_ENTRIES
+from baton.options import Option, options_of
+
+_HELP = "Show a program's options as it would have them, and where each comes from."
+_SECRET = "(given, and not shown)"
+
+
+class _Shown(lazy_group(PROGRAM_ENTRIES)):  # type: ignore[misc]  # a class that is made
+    """The programs; each is shown, and not run."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            command.help = f"Show the options of `baton {cmd_name}`, and where each comes from."
+            command.invoke = lambda context: command.run_guarded(context, _show)
+            for parameter in command.params:
+                parameter.required = False
+        return command
+
+
+def _show(context: Any) -> None:
+    """Print a line per option: its name, its value, where that was written."""
+    kind, values = PROGRAMS.load(context.info_name), context.params
+    make_or_refuse(kind, values)  # what cannot be is said, and not shown
+    rows = [
+        (one.name, _value(one, values[one.name]), _place(context, one)) for one in options_of(kind)
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, value, place in rows:
+        typer.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {place}")
+
+
+def _value(option: Option, value: Any) -> str:
+    if option.declaration.is_secret and value:
+        return _SECRET
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return " ".join(value)
+    return '""' if value == "" else str(getattr(value, "value", "" if value is None else value))
+
+
+def _place(context: Any, option: Option) -> str:
+    is_missing = option.default is dataclasses.MISSING and not context.params[option.name]
+    return place_of(context, option.name) or ("must be given" if is_missing else "default")
+
+
+app = CommandLine(add_completion=False, help=_HELP)
+show = CommandLine(cls=_Shown, no_args_is_help=True, add_completion=False, help=_HELP)
+app.add_typer(show, name="show")
+
+
+@show.callback()
+def _programs() -> None:
+    """Keeps the group a group."""

@@ -1,0 +1,178 @@
+"""Configuration files: TOML with the options of all programs of a fleet.
+
+What stands above the tables is for every program that has such an option; `[router]`, `[decode]`
+and so on are for that program alone and win. The environment wins over files, the command line
+over both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from baton.api.errors import ConfigError
+from baton.cli.declared import EXIT_USAGE, with_declared_options
+from baton.cli.errors import CommandError
+from baton.options import OF_ONE_PROCESS, Option, options_of
+from baton.processes.child_processes import ENVIRONMENT_PREFIX
+from baton.registry import Registry
+
+# The dataclasses with all options of the programs that take a file, by names of commands.
+PROGRAMS: Registry[type[Any]] = Registry(
+    "program",
+    {
+        "up": "baton.cli.programs.up:UpOptions",
+        "router": "router.config:RouterConfig",
+        "prefill": "prefill_node.options:PrefillOptions",
+        "decode": "decode_node.options:DecodeNodeOptions",
+        "sim-node": "sim_node.options:SimNodeOptions",
+    },
+)
+CONFIG = "config"
+_META = "baton.config_file"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value of a file.
+
+    Attributes:
+        value: of its option's type.
+        place: file, table and key, for people.
+        is_own: whether it stands in the program's own table.
+    """
+
+    value: Any
+    place: str
+    is_own: bool
+
+
+def program(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command whose options can be in a file, too; its name is one of `PROGRAMS`."""
+    settings = typer.Option(
+        help="TOML file of options, named like their variables: max_model_len = 4096. Above its "
+        "tables: of all programs; in [router], [prefill] and so on: of one.",
+        callback=_take_file,
+        is_eager=True,
+        expose_value=False,
+    )
+    parameter = inspect.Parameter(
+        CONFIG,
+        inspect.Parameter.KEYWORD_ONLY,
+        default="",
+        annotation=Annotated[str, settings],
+    )
+    return with_declared_options(command, parameter)
+
+
+def _take_file(context: typer.Context, value: str) -> str:
+    if value and not context.resilient_parsing:
+        declared: Mapping[str, Option] = getattr(context.command.callback, "declared", {})
+        path = Path(value)
+        given = read_config_file(path, context.info_name or "", declared)
+        context.meta[_META] = path, given
+        context.default_map = {name: one.value for name, one in given.items()}
+    return value
+
+
+def file_of(context: Any) -> Path | None:
+    """The file that a command was given."""
+    path: Path | None = context.meta.get(_META, (None, {}))[0]
+    return path
+
+
+def passed_on(context: Any, names: Iterable[str]) -> list[str]:
+    """Options as arguments for another program, which has the environment and the file itself.
+
+    So they are those of the command line, and of the command's own table where no variable wins.
+    """
+    _, given = context.meta.get(_META, (None, {}))
+    found: list[str] = []
+    for name in names:
+        place = place_of(context, name)
+        is_own = name in given and given[name].is_own and place == given[name].place
+        if is_own or place == flag_of(name):
+            found += [flag_of(name), str(context.params[name])]
+    return found
+
+
+def read_config_file(
+    path: Path, program_name: str, declared: Mapping[str, Option]
+) -> dict[str, Given]:
+    """What a file says of a program's options, by their names.
+
+    Raises:
+        CommandError: it cannot be read, or names what is no option, or its types are wrong.
+    """
+    import tomllib  # here: who gives no file does not wait for it
+
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = {}
+        for name, value in content.items():
+            if isinstance(value, dict):
+                if name not in PROGRAMS.names():
+                    raise ConfigError(f"[{name}]: must be one of {', '.join(PROGRAMS.names())}")
+            elif _is_for_all(name, declared):
+                found[name] = _check(f"{path}: {name}", value, declared[name], is_own=False)
+        for name, value in content.get(program_name, {}).items():
+            key = f"[{program_name}] {name}"
+            if name not in declared:
+                raise ConfigError(f"{key}: `baton {program_name}` has no such option")
+            found[name] = _check(f"{path}: {key}", value, declared[name], is_own=True)
+    except OSError as error:
+        raise CommandError(f"{path}: cannot be read ({error.strerror})", EXIT_USAGE) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
+        raise CommandError(f"{path}: {error}", EXIT_USAGE) from None
+    return found
+
+
+def _is_for_all(name: str, declared: Mapping[str, Option]) -> bool:
+    """Whether this program has an option of a name that stands above the tables."""
+    if name in OF_ONE_PROCESS or name in PROGRAMS.names():  # which are tables
+        raise ConfigError(f"{name}: each program has its own; say it in one's table, as [router]")
+    if name in declared:
+        return True
+    others = (one.name for known in PROGRAMS.names() for one in options_of(PROGRAMS.load(known)))
+    if name not in others:
+        raise ConfigError(f"{name}: no program has such an option")
+    return False
+
+
+def _check(place: str, value: Any, option: Option, *, is_own: bool) -> Given:
+    if option.declaration.is_secret:
+        variable = variable_of(option.name)
+        raise CommandError(f"{place}: is a secret; give it as {variable}", EXIT_USAGE)
+    try:
+        return Given(msgspec.convert(value, option.type), place, is_own)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        raise CommandError(f"{place}: {text[0].lower()}{text[1:]}", EXIT_USAGE) from None
+
+
+def flag_of(name: str) -> str:
+    """The option on a command line: ``--max-model-len``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def variable_of(name: str) -> str:
+    """The variable of an option: ``BATON_MAX_MODEL_LEN``."""
+    return f"{ENVIRONMENT_PREFIX}_{name.upper()}"
+
+
+def place_of(context: Any, name: str) -> str:
+    """Where the value of an option was written; empty: nowhere, it is the default."""
+    source = context.get_parameter_source(name)
+    kind = source.name if source is not None else ""
+    if kind == "COMMANDLINE":
+        return flag_of(name)
+    if kind == "ENVIRONMENT":
+        return variable_of(name)
+    _, given = context.meta.get(_META, (None, {}))
+    return given[name].place if kind == "DEFAULT_MAP" and name in given else ""

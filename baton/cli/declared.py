@@ -1,0 +1,101 @@
+"""Options on the command line, made of their declarations (`baton/options.py`).
+
+A command whose parameter is a dataclass with options takes these options in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from baton.api.errors import ConfigError
+from baton.cli.errors import CommandError
+from baton.options import Option, has_options, make, options_of
+
+EXIT_USAGE = 2
+
+
+def with_declared_options(
+    command: Callable[..., Any], *more: inspect.Parameter
+) -> Callable[..., Any]:
+    """The command that takes options in place of each parameter that is a dataclass of options.
+
+    Its attribute ``declared`` has the options by their names.
+
+    Args:
+        more: options that Typer alone looks at.
+    """
+    parameters = inspect.signature(command, eval_str=True).parameters
+    kinds = {
+        name: one.annotation for name, one in parameters.items() if has_options(one.annotation)
+    }
+    if not kinds:
+        return command
+    declared = {name: by_name(kind) for name, kind in kinds.items()}
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> Any:
+        for one in more:
+            values.pop(one.name, None)
+        for name, kind in kinds.items():
+            given = {option: values.pop(option) for option in declared[name]}
+            values[name] = make_or_refuse(kind, given)
+        return command(**values)
+
+    taken: list[inspect.Parameter] = []
+    for name, parameter in parameters.items():
+        own = declared.get(name)
+        taken += [_parameter(one) for one in own.values()] if own else [parameter]
+    ordered = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in [*taken, *more]]
+    made: Any = wrapped
+    made.__signature__ = inspect.Signature(ordered)
+    made.__annotations__ = {one.name: one.annotation for one in ordered}
+    made.declared = {one.name: one for own in declared.values() for one in own.values()}
+    del made.__wrapped__  # or Typer reads that one's types
+    return wrapped
+
+
+def make_or_refuse(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Make a dataclass of what users wrote; raises CommandError of what cannot be."""
+    try:
+        return make(kind, values)
+    except ConfigError as error:
+        raise CommandError(str(error), EXIT_USAGE) from None
+
+
+def by_name(kind: type[Any]) -> dict[str, Option]:
+    """The options of a dataclass by their names."""
+    return {one.name: one for one in options_of(kind)}
+
+
+def help_of_option(option: Option) -> str:
+    """What an option does, and its limits, but that nothing is negative."""
+    said, limits = option.declaration.help, option.declaration.limits
+    return said if limits in ("", "0 or more") else f"{said} Must be {limits}."
+
+
+def is_several(option: Option) -> bool:
+    """Whether it can be given several times."""
+    return typing.get_origin(option.type) is tuple
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    """The option as Typer wants it."""
+    kind, default = option.type, option.default
+    if is_several(option):
+        kind, default = list[str], list(default)
+    elif default is dataclasses.MISSING:
+        default = inspect.Parameter.empty
+    settings = typer.Option(help=help_of_option(option), envvar=option.declaration.variable or None)
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, settings],
+    )

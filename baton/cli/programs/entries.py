@@ -1,0 +1,28 @@
+"""Where the programs' commands are, and the first lines of their help."""
+
+from __future__ import annotations
+
+from baton.cli.lazy_commands import Entry
+
+PROGRAM_ENTRIES = {
+    "up": Entry(
+        "baton.cli.programs.up:up",
+        "Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.",
+    ),
+    "router": Entry(
+        "baton.cli.programs.router:router",
+        "Serve the public API and place requests on prefill and decode nodes.",
+    ),
+    "prefill": Entry(
+        "baton.cli.programs.nodes:prefill",
+        "Compute prompts, push their KV blocks to decode nodes, sample the first token.",
+    ),
+    "decode": Entry(
+        "baton.cli.programs.nodes:decode",
+        "Receive prompts' KV blocks from prefill nodes and decode in continuous batches.",
+    ),
+    "sim-node": Entry(
+        "baton.cli.programs.sim_node:sim_node",
+        "Simulate prefill and decode nodes: the node protocol with a timing model, and no model.",
+    ),
+}

@@ -1,0 +1,117 @@
+"""`baton up`: its options, and what it passes on to the processes that it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from baton.access.access_options import INSECURE_HELP
+from baton.addresses import DEFAULT_ADDRESS
+from baton.cli.config_file import PROGRAMS, file_of, passed_on, program, read_config_file
+from baton.cli.declared import by_name
+from baton.options import check_limits, option, same_option
+from prefill_node.options import PrefillOptions
+from router.config import RouterConfig
+
+if TYPE_CHECKING:
+    from baton.local_deployment import LocalDeploymentConfig
+
+_FOR_ROUTER = (
+    "policy", "served_model_name", "chat_template", "generation_config", "tool_call_parser",
+    "reasoning_parser",
+)  # fmt: skip
+_FOR_NODES = ("dtype", "kv_cache_dtype", "kv_cache_memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """Options of `baton up`; raises ConfigError naming the field."""
+
+    model: str = option(help="Model folder, GGUF file, or hub id.")
+    prefill: int = option(1, least=1, help="Prefill nodes.")
+    decode: int = option(1, least=1, help="Decode nodes.")
+    listen: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
+    http_listen: str = same_option(RouterConfig, "http_listen")
+    served_model_name: str = same_option(RouterConfig, "served_model_name")
+    chat_template: str = same_option(RouterConfig, "chat_template")
+    generation_config: str = same_option(RouterConfig, "generation_config")
+    tool_call_parser: str = same_option(RouterConfig, "tool_call_parser")
+    reasoning_parser: str = same_option(RouterConfig, "reasoning_parser")
+    policy: str = same_option(RouterConfig, "policy")
+    dtype: str = same_option(PrefillOptions, "dtype")
+    kv_cache_dtype: str = same_option(PrefillOptions, "kv_cache_dtype")
+    kv_cache_memory: str = same_option(PrefillOptions, "kv_cache_memory")
+    node_args: str = option("", help="More options of every node, as one string.")
+    prefill_args: str = option("", help="More options of every prefill node, as one string.")
+    decode_args: str = option("", help="More options of every decode node, as one string.")
+    log_folder: str = option("", help="Where logs go; a temporary folder if not given.")
+    admin_token: str = option(
+        "", is_secret=True, help="That admin calls must bring; none if empty."
+    )
+    tls_folder: str = option(
+        "",
+        help="Certificates as `baton certs dev` makes them (ca.crt, router.crt, router.key, "
+        "p0.crt, d0.crt, operator.crt, ...); then nobody gets in without one. No TLS if not given.",
+    )
+    insecure: bool = option(False, help=INSECURE_HELP)
+    drain_timeout_s: float = option(
+        10.0,
+        help="When it is stopped, open requests have so long to end; a second Ctrl-C ends it at "
+        "once.",
+    )
+    ready_timeout_s: float = option(120.0, help="How long to wait for all nodes.")
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+
+@program
+def up(options: UpOptions, context: typer.Context) -> None:
+    """Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.
+
+    The machine's cores are divided between the nodes. All of them read --config.
+    """
+    # Imported here: who asks for help does not wait for it.
+    from baton.cli.programs.run_up import run_up
+
+    config = _deployment(options, context)
+    raise typer.Exit(run_up(config, ready_timeout_s=options.ready_timeout_s))
+
+
+def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentConfig:
+    """Raises CommandError of what the file says of the others."""
+    from baton.local_deployment import LocalDeploymentConfig
+
+    path = file_of(context)
+    file_args = ["--config", str(path)] if path is not None else []
+    return LocalDeploymentConfig(
+        model=options.model,
+        listen=options.listen,
+        http_listen=options.http_listen,
+        num_prefill=options.prefill,
+        num_decode=options.decode,
+        router_args=[*file_args, *passed_on(context, _FOR_ROUTER), *_keys_in(path)],
+        node_args=[*file_args, *passed_on(context, _FOR_NODES), *options.node_args.split()],
+        prefill_args=options.prefill_args.split(),
+        decode_args=options.decode_args.split(),
+        log_folder=Path(options.log_folder) if options.log_folder else None,
+        admin_token=options.admin_token,
+        tls_folder=Path(options.tls_folder) if options.tls_folder else None,
+        insecure=options.insecure,
+        drain_timeout_s=options.drain_timeout_s,
+    )
+
+
+def _keys_in(path: Path | None) -> list[str]:
+    """The router's API keys, if its part of the file says them: then nodes need keys, too."""
+    if path is None:
+        return []
+    found = {
+        name: read_config_file(path, name, by_name(PROGRAMS.load(name)))
+        for name in ("router", "prefill", "decode")
+    }
+    keys = found["router"].get("api_keys_file")
+    return ["--api-keys-file", keys.value] if keys is not None else []

@@ -1,0 +1,212 @@
+"""Options: each is declared once, on the field of the frozen dataclass that owns it.
+
+A declaration is what dataclasses keep as a field's metadata, so an owner stays a plain dataclass.
+The command line, ``BATON_*`` variables, configuration files, `baton config show` and
+docs/options.md are made of it. Knows no command line and no file: see `baton/cli/declared.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_type_hints
+
+from baton.api.errors import ConfigError
+
+T = TypeVar("T")
+
+# Options of which each process of a fleet has its own, or none: no environment and no part of a
+# file that several processes read says them.
+OF_ONE_PROCESS = frozenset(
+    {
+        "name", "listen", "node_listen", "metrics_listen", "kv_listen", "reuse_port", "cpu_list",
+        "tls_cert", "tls_key", "tls_ca", "tls_require_client_certs",
+    }
+)  # fmt: skip
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_KEY = "baton.options"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """What is said of an option, besides its field's name, type and default.
+
+    Attributes:
+        help: what it does.
+        name: of the option, where that is not the field's.
+        least, above, most: limits of a number: the smallest one, the one below, the largest one.
+        choices: all values that there are; none: any.
+        unset: what users write for None.
+        parse: makes a value of what users write; given the option's name for its ConfigError.
+        variable: of the environment that says it, too, besides that of its name.
+        is_secret: never shown.
+    """
+
+    help: str
+    name: str = ""
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+    unset: Any = None
+    parse: Callable[[str, str], Any] | None = None
+    variable: str = ""
+    is_secret: bool = False
+
+    def problem(self, value: Any) -> str:
+        """What is wrong with a value; empty: nothing is."""
+        is_wrong = (
+            (self.least is not None and not value >= self.least)
+            or (self.above is not None and not value > self.above)
+            or (self.most is not None and not value <= self.most)
+            or (self.choices and value not in self.choices)
+        )
+        if not is_wrong:
+            return ""
+        shown = f"{value:g}" if isinstance(value, float) else repr(value)
+        limits = self.limits
+        if self.least is not None and self.most is not None:
+            limits = f"{self.most} or less" if value > self.most else f"{self.least} or more"
+        return f"must be {limits}, got {shown}"
+
+    @property
+    def limits(self) -> str:
+        """Which values are allowed, as words; empty: all of its type."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.above is not None and self.most is not None:
+            return f"in ({self.above:g}, {self.most:g}]"
+        if self.least is not None and self.most is not None:
+            return f"{self.least} to {self.most}"
+        if self.above is not None:
+            return f"above {self.above:g}"
+        if self.least is not None:
+            return f"{self.least} or more"
+        return f"{self.most} or less" if self.most is not None else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option of a program.
+
+    Attributes:
+        name: as users write it: ``max_model_len`` is ``--max-model-len``.
+        type: of what users write.
+        default: what they would write for it; `dataclasses.MISSING`: it must be given.
+        path: names of the fields that lead to its value.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    path: tuple[str, ...]
+    declaration: Declaration
+
+    def read(self, value: Any) -> Any:
+        """The field's value of what users write; raises ConfigError."""
+        declaration = self.declaration
+        if value is None or (declaration.unset is not None and value == declaration.unset):
+            return None
+        if declaration.parse is not None:
+            return declaration.parse(self.name, value)
+        return tuple(value) if isinstance(value, list) else value
+
+
+def option(default: Any = dataclasses.MISSING, /, *, help: str, **more: Any) -> Any:
+    """A field that is an option; see `Declaration`. Without a default it must be given."""
+    declaration = Declaration(help=help, **more)
+    return field(default=default, repr=not declaration.is_secret, metadata={_KEY: declaration})
+
+
+def group(make_default: Callable[[], Any], *, without: tuple[str, ...] = ()) -> Any:
+    """A field whose value's own options are options of its owner, too, but for some.
+
+    Their defaults are those of the value that `make_default` returns.
+    """
+    return field(default_factory=make_default, metadata={_KEY: frozenset(without)})
+
+
+def same_option(kind: type[Any], name: str) -> Any:
+    """A field that is an option of another dataclass, as users write it: to be passed on.
+
+    Of what that one parses, or has None for, it alone knows the limits.
+    """
+    one = next(one for one in options_of(kind) if one.name == name)
+    plain = dataclasses.replace(one.declaration, name="", unset=None, parse=None)
+    if one.declaration.parse or one.declaration.unset is not None:
+        plain = dataclasses.replace(plain, least=None, above=None, most=None)
+    return field(default=one.default, metadata={_KEY: plain})
+
+
+def has_options(kind: Any) -> bool:
+    """Whether a class is a dataclass with options."""
+    return dataclasses.is_dataclass(kind) and any(
+        _KEY in one.metadata for one in dataclasses.fields(kind)
+    )
+
+
+def options_of(kind: type[Any]) -> list[Option]:
+    """All options of a dataclass and of its groups, in the order of their declarations."""
+    return list(_options_of(kind, None, ()))
+
+
+def _options_of(kind: type[Any], owner: Any, path: tuple[str, ...]) -> Iterator[Option]:
+    """Those of a class; the defaults are an owner's values if there is one."""
+    types = get_type_hints(kind)
+    for one in dataclasses.fields(kind):
+        said = one.metadata.get(_KEY)
+        if isinstance(said, Declaration):
+            default = one.default if owner is None else getattr(owner, one.name)
+            has_unset = said.unset is not None
+            yield Option(
+                name=said.name or one.name,
+                type=type(said.unset) if has_unset else types[one.name],
+                default=said.unset if has_unset and default is None else default,
+                path=(*path, one.name),
+                declaration=said,
+            )
+        elif said is not None:
+            assert one.default_factory is not dataclasses.MISSING
+            inner = one.default_factory() if owner is None else getattr(owner, one.name)
+            for found in _options_of(type(inner), inner, (*path, one.name)):
+                if found.name not in said:
+                    yield found
+
+
+def make(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Make a dataclass of what users wrote, by names of options; raises ConfigError."""
+    given = {one.path: one.read(values[one.name]) for one in options_of(kind) if one.name in values}
+    return kind(**_fields(kind, None, given))
+
+
+def _fields(kind: type[Any], owner: Any, given: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Values of fields by their names; groups are made anew where something of them is given."""
+    found: dict[str, Any] = {path[0]: value for path, value in given.items() if len(path) == 1}
+    of_groups: dict[str, dict[tuple[str, ...], Any]] = {}
+    for path, value in given.items():
+        if len(path) > 1:
+            of_groups.setdefault(path[0], {})[path[1:]] = value
+    defaults = {one.name: one.default_factory for one in dataclasses.fields(kind)}
+    for name, values in of_groups.items():
+        make_default: Any = defaults[name]
+        inner = make_default() if owner is None else getattr(owner, name)
+        found[name] = dataclasses.replace(inner, **_fields(type(inner), inner, values))
+    return found
+
+
+def check_limits(owner: Any) -> None:
+    """Raise ConfigError that names the field, for the first value that its declaration forbids."""
+    for one in dataclasses.fields(owner):
+        said, value = one.metadata.get(_KEY), getattr(owner, one.name)
+        if isinstance(said, Declaration) and value is not None and (why := said.problem(value)):
+            raise ConfigError(f"{one.name}: {why}")
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """``512M``, ``2GiB``, ``1000000``; raises ConfigError naming the option."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{name}: must be a number of bytes such as 512M or 2G, got {text!r}")
+    return int(match[1]) * _UNITS[match[2].upper()]

@@ -1,0 +1,41 @@
+"""DecodeNodeOptions: the options of a decode node; DecodeOptions: those that no other node has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.engine_config import EngineConfig
+from baton.options import check_limits, group, option
+from node_runtime.options import NodeOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOptions:
+    """What a decode node takes on; raises ConfigError naming the field."""
+
+    max_receiving_requests: int = option(
+        64, least=1, help="Most requests whose KV is on its way here at a time."
+    )
+    max_receiving_tokens: int = option(
+        0,
+        least=0,
+        help="Most tokens whose KV is on its way here at a time, but for one request alone; others "
+        "wait for their grant. 0: half of the KV cache.",
+    )
+    local_prefill_threshold: int = option(
+        32,
+        least=0,
+        help="Compute a request here, and receive nothing, if the prefix cache has all of it but "
+        "at most this many tokens and it can begin at once. 0: never.",
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeNodeOptions(NodeOptions):
+    """Options of a decode node; raises ConfigError naming the field."""
+
+    engine: EngineConfig = group(lambda: EngineConfig(preemption="hand-back"))
+    decode: DecodeOptions = group(DecodeOptions)

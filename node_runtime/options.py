@@ -1,0 +1,112 @@
+"""NodeOptions: the options that both kinds of node take. Each kind adds its own in its package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.access.access_options import AUDIT_LOG_HELP, INSECURE_HELP, STANDARD_OUTPUT
+from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
+from baton.addresses import DEFAULT_ADDRESS
+from baton.api.errors import ConfigError
+from baton.engine_config import EngineConfig
+from baton.options import check_limits, group, option
+from baton.telemetry.log_options import LogOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """Options of a node; raises ConfigError naming the field."""
+
+    model: str = option(help="Model folder, GGUF file, or hub id.")
+    routers: tuple[str, ...] = option(
+        (DEFAULT_ADDRESS,),
+        name="router",
+        help="host:port of a router; repeat it for several. A name with several addresses stands "
+        "for all of them.",
+    )
+    name: str = option("", help="Name of this node; made up if empty.")
+    listen: str = option(
+        "127.0.0.1:0", help="host:port of health, reflection and admin; port 0: any free."
+    )
+    metrics_listen: str = option(
+        "", help="host:port of a Prometheus page; port 0: any free; empty: none."
+    )
+    join_timeout_s: float = option(
+        30.0, help="How long to try to reach the router at start, seconds."
+    )
+    drain_timeout_s: float = option(
+        30.0,
+        least=0,
+        help="How long open requests have to end when the node is told to stop (SIGTERM), seconds; "
+        "a second signal ends it at once.",
+    )
+    engine_timeout_s: float = option(
+        60.0,
+        least=0,
+        help="The process ends itself, with a dump, when its engine or KV connector has been in "
+        "one step for so long, seconds; 0: never.",
+    )
+    node_token: str = option(
+        "",
+        is_secret=True,
+        help="Shows routers that this node may join: their --node-token, or an API key with the "
+        "role join.",
+    )
+    admin_token: str = option(
+        "",
+        is_secret=True,
+        help="That who looks at the metrics page must bring. Without it and --api-keys-file "
+        "whoever reaches the page may look.",
+    )
+    api_keys_file: str = option(
+        "",
+        help="API keys, as of the router; those with the role look or operate may look at the "
+        "metrics page. Read again on SIGHUP.",
+    )
+    audit_log: str = option(STANDARD_OUTPUT, help=AUDIT_LOG_HELP)
+    tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
+    insecure: bool = option(False, help=INSECURE_HELP)
+    kv_connector: str = option(
+        "nixl",
+        help="How KV blocks travel. nixl: fast, not encrypted and not authenticated, for networks "
+        "that are trusted. tls: encrypted, and both ends prove who they are. The same on all "
+        "nodes.",
+    )
+    kv_listen: str = option(
+        "",
+        help="With --kv-connector tls: host:port that peers send KV blocks to, an address of this "
+        "machine that they reach; port 0: any free; by default on loopback.",
+    )
+    kv_digests: bool | None = option(
+        None,
+        help="Check with keyed digests that KV blocks arrive unchanged; the same on all nodes. If "
+        "not given: where UCX_NET_DEVICES lets KV leave loopback.",
+    )
+    engine: EngineConfig = group(EngineConfig)
+    inject_faults: str = option(
+        "",
+        help="For drills: what goes wrong in the KV connector, such as "
+        "drop=0.01,delay=1ms-20ms,seed=3. Also: duplicate, reorder, corrupt, fail_post "
+        "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write). @FILE: what "
+        "is in the file, also when that changes; @FOLDER: in its file of the node's name.",
+    )
+    log: LogOptions = group(LogOptions)
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+    def check_addresses(self) -> None:
+        """Raise ConfigError for what is no address, or is none that anything listens on."""
+        from baton.access.exposure import split_address  # here: help does not wait for it
+
+        for router in self.routers:
+            split_address("router", router)
+        split_address("listen", self.listen)
+        if self.metrics_listen:
+            split_address("metrics_listen", self.metrics_listen)
+        if self.kv_listen:
+            split_address("kv_listen", self.kv_listen)
+            if self.kv_connector != "tls":
+                raise ConfigError(
+                    f"kv_listen: only --kv-connector tls listens, not {self.kv_connector}"
+                )

@@ -1,0 +1,76 @@
+"""Run a node program from its options to its exit code. Needs torch only when the node is made."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from baton.api.errors import ConfigError
+from baton.processes.process import run_program
+from node_runtime.options import NodeOptions
+
+if TYPE_CHECKING:
+    from baton.link.words import NodeEvent
+    from baton.node_program import NodeProgram
+
+Options = TypeVar("Options", bound=NodeOptions)
+MakeProgram: TypeAlias = (
+    "Callable[[Options, Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram]"
+)
+
+
+def run_node(role: str, options: Options, load: Callable[[], MakeProgram[Options]]) -> int:
+    """Run a node until it is told to stop; returns the exit code.
+
+    Args:
+        role: for the name of a node that was given none.
+        load: imports what makes the node; called late, as it imports torch.
+    """
+    # Imported here: who asks for help does not wait for it.
+    from baton.access.access import Access
+    from baton.access.audit_log import AuditLog
+    from baton.checkpoint.model_folder import find_model_folder
+    from baton.node_program import run_node_program
+
+    made_up = f"{role}-{socket.gethostname()}-{os.getpid()}"
+    options = replace(options, name=options.name or made_up)
+
+    def make_node(
+        emit: Callable[[NodeEvent], None], on_death: Callable[[Exception], None]
+    ) -> NodeProgram:
+        # Before torch is imported: what the user got wrong is said at once.
+        options.check_addresses()
+        find_model_folder(options.model)
+        try:
+            make_program = load()
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
+            ) from error
+        return make_program(options, emit, on_death)
+
+    async def main() -> None:
+        await run_node_program(
+            make_node,
+            routers=options.routers,
+            listen=options.listen,
+            join_timeout_s=options.join_timeout_s,
+            drain_timeout_s=options.drain_timeout_s,
+            engine_timeout_s=options.engine_timeout_s,
+            node_token=options.node_token,
+            metrics_listen=options.metrics_listen,
+            access=Access(
+                keys_file=Path(options.api_keys_file) if options.api_keys_file else None,
+                admin_token=options.admin_token,
+                audit=AuditLog(options.audit_log, program=options.name),
+                by_certificate=options.tls.verifies_clients,
+            ),
+            tls=options.tls,
+            insecure=options.insecure,
+        )
+
+    return run_program(main, options.log)

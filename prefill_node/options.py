@@ -1,0 +1,32 @@
+"""PrefillOptions: the options of a prefill node, and when it sends the KV blocks of a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from baton.engine_config import EngineConfig
+from baton.options import group, option
+from node_runtime.options import NodeOptions
+
+NUM_LAYER_GROUPS = 4
+
+
+class PushMode(StrEnum):
+    """From the latest to the earliest; each sends the same bytes."""
+
+    AFTER_PREFILL = "after-prefill"  # all blocks when token 1 is known; to measure the others by
+    CHUNKS = "chunks"  # the blocks that a chunk filled while the next one computes
+    LAYERS = "layers"  # and the last chunk's, some layers while the next ones compute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillOptions(NodeOptions):
+    """Options of a prefill node; raises ConfigError naming the field."""
+
+    # A prompt that lost its blocks is computed again here: nobody else has any.
+    engine: EngineConfig = group(lambda: EngineConfig(cuda_graphs=False), without=("preemption",))
+    push: PushMode = option(PushMode.LAYERS, help="When KV blocks are sent.")
+    layer_groups: int = option(
+        NUM_LAYER_GROUPS, least=1, help="Parts of a chunk that is sent layer-wise."
+    )

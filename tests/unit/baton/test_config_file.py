@@ -1,0 +1,178 @@
+"""Options from files: who wins, what is refused and how it is said; what `config show` prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli.app import app
+from baton.cli.programs import run_up
+from baton.local_deployment import LocalDeploymentConfig
+from tools.options_page import PAGE, page
+
+FLEET = """\
+model = "of all"
+max_attempts = 2
+push = "chunks"
+
+[router]
+max_attempts = 4
+drain_delay_s = 1
+strict_fields = true
+
+[decode]
+router = ["r0:1", "r1:2"]
+listen = "127.0.0.1:7"
+kv_cache_memory = "2G"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "fleet.toml"
+    path.write_text(FLEET, encoding="utf-8")
+    return path
+
+
+def baton(*arguments: object, **environment: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command."""
+    done = CliRunner(env=environment).invoke(app, [str(one) for one in arguments])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def shown(program: str, *arguments: object, **environment: str) -> dict[str, list[str]]:
+    """Of each option: its value, and where that comes from."""
+    code, text, errors = baton("config", "show", program, *arguments, **environment)
+    assert (code, errors) == (0, "")
+    lines = (re.split(r"\s{2,}", line) for line in text.splitlines())
+    return {words[0]: words[1:] for words in lines}
+
+
+def test_a_table_wins_over_what_is_for_all_and_that_over_the_default(file: Path) -> None:
+    found = shown("router", "--config", file)
+    assert found["model"] == ["of all", f"{file}: model"]
+    assert found["max_attempts"] == ["4", f"{file}: [router] max_attempts"]
+    assert found["drain_delay_s"] == ["1.0", f"{file}: [router] drain_delay_s"]
+    assert found["strict_fields"] == ["true", f"{file}: [router] strict_fields"]
+    assert found["max_ttft_s"] == ["0.0", "default"]
+
+
+def test_the_environment_wins_over_the_file_and_the_command_line_over_both(file: Path) -> None:
+    environment = {"BATON_MAX_ATTEMPTS": "5", "BATON_CONFIG": str(file)}
+    assert shown("router", **environment)["max_attempts"] == ["5", "BATON_MAX_ATTEMPTS"]
+    found = shown("router", "--max-attempts", 6, "--no-strict-fields", **environment)
+    assert found["max_attempts"] == ["6", "--max-attempts"]
+    assert found["strict_fields"] == ["false", "--strict-fields"]
+
+
+def test_each_program_takes_its_part_of_the_file(file: Path) -> None:
+    prefill, decode = (shown(role, "--config", file) for role in ("prefill", "decode"))
+    assert prefill["push"] == ["chunks", f"{file}: push"]
+    assert "push" not in decode
+    assert decode["listen"] == ["127.0.0.1:7", f"{file}: [decode] listen"]
+    assert prefill["listen"] == ["127.0.0.1:0", "default"]
+    assert decode["kv_cache_memory"][0] == "2G"
+    assert decode["router"] == ["r0:1 r1:2", f"{file}: [decode] router"]
+
+
+def test_no_secret_is_shown_and_what_must_be_given_is_said() -> None:
+    _, text, _ = baton("config", "show", "router", "--admin-token", "s3cret", BATON_NODE_TOKEN="pw")
+    assert "s3cret" not in text
+    assert "pw" not in text
+    assert text.count("(given, and not shown)") == 2
+    assert "must be given" in text.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("modle = 1", "modle: no program has such an option"),
+        ("[decode]\npush = 'chunks'", "[decode] push: `baton decode` has no such option"),
+        ("[rooter]", "[rooter]: must be one of up, router, prefill, decode, sim-node"),
+        ("block_size = '3'", "block_size: expected `int`, got `str`"),
+        ("[decode]\nblock_size = 1.5", "[decode] block_size: expected `int`, got `float`"),
+        ("[decode]\nblock_size = 0", "[decode] block_size: must be 1 or more, got 0"),
+        ("[decode]\nkv_cache_memory = 3", "[decode] kv_cache_memory: expected `str`, got `int`"),
+        ("listen = 'x:1'", "listen: each program has its own; say it in one's table, as [router]"),
+        ("router = []", "router: each program has its own; say it in one's table, as [router]"),
+        ("admin_token = 'x'", "admin_token: is a secret; give it as BATON_ADMIN_TOKEN"),
+        ("[decode", "Expected ']' at the end of a table declaration (at end of document)"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_in_one_line(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    path = tmp_path / "baton.toml"
+    path.write_text(text, encoding="utf-8")
+    for command in (["decode"], ["config", "show", "decode"]):
+        code, _, errors = baton(*command, "--model", "no such model", "--config", path)
+        assert (code, errors) == (2, f"error: {path}: {problem}\n")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "problem"),
+    [
+        ("BATON_BLOCK_SIZE", "0", "must be 1 or more, got 0"),
+        ("BATON_BLOCK_SIZE", "x", "must be a valid integer, unable to parse string as an integer"),
+        ("BATON_KV_CACHE_MEMORY", "much", "must be a number of bytes such as 512M or 2G, "
+         "got 'much'"),
+        ("BATON_LOG_LEVEL", "loud", "must be one of debug, info, warning, error, got 'loud'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_variable_is_said_with_its_name(
+    variable: str, value: str, problem: str
+) -> None:
+    code, _, errors = baton("decode", "--model", "no such model", **{variable: value})
+    assert (code, errors) == (2, f"error: {variable}: {problem}\n")
+
+
+def test_a_file_that_is_not_there_is_no_file() -> None:
+    code, _, errors = baton("router", "--model", "x", "--config", "no/such/file")
+    assert (code, errors) == (
+        2, "error: no/such/file: cannot be read (No such file or directory)\n",
+    )  # fmt: skip
+
+
+def test_the_page_of_options_is_what_is_declared() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its default of an option would win over the router's table."""
+    started: list[LocalDeploymentConfig] = []
+
+    def run(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr(run_up, "run_up", run)
+    path = tmp_path / "fleet.toml"
+    path.write_text(
+        "model = 'm'\ndtype = 'float16'\n[up]\ndecode = 2\npolicy = 'round_robin'\n"
+        "tool_call_parser = 'hermes'\n[router]\napi_keys_file = 'keys.toml'\n",
+        encoding="utf-8",
+    )
+    variables = {"BATON_TOOL_CALL_PARSER": "none", "BATON_KV_CACHE_DTYPE": "fp8"}
+    arguments = ["--kv-cache-memory", "1G", "--prefill-args", "--push chunks"]
+    code, _, errors = baton("up", "--config", path, *arguments, **variables)
+    assert (code, errors) == (0, "")
+    [config] = started
+    assert (config.model, config.num_prefill, config.num_decode) == ("m", 1, 2)
+    assert config.router_args == [
+        "--config", str(path), "--policy", "round_robin", "--api-keys-file", "keys.toml",
+    ]  # fmt: skip
+    assert config.node_args == ["--config", str(path), "--kv-cache-memory", "1G"]
+    assert (config.prefill_args, config.decode_args) == (["--push", "chunks"], [])
+
+
+def test_up_reads_the_tables_of_all_that_it_starts_before_it_starts_them(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text("model = 'm'\n[decode]\npush = 'chunks'\n", encoding="utf-8")
+    code, _, errors = baton("up", "--config", path)
+    problem = f"{path}: [decode] push: `baton decode` has no such option"
+    assert (code, errors) == (2, f"error: {problem}\n")
