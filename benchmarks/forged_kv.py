@@ -46,15 +46,16 @@ from engine import LLM
 from engine.engine import Engine
 from environment import record_environment, write_results
 from kvconnector import KV_CONNECTORS
-from kvconnector.base import KVTransport
-from kvconnector.layout import KVLayout, LayerRange
+from kvconnector.block_digests import BlockDigests
+from kvconnector.blocks import LayerRange
+from kvconnector.layout import KVLayout
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol import messages
-from kvconnector.protocol.digests import BlockDigests
 from kvconnector.protocol.messages import Digests, Message
 from kvconnector.protocol.receiver import Receiver
 from kvconnector.protocol.seals import HEADER_BYTES, Channel, Channels, peek
 from kvconnector.protocol.sender import Sender
+from kvconnector.transports.base import KVTransport
 from kvconnector.transports.in_memory import InMemoryTransport
 from kvconnector.transports.nixl.agent import NixlAgent
 from prefill_node.node import PrefillNode

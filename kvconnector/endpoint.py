@@ -17,12 +17,13 @@ import msgspec
 from baton.api.errors import TransferError
 from baton.link.round_watch import Rounds
 from baton.telemetry.node_metrics import ConnectorMetrics
-from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
+from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_process import start_time
 from kvconnector.protocol.inbox import Inbox
 from kvconnector.protocol.messages import Message
-from kvconnector.protocol.peer_process import start_time
 from kvconnector.protocol.peers import Peers
+from kvconnector.transports.base import KVTransport
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from baton.api.errors import TransferError
-from baton.link.words import MAX_PEER_INFO_BYTES
+from baton.limits import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8
 _MAX_ADDRESS = 2**63

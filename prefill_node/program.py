@@ -9,9 +9,9 @@ from baton.cli.run_node import NodeOptions
 from baton.link.words import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
 from kvconnector import KV_CONNECTORS
-from kvconnector.base import NO_OPTIONS, TransportOptions
-from kvconnector.protocol.digests import BlockDigests, digests_are_wanted
+from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.protocol.sender import Sender
+from kvconnector.transports.base import NO_OPTIONS, TransportOptions
 from kvconnector.transports.fault_file import faults_of
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from node_runtime.node_engine import load_engine

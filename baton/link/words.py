@@ -18,9 +18,6 @@ from baton.block_hash import ShortHash
 
 # How often a node and its router tell each other that they live.
 BEAT_INTERVAL_S = 0.25
-# It goes to every node of the other role. Ours have a kilobyte; each network device adds some 100
-# bytes, each registered memory some dozens.
-MAX_PEER_INFO_BYTES = 2**17
 
 
 class NodeRole(Enum):

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import hmac
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
-import torch
 
-from kvconnector.layout import LayerRange
+from kvconnector.blocks import LayerRange
 from kvconnector.protocol.messages import Commit, Digests, Resend, Watermark
 from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
 from kvconnector.protocol.transfer import Piece
-from kvconnector.transports.side_stream import SideStream
 
 MAX_DIGESTS_PER_MESSAGE = 320  # with their indices less than 8 KiB: one fragment of the transport
 
@@ -57,41 +55,13 @@ class Written:
         return (before + place.to_bytes(8, "big") + after for place in self.places)
 
 
-class BlockDigests:
-    """Keyed digests of blocks, or of some of their layers, read from a cache.
+class BlockReader(Protocol):
+    """Digests of a node's own blocks; reads its memory (`kvconnector/block_digests.py`)."""
 
-    Args:
-        kv_cache: `[num_blocks, num_layers, ...]`, contiguous.
-    """
-
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        num_blocks, self.num_layers = kv_cache.shape[:2]
-        self._layers = kv_cache.view(num_blocks, self.num_layers, -1).view(torch.uint8)
-        self._layer_bytes = self._layers.shape[2]
-        self._side_stream = SideStream(kv_cache)
-        # A slice of it costs a tenth of one of the tensor, and they are cut by the thousand.
-        self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
+    num_layers: int
 
     def of(self, block_ids: Sequence[int], written: Written, key: BlockKey) -> bytes:
         """``DIGEST_BYTES`` for each block."""
-        parts = zip(
-            written.numbers,
-            written.contexts(),
-            self._read(block_ids, written.layers),
-            strict=True,
-        )
-        return b"".join(key.digest(number, context, part) for number, context, part in parts)
-
-    def _read(self, block_ids: Sequence[int], layers: LayerRange) -> Iterator[memoryview]:
-        first, end = (layer * self._layer_bytes for layer in layers)
-        if self._memory is None:
-            with self._side_stream.entered():
-                copied = self._layers[list(block_ids), slice(*layers)].cpu()
-            yield from (block.data for block in copied.view(len(block_ids), -1).numpy())
-            return
-        block_bytes = self.num_layers * self._layer_bytes
-        for block_id in block_ids:
-            yield self._memory[block_id * block_bytes + first : block_id * block_bytes + end]
 
 
 class SentDigests:
@@ -102,7 +72,7 @@ class SentDigests:
         own_engine_id: of the sender.
     """
 
-    def __init__(self, digests: BlockDigests, own_engine_id: str) -> None:
+    def __init__(self, digests: BlockReader, own_engine_id: str) -> None:
         self._digests = digests
         self._own_engine_id = own_engine_id
         self._num_digests = 0
@@ -176,7 +146,7 @@ class Verifier:
         digests: of the decode node's own memory.
     """
 
-    def __init__(self, digests: BlockDigests) -> None:
+    def __init__(self, digests: BlockReader) -> None:
         self._digests = digests
         self._all_layers = (1 << digests.num_layers) - 1
         self._arrivals: dict[Key, Arrival] = {}
@@ -312,14 +282,3 @@ def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:
                 runs.append((first, place))
             first = place + 1
     return runs
-
-
-def digests_are_wanted(option: bool | None, kv_connector: str) -> bool:
-    """Whether blocks are checked: as the option says, else where KV leaves loopback unprotected.
-
-    NIXL's UCX stays there unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
-    """
-    if option is not None:
-        return option
-    devices = os.environ.get("UCX_NET_DEVICES", "lo").split(",")
-    return kv_connector == "nixl" and any(device.strip() != "lo" for device in devices)

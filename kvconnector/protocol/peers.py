@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.api.errors import TransferError
-from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
+from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol import messages
 from kvconnector.protocol.messages import Beat, Hello, Message
 from kvconnector.protocol.seals import Channels
+from kvconnector.transports.base import KVTransport
 from kvconnector.transports.paths import judge_path
 
 logger = logging.getLogger(__name__)

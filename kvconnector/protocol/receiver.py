@@ -14,10 +14,11 @@ from collections.abc import Callable
 from baton.api.outputs import PushReceipt
 from baton.link.round_watch import Rounds
 from baton.telemetry.node_metrics import ConnectorMetrics
-from kvconnector.base import KVReservation, KVTransport, TransferEvent, TransferEventKind
+from kvconnector.base import KVReservation, TransferEvent, TransferEventKind
+from kvconnector.block_digests import BlockDigests
 from kvconnector.endpoint import Endpoint
 from kvconnector.peer_info import PeerInfo
-from kvconnector.protocol.digests import Arrival, BlockDigests, Verifier
+from kvconnector.protocol.digests import Arrival, Verifier
 from kvconnector.protocol.drains import Drains
 from kvconnector.protocol.messages import (
     Beat,
@@ -36,6 +37,7 @@ from kvconnector.protocol.messages import (
 )
 from kvconnector.protocol.repeats import REPEAT_S, Repeats
 from kvconnector.protocol.self_test import TestSlots
+from kvconnector.transports.base import KVTransport
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 
 from baton.api.errors import TransferError
 from baton.telemetry.rates import format_rate
-from kvconnector.base import KVTransport, PendingWrite
 from kvconnector.protocol.messages import HelloAck, SelfTest, SelfTestResult
 from kvconnector.protocol.peers import Peers, PeerState
+from kvconnector.transports.base import KVTransport, PendingWrite
 from kvconnector.transports.scratch import NUM_SLOTS, Scratch
 
 logger = logging.getLogger(__name__)

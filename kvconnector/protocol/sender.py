@@ -16,11 +16,12 @@ from collections.abc import Callable
 from baton.api.errors import TransferError
 from baton.link.round_watch import Rounds
 from baton.telemetry.node_metrics import ConnectorMetrics
-from kvconnector.base import BlockPush, KVTransport, TransferEvent, TransferEventKind
+from kvconnector.base import BlockPush, TransferEvent, TransferEventKind
+from kvconnector.block_digests import BlockDigests
+from kvconnector.blocks import LayerRange, check_block_ids
 from kvconnector.endpoint import Endpoint
-from kvconnector.layout import LayerRange, check_block_ids
 from kvconnector.peer_info import PeerInfo
-from kvconnector.protocol.digests import BlockDigests, SentDigests, cut_digests
+from kvconnector.protocol.digests import SentDigests, cut_digests
 from kvconnector.protocol.messages import (
     MAX_TEXT_CHARS,
     Beat,
@@ -46,6 +47,7 @@ from kvconnector.protocol.transfer import (
     Write,
     cut,
 )
+from kvconnector.transports.base import KVTransport
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from baton.telemetry.node_metrics import ConnectorMetrics
-from kvconnector.base import BlockPush, PendingWrite
-from kvconnector.layout import LayerRange, count_runs
+from kvconnector.base import BlockPush
+from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Digests, Grant
+from kvconnector.transports.base import PendingWrite
 
 MAX_ATTEMPTS = 3  # at writing again what arrived wrong
 

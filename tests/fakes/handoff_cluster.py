@@ -33,9 +33,9 @@ from decode_node.node import DecodeNode
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import RequestStatus
 from engine.engine import Engine
-from kvconnector.base import KVTransport, TransferEvent
+from kvconnector.base import TransferEvent
+from kvconnector.block_digests import BlockDigests
 from kvconnector.endpoint import Endpoint
-from kvconnector.protocol.digests import BlockDigests
 from kvconnector.protocol.messages import (
     Beat,
     Hello,
@@ -47,6 +47,7 @@ from kvconnector.protocol.messages import (
 from kvconnector.protocol.receiver import Receiver
 from kvconnector.protocol.seals import peek
 from kvconnector.protocol.sender import Sender
+from kvconnector.transports.base import KVTransport
 from prefill_node.node import PrefillNode
 from tests.fakes.dead_engines import let_die
 from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork, ScriptedTransport

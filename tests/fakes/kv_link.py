@@ -14,7 +14,7 @@ import torch
 
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEventKind
-from kvconnector.layout import LayerRange
+from kvconnector.blocks import LayerRange
 from kvconnector.protocol.receiver import Receiver
 from kvconnector.protocol.sender import Sender
 from tests.fakes.waiting import wait_until

@@ -14,7 +14,8 @@ import torch
 
 from baton.api.errors import TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
-from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
+from kvconnector.blocks import LayerRange, check_block_ids, check_layers
+from kvconnector.layout import KVLayout
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.seals import HEADER_BYTES, Channels, peek

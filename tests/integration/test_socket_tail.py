@@ -15,7 +15,7 @@ import torch
 
 from kvconnector.base import TransferEventKind
 from kvconnector.peer_info import PeerInfo
-from kvconnector.protocol.peer_process import PeerProcess, start_time
+from kvconnector.peer_process import PeerProcess, start_time
 from kvconnector.protocol.receiver import Receiver
 from kvconnector.transports.nixl.transport import NixlTransport
 from tests.fakes.unsealed import with_key

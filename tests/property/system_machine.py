@@ -22,7 +22,7 @@ from baton.block_hash import BlockHash
 from baton.decode_options import DecodeOptions
 from baton.engine_config import PREEMPTION
 from baton.push_mode import PushMode
-from kvconnector.protocol.peer_process import PeerProcess
+from kvconnector.peer_process import PeerProcess
 from models import load_model
 from router.policies import POLICIES
 from tests.fakes.cache_contents import contents_of

@@ -27,6 +27,7 @@ from baton.push_mode import PushMode
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
+from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import (
     Cancel,
     Commit,
@@ -37,7 +38,6 @@ from kvconnector.protocol.messages import (
     Watermark,
     encode,
 )
-from kvconnector.protocol.peer_process import PeerProcess
 from kvconnector.protocol.peers import BEAT_INTERVAL_S
 from kvconnector.protocol.seals import HEADER_BYTES
 from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of

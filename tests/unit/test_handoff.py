@@ -12,9 +12,9 @@ from baton.api.structured_output import StructuredOutput
 from baton.link.words import AbortAll, PeerUpdate
 from kvconnector.base import TransferEventKind
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Grant, Watermark
 from kvconnector.protocol.pair_keys import KeyPair
-from kvconnector.protocol.peer_process import PeerProcess
 from kvconnector.protocol.seals import peek
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport

@@ -6,6 +6,7 @@ import pytest
 
 from baton.link.words import AbortAll
 from baton.telemetry.ledger import BlockOwner
+from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import (
     Commit,
     Digests,
@@ -15,7 +16,6 @@ from kvconnector.protocol.messages import (
     Start,
     Verified,
 )
-from kvconnector.protocol.peer_process import PeerProcess
 from kvconnector.protocol.peers import BEAT_INTERVAL_S, LEASE_S
 from kvconnector.protocol.seals import peek
 from kvconnector.protocol.transfer import Transfer

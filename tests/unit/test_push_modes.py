@@ -9,7 +9,7 @@ import pytest
 from baton.api.sampling_params import SamplingParams
 from baton.push_mode import PushMode
 from kvconnector.base import BlockPush
-from kvconnector.layout import layer_groups
+from kvconnector.blocks import layer_groups
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 

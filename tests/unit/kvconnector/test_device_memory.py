@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from kvconnector.base import BlockPush
+from kvconnector.block_digests import BlockDigests
 from kvconnector.endpoint import Endpoint
 from kvconnector.peer_info import PeerInfo, host_identity
-from kvconnector.protocol.digests import BlockDigests, Written
+from kvconnector.protocol.digests import Written
 from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.sender import Sender
 from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS

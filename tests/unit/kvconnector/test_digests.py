@@ -17,8 +17,9 @@ from kvconnector.base import (
     TransferEventKind,
     TransferKey,
 )
-from kvconnector.layout import LayerRange
-from kvconnector.protocol.digests import BlockDigests, SentDigests, Written, digests_are_wanted
+from kvconnector.block_digests import BlockDigests, digests_are_wanted
+from kvconnector.blocks import LayerRange
+from kvconnector.protocol.digests import SentDigests, Written
 from kvconnector.protocol.messages import Digests, Verified, Watermark, decode, encode
 from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.receiver import Receiver

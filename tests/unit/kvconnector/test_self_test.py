@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.telemetry.rates import format_rate
-from kvconnector.base import KVTransport, PendingWrite, TransferEvent, TransferEventKind
+from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.messages import HelloAck, Message, SelfTest, SelfTestResult, encode
 from kvconnector.protocol.peers import LEASE_S, MAX_BACK_OFF_S
@@ -20,6 +20,7 @@ from kvconnector.protocol.receiver import Receiver
 from kvconnector.protocol.seals import peek
 from kvconnector.protocol.self_test import MAX_POSTED, MAX_TIMED_WRITES, OFFER_S, TIMEOUT_S
 from kvconnector.protocol.sender import Sender
+from kvconnector.transports.base import KVTransport, PendingWrite
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from kvconnector.transports.paths import CUDA_IPC_PATH, UNKNOWN_GPU_PATH
 from kvconnector.transports.scratch import NUM_SLOTS
