@@ -5,28 +5,46 @@
                                                       number of attempt
 
 Digests are keyed (`pair_keys.py`): bytes that another wrote, or that belong elsewhere, fit none.
+Each end has a filter around its state machine: the sender's tells digests, the receiver's keeps
+watermarks and commits to itself until what they speak of is verified. Neither machine knows.
+
 Refuses to know: requests' tokens, and what is done with bytes that are wrong for good.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from kvconnector.base import NO_TRANSFER, KVReservation, TransferKey
 from kvconnector.blocks import LayerRange
-from kvconnector.protocol.messages import Commit, Digests, Resend, Watermark
+from kvconnector.protocol.actions import (
+    Action,
+    Drop,
+    Input,
+    Leave,
+    Posted,
+    Send,
+    StateMachine,
+    Write,
+    WriteEnded,
+)
+from kvconnector.protocol.messages import Commit, Digests, Quiet, Resend, Verified, Watermark
 from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
+from kvconnector.protocol.repeats import REPEAT_S
+from kvconnector.protocol.seals import Channels
 from kvconnector.protocol.transfer import Piece
 
-MAX_DIGESTS_PER_MESSAGE = 320  # with their indices less than 8 KiB: one fragment of the transport
+logger = logging.getLogger(__name__)
 
-Key = tuple[str, int]  # (request_id, epoch)
+MAX_DIGESTS_PER_MESSAGE = 320  # with their indices less than 8 KiB: one fragment of the transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +83,7 @@ class BlockReader(Protocol):
 
 
 class SentDigests:
-    """The sender's end: of what it writes, each digest with a number of its own.
+    """Of what a sender writes, each digest with a number of its own.
 
     Args:
         digests: of its memory.
@@ -98,6 +116,54 @@ class SentDigests:
             attempt=piece.attempt,
             first_number=first,
         )
+
+
+class DigestTeller:
+    """A filter around a sender: each write that is complete is followed by its digests.
+
+    Args:
+        machine: the sender's.
+        digests: of its memory.
+        channels: with the keys of blocks to each peer.
+    """
+
+    def __init__(self, machine: StateMachine, digests: SentDigests, channels: Channels) -> None:
+        self._machine = machine
+        self._digests = digests
+        self._channels = channels
+        self._posted: defaultdict[tuple[str, TransferKey], deque[Digests]] = defaultdict(deque)
+
+    def take(self, item: Input, now: float) -> list[Action]:
+        told: list[Action] = []
+        match item:
+            case Posted(action=Write(engine_id, key), is_done=is_done, problem=problem):
+                if is_done or problem:
+                    told = self._tell(engine_id, key, problem)
+            case WriteEnded(engine_id, key, problem) if key != NO_TRANSFER:
+                told = self._tell(engine_id, key, problem)
+            case _:
+                pass
+        actions = self._machine.take(item, now)
+        for action in actions:
+            if isinstance(action, Write):  # is next: this is what it brings
+                self._note(action)
+        return told + actions
+
+    def tick(self, now: float) -> list[Action]:
+        return self._machine.tick(now)
+
+    def _note(self, write: Write) -> None:
+        key = self._channels[write.engine_id].keys.send_blocks
+        digests = self._digests.of(*write.key, write.piece, key)
+        self._posted[write.engine_id, write.key].append(digests)
+
+    def _tell(self, engine_id: str, key: TransferKey, problem: str) -> list[Action]:
+        """Say what the oldest write of a transfer must have brought, if it brought anything."""
+        posted = self._posted[engine_id, key]
+        digests = posted.popleft()
+        if not posted:
+            del self._posted[engine_id, key]
+        return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
 
 
 def cut_digests(whole: Digests) -> Iterator[Digests]:
@@ -149,10 +215,13 @@ class Verifier:
     def __init__(self, digests: BlockReader) -> None:
         self._digests = digests
         self._all_layers = (1 << digests.num_layers) - 1
-        self._arrivals: dict[Key, Arrival] = {}
+        self._arrivals: dict[TransferKey, Arrival] = {}
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
 
     def expect(
-        self, key: Key, engine_id: str, block_ids: Sequence[int], first_block: int = 0
+        self, key: TransferKey, engine_id: str, block_ids: Sequence[int], first_block: int = 0
     ) -> None:
         """These blocks were granted to that peer.
 
@@ -164,12 +233,12 @@ class Verifier:
             engine_id, [*[0] * first_block, *block_ids], here + [0] * len(block_ids)
         )
 
-    def find(self, key: Key, engine_id: str) -> Arrival | None:
+    def find(self, key: TransferKey, engine_id: str) -> Arrival | None:
         """What that peer was granted, unless it is over."""
         arrival = self._arrivals.get(key)
         return arrival if arrival is not None and arrival.engine_id == engine_id else None
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: TransferKey) -> None:
         self._arrivals.pop(key, None)
 
     def forget_peer(self, engine_id: str) -> None:
@@ -266,6 +335,120 @@ class Verifier:
         if any(index < num_blocks for index, _ in arrival.missing):
             return False
         return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])
+
+
+class DigestVerifier:
+    """A filter around a receiver: what is not verified has not arrived.
+
+    Args:
+        machine: the receiver's.
+        verifier: of its memory.
+        own_engine_id: of the receiver.
+        channels: with the keys of blocks from each peer.
+
+    Attributes:
+        num_wrong_blocks: that arrived with another digest than they were sent with.
+    """
+
+    def __init__(
+        self, machine: StateMachine, verifier: Verifier, own_engine_id: str, channels: Channels
+    ) -> None:
+        self._machine = machine
+        self._verifier = verifier
+        self._own_engine_id = own_engine_id
+        self._channels = channels
+        self.num_wrong_blocks = 0
+        self._said: list[Action] = []
+        self._passed: list[Input] = []
+
+    def take(self, item: Input, now: float) -> list[Action]:
+        self._said, self._passed = [], []
+        self._take(item, now)
+        actions = self._said
+        for passed in self._passed:
+            actions += self._machine.take(passed, now)
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        return self._machine.tick(now)
+
+    def __len__(self) -> int:
+        """Transfers that are granted and not verified."""
+        return len(self._verifier)
+
+    def _take(self, item: Input, now: float) -> None:
+        match item:
+            case Watermark() | Commit():
+                self._keep(item, now)
+                return
+            case Digests():
+                self._check(item)
+            case KVReservation():
+                key = (item.request_id, item.epoch)
+                self._verifier.expect(key, item.engine_id, item.block_ids, item.first_block)
+            case Quiet():
+                self._verifier.forget((item.request_id, item.epoch))
+            case Drop():
+                self._verifier.forget(item.key)
+            case Leave():
+                self._verifier.forget_peer(item.engine_id)
+            case _:
+                pass
+        self._passed.append(item)
+
+    def _say(self, engine_id: str, message: Resend | Verified) -> None:
+        self._said.append(Send(engine_id, message))
+
+    def _keep(self, message: Watermark | Commit, now: float) -> None:
+        """Keep it until all it speaks of is verified; a Commit comes again if that takes long."""
+        arrival = self._verifier.find((message.request_id, message.epoch), message.engine_id)
+        if isinstance(message, Watermark):
+            if arrival is not None:
+                arrival.watermark = message
+                self._pass_verified(arrival)
+        elif arrival is None:  # what we said of its end was lost
+            self._say_verified(message)
+        elif arrival.commit is None:
+            arrival.commit, arrival.asked_at = message, now
+            self._pass_verified(arrival)
+        elif now - arrival.asked_at >= REPEAT_S / 2:  # not only doubled by the network
+            arrival.asked_at = now
+            for resend in self._verifier.ask_again(arrival, message, self._own_engine_id):
+                self._say(message.engine_id, resend)
+
+    def _check(self, message: Digests) -> None:
+        arrival = self._verifier.find((message.request_id, message.epoch), message.engine_id)
+        if arrival is None:
+            return
+        key = self._channels[message.engine_id].keys.receive_blocks
+        resend = self._verifier.check(message, self._own_engine_id, key)
+        if resend is not None:
+            self.num_wrong_blocks += len(resend.indices)
+            logger.warning(
+                "%d blocks of request %s arrived wrong, attempt %d",
+                len(resend.indices),
+                message.request_id,
+                resend.attempt,
+            )
+            self._say(message.engine_id, resend)
+        self._pass_verified(arrival)
+
+    def _pass_verified(self, arrival: Arrival) -> None:
+        """Let out what was kept, as far as it may be believed now."""
+        watermark, commit = arrival.watermark, arrival.commit
+        if commit is not None and self._verifier.is_verified(arrival, len(arrival.block_ids)):
+            self._verifier.forget((commit.request_id, commit.epoch))
+            self._say_verified(commit)
+            self._passed.append(commit)
+        elif watermark is not None and self._verifier.is_verified(arrival, watermark.num_blocks):
+            arrival.watermark = None
+            self._passed.append(watermark)
+
+    def _say_verified(self, commit: Commit) -> None:
+        verified = Verified(
+            engine_id=self._own_engine_id, request_id=commit.request_id, epoch=commit.epoch
+        )
+        self._say(commit.engine_id, verified)
 
 
 def _digest(digests: bytes, place: int) -> bytes:

@@ -29,7 +29,7 @@ def num_tokens_kept(cluster: Cluster, prompt: list[int]) -> int:
 def watermarks(cluster: Cluster) -> list[int]:
     """That the decode node has heard of."""
     kind = TransferEventKind.WATERMARK
-    return [event.num_tokens for event in cluster.d_endpoint.emitted if event.kind is kind]
+    return [event.num_tokens for event in cluster.receiver.heard if event.kind is kind]
 
 
 def go_on_until(cluster: Cluster, num_moves: int, num_landed: int) -> None:

@@ -68,7 +68,7 @@ def test_layers_are_in_the_decode_node_before_the_next_ones_are_computed() -> No
     arrived = []
 
     def let_it_travel() -> None:
-        cluster.p_endpoint.round()
+        cluster.sender.loop.round()
         while cluster.network.writes:
             arrived.append(cluster.network.writes[0].layers)
             cluster.network.land(0)
