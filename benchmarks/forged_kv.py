@@ -45,15 +45,16 @@ from engine import LLM
 from engine.engine import Engine
 from environment import record_environment, write_results
 from kvconnector import KV_CONNECTORS
-from kvconnector.base import KVTransport
-from kvconnector.layout import KVLayout, LayerRange
+from kvconnector.block_digests import BlockDigests
+from kvconnector.blocks import LayerRange
+from kvconnector.ends import Receiver, Sender
+from kvconnector.layout import KVLayout
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol import messages
-from kvconnector.protocol.digests import BlockDigests
+from kvconnector.protocol.actions import Action, Input, StateMachine
 from kvconnector.protocol.messages import Digests, Message
-from kvconnector.protocol.receiver import Receiver
 from kvconnector.protocol.seals import HEADER_BYTES, Channel, Channels, peek
-from kvconnector.protocol.sender import Sender
+from kvconnector.transports.base import KVTransport
 from kvconnector.transports.in_memory import InMemoryTransport
 from kvconnector.transports.nixl.agent import NixlAgent
 from prefill_node.node import PrefillNode
@@ -225,14 +226,18 @@ class Scene:
 
     def _listen(self, name: str, end: Sender | Receiver) -> None:
         """Count what this end's I/O thread takes for its peer's word."""
-        endpoint = end._endpoint
-        take = endpoint._on_message
+        machine: StateMachine = end.machine
+        if isinstance(end, Receiver) and end.verifier is not None:
+            machine = end.verifier
+        take = machine.take
 
-        def on_message(message: Message) -> None:
-            self.heard[name][messages.encode(message)] += 1
-            take(message)
+        def count_and_take(item: Input, now: float) -> list[Action]:
+            if isinstance(item, Message):
+                self.heard[name][messages.encode(item)] += 1
+            return take(item, now)
 
-        endpoint._on_message = on_message
+        machine.take = count_and_take  # type: ignore[method-assign]
+        end.loop.start()
 
     # ------------------------------------------------------------------ the router's part
 
@@ -314,7 +319,7 @@ class Scene:
             first = num_prompt_blocks(self.d.engine) - len(reservation.block_ids)
             indices = [i - first for i in message.indices if i >= first]
             layers = message.layers or layers  # the others may have been checked already
-        elif self.receiver._verifier is not None:
+        elif self.receiver.verifier is not None:
             return
         for index in self.draw.sample(list(indices), min(WRITES_PER_DIGESTS, len(indices))):
             self.attacker.write(reservation.block_ids[index], layers)
@@ -432,7 +437,7 @@ class Scene:
                     self._end(request_id, "cancelled")
         self.is_attacking = False
         until = time.monotonic() + 60
-        while (self.open or self.d.reservations.has_open or self.sender._transfers) and (
+        while (self.open or self.d.reservations.has_open or self.sender.machine.transfers) and (
             time.monotonic() < until
         ):
             self._step()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from engine.core.block_pool import BlockPool
 from environment import summary
-from kvconnector.layout import count_runs
+from kvconnector.blocks import count_runs
 
 NUM_BLOCKS = 8192
 BLOCK_SIZE = 16

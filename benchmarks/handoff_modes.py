@@ -25,7 +25,8 @@ import transformers
 from baton import AsyncClient, Client, Receipt, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from environment import summary
-from kvconnector.protocol.digests import BlockDigests, Written
+from kvconnector.block_digests import BlockDigests
+from kvconnector.protocol.digests import Written
 from kvconnector.protocol.pair_keys import BlockKey
 
 LENGTHS = (256, 1024, 4096, 16384)  # tokens

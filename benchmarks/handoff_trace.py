@@ -31,7 +31,7 @@ from engine.engine import Engine
 from environment import record_environment, write_results
 from handoff_modes import READY_TIMEOUT_S, free_address, make_checkpoint
 from kvconnector.base import TransferEventKind
-from kvconnector.protocol.receiver import Receiver
+from kvconnector.ends import Receiver
 from kvconnector.transports.nixl.transport import NixlTransport
 from loadtest.page.palette import LIGHT, render, style
 from prefill_node.push_tracker import PushTracker

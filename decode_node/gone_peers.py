@@ -12,7 +12,7 @@ from collections.abc import Container
 
 from kvconnector.base import KVReceiver
 from kvconnector.peer_info import PeerInfo
-from kvconnector.protocol.peer_process import PeerProcess
+from kvconnector.peer_process import PeerProcess
 
 
 class GonePeers:

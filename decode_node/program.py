@@ -10,9 +10,9 @@ from baton.node_program import NodeProgram
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeNodeOptions
 from kvconnector import KV_CONNECTORS
-from kvconnector.base import NO_OPTIONS, TransportOptions
-from kvconnector.protocol.digests import BlockDigests, digests_are_wanted
-from kvconnector.protocol.receiver import Receiver
+from kvconnector.block_digests import BlockDigests, digests_are_wanted
+from kvconnector.ends import Receiver
+from kvconnector.transports.base import NO_OPTIONS, TransportOptions
 from kvconnector.transports.fault_file import faults_of
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from node_runtime.node_engine import load_engine
@@ -55,6 +55,7 @@ def make_program(
             transport = FaultyTransport(transport, loaded.engine.kv_cache, faults)
         digests = BlockDigests(loaded.engine.kv_cache) if kv_digests else None
         receiver = Receiver(transport, on_event=wake, on_death=on_death, digests=digests)
+        receiver.loop.start()
         return DecodeNode(loaded.engine, receiver, emit, options.decode), receiver
 
     return NodeThreads(

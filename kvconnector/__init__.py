@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.registry import Registry
-from kvconnector.base import MakeTransport
+from kvconnector.transports.base import MakeTransport
 
 KV_CONNECTORS: Registry[MakeTransport] = Registry(
     "KV connector",

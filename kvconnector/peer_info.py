@@ -13,10 +13,11 @@ import msgspec
 import xxhash
 
 from baton.api.errors import TransferError
-from baton.link.words import MAX_PEER_INFO_BYTES
+from baton.limits import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8
 _MAX_ADDRESS = 2**63
+NUM_SLOTS = 4  # of scratch memory: so many peers are probed at the same time
 
 # A peer may claim anything; what does not fit a machine is refused before it is computed with.
 Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from kvconnector.base import BlockPush, KVSender
-from kvconnector.layout import LayerRange
+from kvconnector.blocks import LayerRange
 
 
 class LayerTail:

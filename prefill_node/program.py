@@ -8,9 +8,9 @@ from baton.access.tls import TlsFiles
 from baton.link.words import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
 from kvconnector import KV_CONNECTORS
-from kvconnector.base import NO_OPTIONS, TransportOptions
-from kvconnector.protocol.digests import BlockDigests, digests_are_wanted
-from kvconnector.protocol.sender import Sender
+from kvconnector.block_digests import BlockDigests, digests_are_wanted
+from kvconnector.ends import Sender
+from kvconnector.transports.base import NO_OPTIONS, TransportOptions
 from kvconnector.transports.fault_file import faults_of
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from node_runtime.node_engine import load_engine
@@ -55,6 +55,7 @@ def make_program(
             transport = FaultyTransport(transport, loaded.engine.kv_cache, faults)
         digests = BlockDigests(loaded.engine.kv_cache) if kv_digests else None
         sender = Sender(transport, on_event=wake, on_death=on_death, digests=digests)
+        sender.loop.start()
         node = PrefillNode(loaded.engine, sender, emit, options.push, options.layer_groups)
         return node, sender
 

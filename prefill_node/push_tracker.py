@@ -21,7 +21,7 @@ from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request, view_request
 from engine.engine import Engine
 from kvconnector.base import BlockPush, KVSender, TransferEvent, TransferEventKind
-from kvconnector.layout import layer_groups
+from kvconnector.blocks import layer_groups
 from prefill_node.layer_tail import LayerTail
 from prefill_node.options import NUM_LAYER_GROUPS, PushMode
 

@@ -17,9 +17,6 @@ from baton.api.sampling_params import SamplingParams
 from baton.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 
-# It goes to every node of the other role. Ours have a kilobyte; each network device adds some 100
-# bytes, each registered memory some dozens.
-MAX_PEER_INFO_BYTES = 2**17
 
 
 class NodeRole(Enum):

@@ -5,30 +5,46 @@
                                                       number of attempt
 
 Digests are keyed (`pair_keys.py`): bytes that another wrote, or that belong elsewhere, fit none.
+Each end has a filter around its state machine: the sender's tells digests, the receiver's keeps
+watermarks and commits to itself until what they speak of is verified. Neither machine knows.
+
 Refuses to know: requests' tokens, and what is done with bytes that are wrong for good.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
 import math
-import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
-import torch
 
-from kvconnector.layout import LayerRange
-from kvconnector.protocol.messages import Commit, Digests, Resend, Watermark
+from kvconnector.base import NO_TRANSFER, KVReservation, TransferKey
+from kvconnector.blocks import LayerRange
+from kvconnector.protocol.actions import (
+    Action,
+    Drop,
+    Input,
+    Leave,
+    Posted,
+    Send,
+    StateMachine,
+    Write,
+    WriteEnded,
+)
+from kvconnector.protocol.messages import Commit, Digests, Quiet, Resend, Verified, Watermark
 from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
+from kvconnector.protocol.repeats import REPEAT_S
+from kvconnector.protocol.seals import Channels
 from kvconnector.protocol.transfer import Piece
-from kvconnector.transports.side_stream import SideStream
+
+logger = logging.getLogger(__name__)
 
 MAX_DIGESTS_PER_MESSAGE = 320  # with their indices less than 8 KiB: one fragment of the transport
-
-Key = tuple[str, int]  # (request_id, epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,52 +73,24 @@ class Written:
         return (before + place.to_bytes(8, "big") + after for place in self.places)
 
 
-class BlockDigests:
-    """Keyed digests of blocks, or of some of their layers, read from a cache.
+class BlockReader(Protocol):
+    """Digests of a node's own blocks; reads its memory (`kvconnector/block_digests.py`)."""
 
-    Args:
-        kv_cache: `[num_blocks, num_layers, ...]`, contiguous.
-    """
-
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        num_blocks, self.num_layers = kv_cache.shape[:2]
-        self._layers = kv_cache.view(num_blocks, self.num_layers, -1).view(torch.uint8)
-        self._layer_bytes = self._layers.shape[2]
-        self._side_stream = SideStream(kv_cache)
-        # A slice of it costs a tenth of one of the tensor, and they are cut by the thousand.
-        self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
+    num_layers: int
 
     def of(self, block_ids: Sequence[int], written: Written, key: BlockKey) -> bytes:
         """``DIGEST_BYTES`` for each block."""
-        parts = zip(
-            written.numbers,
-            written.contexts(),
-            self._read(block_ids, written.layers),
-            strict=True,
-        )
-        return b"".join(key.digest(number, context, part) for number, context, part in parts)
-
-    def _read(self, block_ids: Sequence[int], layers: LayerRange) -> Iterator[memoryview]:
-        first, end = (layer * self._layer_bytes for layer in layers)
-        if self._memory is None:
-            with self._side_stream.entered():
-                copied = self._layers[list(block_ids), slice(*layers)].cpu()
-            yield from (block.data for block in copied.view(len(block_ids), -1).numpy())
-            return
-        block_bytes = self.num_layers * self._layer_bytes
-        for block_id in block_ids:
-            yield self._memory[block_id * block_bytes + first : block_id * block_bytes + end]
 
 
 class SentDigests:
-    """The sender's end: of what it writes, each digest with a number of its own.
+    """Of what a sender writes, each digest with a number of its own.
 
     Args:
         digests: of its memory.
         own_engine_id: of the sender.
     """
 
-    def __init__(self, digests: BlockDigests, own_engine_id: str) -> None:
+    def __init__(self, digests: BlockReader, own_engine_id: str) -> None:
         self._digests = digests
         self._own_engine_id = own_engine_id
         self._num_digests = 0
@@ -128,6 +116,54 @@ class SentDigests:
             attempt=piece.attempt,
             first_number=first,
         )
+
+
+class DigestTeller:
+    """A filter around a sender: each write that is complete is followed by its digests.
+
+    Args:
+        machine: the sender's.
+        digests: of its memory.
+        channels: with the keys of blocks to each peer.
+    """
+
+    def __init__(self, machine: StateMachine, digests: SentDigests, channels: Channels) -> None:
+        self._machine = machine
+        self._digests = digests
+        self._channels = channels
+        self._posted: defaultdict[tuple[str, TransferKey], deque[Digests]] = defaultdict(deque)
+
+    def take(self, item: Input, now: float) -> list[Action]:
+        told: list[Action] = []
+        match item:
+            case Posted(action=Write(engine_id, key), is_done=is_done, problem=problem):
+                if is_done or problem:
+                    told = self._tell(engine_id, key, problem)
+            case WriteEnded(engine_id, key, problem) if key != NO_TRANSFER:
+                told = self._tell(engine_id, key, problem)
+            case _:
+                pass
+        actions = self._machine.take(item, now)
+        for action in actions:
+            if isinstance(action, Write):  # is next: this is what it brings
+                self._note(action)
+        return told + actions
+
+    def tick(self, now: float) -> list[Action]:
+        return self._machine.tick(now)
+
+    def _note(self, write: Write) -> None:
+        key = self._channels[write.engine_id].keys.send_blocks
+        digests = self._digests.of(*write.key, write.piece, key)
+        self._posted[write.engine_id, write.key].append(digests)
+
+    def _tell(self, engine_id: str, key: TransferKey, problem: str) -> list[Action]:
+        """Say what the oldest write of a transfer must have brought, if it brought anything."""
+        posted = self._posted[engine_id, key]
+        digests = posted.popleft()
+        if not posted:
+            del self._posted[engine_id, key]
+        return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
 
 
 def cut_digests(whole: Digests) -> Iterator[Digests]:
@@ -176,13 +212,16 @@ class Verifier:
         digests: of the decode node's own memory.
     """
 
-    def __init__(self, digests: BlockDigests) -> None:
+    def __init__(self, digests: BlockReader) -> None:
         self._digests = digests
         self._all_layers = (1 << digests.num_layers) - 1
-        self._arrivals: dict[Key, Arrival] = {}
+        self._arrivals: dict[TransferKey, Arrival] = {}
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
 
     def expect(
-        self, key: Key, engine_id: str, block_ids: Sequence[int], first_block: int = 0
+        self, key: TransferKey, engine_id: str, block_ids: Sequence[int], first_block: int = 0
     ) -> None:
         """These blocks were granted to that peer.
 
@@ -194,12 +233,12 @@ class Verifier:
             engine_id, [*[0] * first_block, *block_ids], here + [0] * len(block_ids)
         )
 
-    def find(self, key: Key, engine_id: str) -> Arrival | None:
+    def find(self, key: TransferKey, engine_id: str) -> Arrival | None:
         """What that peer was granted, unless it is over."""
         arrival = self._arrivals.get(key)
         return arrival if arrival is not None and arrival.engine_id == engine_id else None
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: TransferKey) -> None:
         self._arrivals.pop(key, None)
 
     def forget_peer(self, engine_id: str) -> None:
@@ -298,6 +337,120 @@ class Verifier:
         return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])
 
 
+class DigestVerifier:
+    """A filter around a receiver: what is not verified has not arrived.
+
+    Args:
+        machine: the receiver's.
+        verifier: of its memory.
+        own_engine_id: of the receiver.
+        channels: with the keys of blocks from each peer.
+
+    Attributes:
+        num_wrong_blocks: that arrived with another digest than they were sent with.
+    """
+
+    def __init__(
+        self, machine: StateMachine, verifier: Verifier, own_engine_id: str, channels: Channels
+    ) -> None:
+        self._machine = machine
+        self._verifier = verifier
+        self._own_engine_id = own_engine_id
+        self._channels = channels
+        self.num_wrong_blocks = 0
+        self._said: list[Action] = []
+        self._passed: list[Input] = []
+
+    def take(self, item: Input, now: float) -> list[Action]:
+        self._said, self._passed = [], []
+        self._take(item, now)
+        actions = self._said
+        for passed in self._passed:
+            actions += self._machine.take(passed, now)
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        return self._machine.tick(now)
+
+    def __len__(self) -> int:
+        """Transfers that are granted and not verified."""
+        return len(self._verifier)
+
+    def _take(self, item: Input, now: float) -> None:
+        match item:
+            case Watermark() | Commit():
+                self._keep(item, now)
+                return
+            case Digests():
+                self._check(item)
+            case KVReservation():
+                key = (item.request_id, item.epoch)
+                self._verifier.expect(key, item.engine_id, item.block_ids, item.first_block)
+            case Quiet():
+                self._verifier.forget((item.request_id, item.epoch))
+            case Drop():
+                self._verifier.forget(item.key)
+            case Leave():
+                self._verifier.forget_peer(item.engine_id)
+            case _:
+                pass
+        self._passed.append(item)
+
+    def _say(self, engine_id: str, message: Resend | Verified) -> None:
+        self._said.append(Send(engine_id, message))
+
+    def _keep(self, message: Watermark | Commit, now: float) -> None:
+        """Keep it until all it speaks of is verified; a Commit comes again if that takes long."""
+        arrival = self._verifier.find((message.request_id, message.epoch), message.engine_id)
+        if isinstance(message, Watermark):
+            if arrival is not None:
+                arrival.watermark = message
+                self._pass_verified(arrival)
+        elif arrival is None:  # what we said of its end was lost
+            self._say_verified(message)
+        elif arrival.commit is None:
+            arrival.commit, arrival.asked_at = message, now
+            self._pass_verified(arrival)
+        elif now - arrival.asked_at >= REPEAT_S / 2:  # not only doubled by the network
+            arrival.asked_at = now
+            for resend in self._verifier.ask_again(arrival, message, self._own_engine_id):
+                self._say(message.engine_id, resend)
+
+    def _check(self, message: Digests) -> None:
+        arrival = self._verifier.find((message.request_id, message.epoch), message.engine_id)
+        if arrival is None:
+            return
+        key = self._channels[message.engine_id].keys.receive_blocks
+        resend = self._verifier.check(message, self._own_engine_id, key)
+        if resend is not None:
+            self.num_wrong_blocks += len(resend.indices)
+            logger.warning(
+                "%d blocks of request %s arrived wrong, attempt %d",
+                len(resend.indices),
+                message.request_id,
+                resend.attempt,
+            )
+            self._say(message.engine_id, resend)
+        self._pass_verified(arrival)
+
+    def _pass_verified(self, arrival: Arrival) -> None:
+        """Let out what was kept, as far as it may be believed now."""
+        watermark, commit = arrival.watermark, arrival.commit
+        if commit is not None and self._verifier.is_verified(arrival, len(arrival.block_ids)):
+            self._verifier.forget((commit.request_id, commit.epoch))
+            self._say_verified(commit)
+            self._passed.append(commit)
+        elif watermark is not None and self._verifier.is_verified(arrival, watermark.num_blocks):
+            arrival.watermark = None
+            self._passed.append(watermark)
+
+    def _say_verified(self, commit: Commit) -> None:
+        verified = Verified(
+            engine_id=self._own_engine_id, request_id=commit.request_id, epoch=commit.epoch
+        )
+        self._say(commit.engine_id, verified)
+
+
 def _digest(digests: bytes, place: int) -> bytes:
     return digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
 
@@ -312,14 +465,3 @@ def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:
                 runs.append((first, place))
             first = place + 1
     return runs
-
-
-def digests_are_wanted(option: bool | None, kv_connector: str) -> bool:
-    """Whether blocks are checked: as the option says, else where KV leaves loopback unprotected.
-
-    NIXL's UCX stays there unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
-    """
-    if option is not None:
-        return option
-    devices = os.environ.get("UCX_NET_DEVICES", "lo").split(",")
-    return kv_connector == "nixl" and any(device.strip() != "lo" for device in devices)

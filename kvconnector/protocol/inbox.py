@@ -10,14 +10,13 @@ import itertools
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from baton.api.errors import TransferError
 from kvconnector.protocol import messages
 from kvconnector.protocol.messages import Message
-from kvconnector.protocol.peers import Peers
-from kvconnector.protocol.seals import Refusal, RefusedMessageError
+from kvconnector.protocol.seals import Channels, Refusal, RefusedMessageError
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +37,13 @@ class Inbox:
     """Of one end.
 
     Args:
-        peers: whom we listen to, and what their messages are opened with.
-        clock: seconds that never go back.
+        peers: engine ids of those whom we listen to.
+        channels: that their messages are opened with.
     """
 
-    def __init__(self, peers: Peers, clock: Callable[[], float]) -> None:
+    def __init__(self, peers: Container[str], channels: Channels) -> None:
         self._peers = peers
-        self._clock = clock
+        self._channels = channels
         self._queues: dict[str, _Queue] = {}  # none is empty
         self._num_refused: Counter[Refusal] = Counter()
         self._num_told = 0
@@ -58,7 +57,7 @@ class Inbox:
         """Messages that were not heard; may be read from any thread."""
         return self._num_refused.copy()
 
-    def put(self, sender: str, payload: bytes) -> None:
+    def put(self, sender: str, payload: bytes, now: float) -> None:
         """Keep a message until its turn, or refuse it.
 
         Args:
@@ -67,15 +66,15 @@ class Inbox:
         try:
             self._put(sender, payload)
         except RefusedMessageError as error:
-            self._refuse(error.reason, sender)
+            self._refuse(error.reason, sender, now)
 
-    def take(self) -> list[Message]:
+    def take(self, now: float) -> list[Message]:
         """The messages of one round: some of each peer's, in the order in which they came."""
         taken = []
         for sender, queue in list(self._queues.items()):
             for body in itertools.islice(queue.bodies, MESSAGES_PER_TURN):
                 queue.num_bytes -= len(body) + OVERHEAD_BYTES
-                message = self._decode(sender, body)
+                message = self._decode(sender, body, now)
                 if message is not None:
                     taken.append(message)
             if len(queue.bodies) <= MESSAGES_PER_TURN:
@@ -90,27 +89,26 @@ class Inbox:
             raise RefusedMessageError(Refusal.STRANGER)
         if len(payload) > MAX_MESSAGE_BYTES:
             raise RefusedMessageError(Refusal.TOO_LONG)
-        body = self._peers.channels[sender].open(payload)
+        body = self._channels[sender].open(payload)
         queue = self._queues.setdefault(sender, _Queue())
         if queue.num_bytes > MAX_KEPT_BYTES:
             raise RefusedMessageError(Refusal.FLOOD)
         queue.bodies.append(body)
         queue.num_bytes += len(body) + OVERHEAD_BYTES
 
-    def _decode(self, sender: str, body: bytes) -> Message | None:
+    def _decode(self, sender: str, body: bytes, now: float) -> Message | None:
         try:
             message = messages.decode(body)
         except TransferError:
-            self._refuse(Refusal.MALFORMED, sender)
+            self._refuse(Refusal.MALFORMED, sender, now)
             return None
         if message.engine_id != sender:  # it speaks for another
-            self._refuse(Refusal.FORGED, sender)
+            self._refuse(Refusal.FORGED, sender, now)
             return None
         return message
 
-    def _refuse(self, reason: Refusal, sender: str) -> None:
+    def _refuse(self, reason: Refusal, sender: str, now: float) -> None:
         self._num_refused[reason] += 1
-        now = self._clock()
         if now < self._warn_at:
             return
         self._warn_at = now + WARN_INTERVAL_S

@@ -3,12 +3,12 @@
     GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats, or it cannot be reached; and back
         `----------`-------------`-> LEAVING -> gone
 
-Nobody is connected, for the first time or again, before a self-test has passed (`self_test.py`).
+Nobody is connected, for the first time or again, before a probe has passed (`probe.py`).
 A sender says Hello until then, and Beat from then on; a receiver answers both. A sender's lease to
 write into a peer's memory is as old as the beat that was answered, by its own clock: a process
 that stood still finds its lease run out, whatever has come into its queues meanwhile.
 
-All of this runs on the I/O thread. Knows no request: who has something in flight says so.
+Knows no request: who has something in flight says so.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.api.errors import TransferError
-from kvconnector.base import KVTransport, TransferEvent, TransferEventKind
+from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
-from kvconnector.protocol import messages
+from kvconnector.protocol.actions import Connect, ConnectEnded, Disconnect, Send, SendEnded, Turn
 from kvconnector.protocol.messages import Beat, Hello, Message
-from kvconnector.protocol.seals import Channels
 from kvconnector.transports.paths import judge_path
 
 logger = logging.getLogger(__name__)
@@ -58,9 +56,9 @@ class Peer:
         speak_at: when the next Hello or Beat is due.
         back_off_s: between attempts to meet or reach it again; doubled each time.
         is_broken: the transport's connection failed; it must be made anew.
-        test: number of the next self-test with it.
-        is_testing: one is running, and we say Hello when it is over.
-        is_tested: the last one has passed.
+        probe: number of the next probe of it.
+        is_probing: one is running, and we say Hello when it is over.
+        is_probed: the last one has passed.
         bandwidth_bytes_per_s: as that one measured it.
         problem: what was reported of it last.
         unreached: why it could not be reached when that was tried last.
@@ -75,9 +73,9 @@ class Peer:
     reconnect_at: float = -math.inf
     back_off_s: float = HELLO_INTERVAL_S
     is_broken: bool = False
-    test: int = 0
-    is_testing: bool = False
-    is_tested: bool = False
+    probe: int = 0
+    is_probing: bool = False
+    is_probed: bool = False
     bandwidth_bytes_per_s: float = 0.0
     problem: str = ""
     unreached: str = ""
@@ -86,45 +84,41 @@ class Peer:
     def engine_id(self) -> str:
         return self.info.engine_id
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether it is not connected yet, or not any more."""
+        return self.state in (PeerState.GREETING, PeerState.SUSPECT)
+
 
 class Peers:
     """All peers of one end.
 
     Args:
-        transport: that reaches them.
-        emit: takes events about them.
-        clock: seconds that never go back, also while this process stands still.
+        turn: of the state machine that this is a part of.
+        own: how this end is presented to peers.
         greets: whether this end says Hello and Beat; the other one answers.
         is_busy: whether something posted to a peer is in flight; its connection must stay then.
         on_lost: called when a peer becomes suspect, with the reason.
-
-    Attributes:
-        own_id: engine id of this end.
-        channels: with the keys shared with each of them.
     """
 
     def __init__(
         self,
-        transport: KVTransport,
-        emit: Callable[[TransferEvent], None],
-        clock: Callable[[], float],
+        turn: Turn,
+        own: PeerInfo,
         *,
         greets: bool,
-        is_busy: Callable[[str], bool],
-        on_lost: Callable[[str, str], None],
+        is_busy: Callable[[str], bool] = lambda engine_id: False,
+        on_lost: Callable[[str, str], None] = lambda engine_id, reason: None,
     ) -> None:
-        self._transport = transport
-        self.own_id = transport.peer_info.engine_id
-        self.channels = Channels(self.own_id)
-        self._emit = emit
-        self._clock = clock
+        self._turn = turn
+        self._own = own
         self._greets = greets
         self._is_busy = is_busy
         self._on_lost = on_lost
         self._peers: dict[str, Peer] = {}
-        self._test_numbers = itertools.count(1)
+        self._probe_numbers = itertools.count(1)
 
-    def __contains__(self, engine_id: str) -> bool:
+    def __contains__(self, engine_id: object) -> bool:
         return engine_id in self._peers
 
     def __getitem__(self, engine_id: str) -> Peer:
@@ -138,7 +132,7 @@ class Peers:
 
     # ------------------------------------------------------------------ coming and going
 
-    def add(self, info: PeerInfo) -> None:
+    def meet(self, info: PeerInfo) -> None:
         """Learn a peer, or greet a known one anew; PEER_FAILED if that cannot be.
 
         One process start has one `PeerInfo`: another one in a known peer's name changes nothing.
@@ -146,21 +140,33 @@ class Peers:
         if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
             logger.warning("%s is known, and otherwise than now presented", info.engine_id)
             return
-        try:
-            self.channels.learn(info, self._peers)
-            path = self._transport.connect(info)
-        except TransferError as error:
-            self._report(info.engine_id, str(error))
-            return
-        peer = Peer(info, path, self._clock() + HELLO_TIMEOUT_S, test=next(self._test_numbers))
+        self._turn.ask(Connect(info))
+
+    def take_connected(self, result: ConnectEnded) -> None:
+        """Greet who was connected, or send what waited; report whom we cannot learn."""
+        info, then = result.action.peer, result.action.then
         known = self._peers.get(info.engine_id)
+        if then is None and result.problem:
+            self._report(info.engine_id, result.problem)
+        elif then is None:
+            self._peers[info.engine_id] = self._new_peer(info, result.path, known)
+        elif known is not None and result.problem:  # it is tried again later
+            logger.warning("cannot connect to %s: %s", info.engine_id, result.problem)
+            self._lose_unreached(known)
+        elif known is not None:
+            known.is_broken, known.path = False, result.path
+            self._turn.ask(then)
+
+    def _new_peer(self, info: PeerInfo, path: str, known: Peer | None) -> Peer:
+        report_at = self._turn.now + HELLO_TIMEOUT_S
+        peer = Peer(info, path, report_at, probe=next(self._probe_numbers))
         if known is not None:
             peer.alive_at, peer.is_broken = known.alive_at, known.is_broken
-            peer.is_testing = known.is_testing
-            if not self._greets:  # the other end asks for a test if it wants one
-                peer.is_tested, peer.path = known.is_tested, known.path
+            peer.is_probing = known.is_probing
+            if not self._greets:  # the other end asks for a probe if it wants one
+                peer.is_probed, peer.path = known.is_probed, known.path
                 peer.bandwidth_bytes_per_s = known.bandwidth_bytes_per_s
-        self._peers[info.engine_id] = peer
+        return peer
 
     def leave(self, engine_id: str) -> None:
         """Its router has lost it, which does not mean that it is dead: `remove` it when quiet."""
@@ -171,14 +177,14 @@ class Peers:
     def remove(self, engine_id: str) -> None:
         """Forget a peer."""
         self._peers.pop(engine_id, None)
-        self._transport.disconnect(engine_id)
+        self._turn.ask(Disconnect(engine_id))
 
     # ------------------------------------------------------------------ signs of life
 
     def note_alive(self, engine_id: str, at_s: float) -> None:
         """A peer was alive at a moment of our clock; what is older than known changes nothing."""
         peer = self._peers[engine_id]
-        if at_s <= self._clock():  # it comes from the network
+        if at_s <= self._turn.now:  # it comes from the network
             peer.alive_at = max(peer.alive_at, at_s)
 
     def renew(self, engine_id: str, sent_at_s: float) -> None:
@@ -188,14 +194,14 @@ class Peers:
             self.confirm(engine_id)
 
     def confirm(self, engine_id: str) -> None:
-        """A peer has answered, or asked; if it was tested, it is connected, perhaps again."""
+        """A peer has answered, or asked; if it was probed, it is connected, perhaps again."""
         peer = self._peers[engine_id]
-        if not peer.is_tested or peer.state not in (PeerState.GREETING, PeerState.SUSPECT):
+        if not peer.is_probed or not peer.is_expected:
             return
         peer.state = PeerState.CONNECTED
         peer.back_off_s = HELLO_INTERVAL_S
         peer.problem = ""
-        self._emit(
+        self._turn.ask(
             TransferEvent(
                 kind=TransferEventKind.PEER_CONNECTED,
                 engine_id=engine_id,
@@ -204,43 +210,43 @@ class Peers:
             )
         )
 
-    def begin_test(self, engine_id: str, test: int) -> bool:
-        """Whether a peer's answer to our Hello is what the next self-test with it waits for."""
+    def try_begin_probe(self, engine_id: str, number: int) -> bool:
+        """Start a probe if this answer to our Hello is about our current one; whether it is."""
         peer = self._peers[engine_id]
-        waits = peer.state in (PeerState.GREETING, PeerState.SUSPECT) and self._is_fresh(peer)
-        if not waits or peer.is_testing or peer.is_tested or peer.test != test:
+        waits = peer.is_expected and self._is_fresh(peer)
+        if not waits or peer.is_probing or peer.is_probed or peer.probe != number:
             return False
-        peer.is_testing = True
-        peer.test = next(self._test_numbers)
+        peer.is_probing = True
+        peer.probe = next(self._probe_numbers)
         return True
 
     def judge_path(self, engine_id: str, bandwidth_bytes_per_s: float) -> None:
-        """A self-test has measured the path to a peer, which may tell which it is."""
-        peer, own_host = self._peers[engine_id], self._transport.peer_info.host
+        """Name the path to a peer by the bandwidth that a probe has measured, if that tells."""
+        peer, own_host = self._peers[engine_id], self._own.host
         peer.path = judge_path(
             peer.path,
             on_this_host=peer.info.host == own_host != "",
             bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         )
 
-    def pass_test(self, engine_id: str, path: str, bandwidth_bytes_per_s: float) -> None:
-        """What was written has arrived: the peer is connected."""
+    def pass_probe(self, engine_id: str, path: str, bandwidth_bytes_per_s: float) -> None:
+        """Connect a peer, as what was written has arrived."""
         peer = self._peers[engine_id]
-        peer.is_tested = True
+        peer.is_probed = True
         peer.path, peer.bandwidth_bytes_per_s = path, bandwidth_bytes_per_s
         self.confirm(engine_id)
 
-    def end_test(self, engine_id: str) -> None:
-        """It is over, and nothing that it has posted is in flight."""
+    def end_probe(self, engine_id: str) -> None:
+        """Note that a probe is over, and that nothing that it has posted is in flight."""
         if engine_id in self._peers:
-            self._peers[engine_id].is_testing = False
+            self._peers[engine_id].is_probing = False
 
-    def fail_test(self, engine_id: str, problem: str) -> None:
-        """It has not, and why; said once. The peer is tested again when it answers again."""
+    def fail_probe(self, engine_id: str, problem: str) -> None:
+        """Say once why what was written has not arrived; the peer is probed when it answers."""
         peer = self._peers.get(engine_id)
         if peer is None:
             return
-        peer.is_tested = False
+        peer.is_probed = False
         if peer.state is not PeerState.LEAVING and peer.problem != problem:
             logger.warning("%s: %s", engine_id, problem)
             self._lose(peer, problem)
@@ -253,7 +259,7 @@ class Peers:
     def may_write(self, engine_id: str) -> bool:
         """Whether the lease of a peer's memory holds. If it has run out, the peer is suspect."""
         peer = self._peers.get(engine_id)
-        if peer is None or not peer.is_tested:
+        if peer is None or not peer.is_probed:
             return False
         if self._is_fresh(peer):
             return True
@@ -270,92 +276,95 @@ class Peers:
     @property
     def is_meeting(self) -> bool:
         """Whether a new peer may answer any moment."""
-        now = self._clock()
+        now = self._turn.now
         return any(p.state is PeerState.GREETING and now < p.report_at for p in self)
 
     def _speak(self, peer: Peer) -> None:
-        now = self._clock()
-        if now < peer.speak_at or peer.state is PeerState.LEAVING or peer.is_testing:
+        now = self._turn.now
+        if now < peer.speak_at or peer.state is PeerState.LEAVING or peer.is_probing:
             return
         if peer.state is PeerState.CONNECTED:
             peer.speak_at = now + BEAT_INTERVAL_S
-            self.send(peer.engine_id, Beat(engine_id=self.own_id, sent_at_s=now))
+            self.send(peer.engine_id, Beat(engine_id=self._own.engine_id, sent_at_s=now))
             return
         if peer.state is PeerState.SUSPECT:
             peer.speak_at = now + self._next_back_off(peer)
         else:
             peer.speak_at = now + HELLO_INTERVAL_S
             if now >= peer.report_at:
-                what = "no self-test" if self._is_fresh(peer) else "no answer"
+                what = "no probe" if self._is_fresh(peer) else "no answer"
                 why = f": {peer.unreached}" if peer.unreached else ""
                 self._lose(peer, f"{what} in {HELLO_TIMEOUT_S:.0f} s{why}")
-        self._notify(peer, Hello(engine_id=self.own_id, sent_at_s=now, test=peer.test))
+        hello = Hello(engine_id=self._own.engine_id, sent_at_s=now, test=peer.probe)
+        self.send(peer.engine_id, hello)
 
     def is_fresh(self, engine_id: str) -> bool:
         """Whether a known peer was alive a moment ago."""
         return self._is_fresh(self._peers[engine_id])
 
     def _is_fresh(self, peer: Peer) -> bool:
-        return self._clock() - peer.alive_at < LEASE_S
+        return self._turn.now - peer.alive_at < LEASE_S
 
     def _lose_if_silent(self, peer: Peer) -> None:
         if peer.state is PeerState.CONNECTED and not self._is_fresh(peer):
-            silent_s = self._clock() - peer.alive_at
+            silent_s = self._turn.now - peer.alive_at
             self._lose(peer, f"no beat of {peer.engine_id} for {silent_s:.1f} s")
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """Say once that a peer is not there."""
         peer.state = PeerState.SUSPECT
         peer.problem = reason
-        if self._greets:  # the other end believes beats again until it is asked for a test
-            peer.is_tested = False
+        if self._greets:  # the other end believes beats again until it is asked for a probe
+            peer.is_probed = False
         self._report(peer.engine_id, reason)
         self._on_lost(peer.engine_id, reason)
 
     # ------------------------------------------------------------------ messages
 
-    def send(self, engine_id: str, message: Message) -> bool:
-        """Send a message; False when the peer cannot be reached, which is said once."""
+    def send(self, engine_id: str, message: Message, *, tells: bool = False) -> bool:
+        """Have a message sent; False when the peer cannot be reached, which is said once.
+
+        Args:
+            tells: whether `SendEnded` is to follow though it went (`send_again`: it did not).
+        """
         peer = self._peers.get(engine_id)
         if peer is None:
             return False
-        if self._notify(peer, message):
-            return True
+        action = Send(engine_id, message, tells)
+        if peer.is_broken:
+            return self._send_anew(peer, action)
+        self._turn.ask(action)
+        return True
+
+    def send_again(self, result: SendEnded) -> bool:
+        """Have what did not go sent once more over a new connection; False when that cannot be.
+
+        A connection that failed stays failed; the peer may be well.
+        """
+        action = result.action
+        logger.warning("cannot reach %s: %s", action.engine_id, result.problem)
+        peer = self._peers.get(action.engine_id)
+        if peer is None:
+            return False
+        peer.is_broken = True
+        peer.unreached = result.problem
+        return self._send_anew(peer, action)
+
+    def _lose_unreached(self, peer: Peer) -> None:
         if peer.state is PeerState.CONNECTED:
-            self._lose(peer, f"{engine_id} cannot be reached")
-        return False
+            self._lose(peer, f"{peer.engine_id} cannot be reached")
 
-    def _notify(self, peer: Peer, message: Message) -> bool:
-        payload = self.channels[peer.engine_id].seal(messages.encode(message))
-        for _ in range(2):  # a connection that failed stays failed; the peer may be well
-            if peer.is_broken and not self._reconnect(peer):
-                return False
-            try:
-                self._transport.notify(peer.engine_id, payload)
-            except TransferError as error:
-                logger.warning("cannot reach %s: %s", peer.engine_id, error)
-                peer.is_broken = True
-                peer.unreached = str(error)
-            else:
-                return True
-        return False
-
-    def _reconnect(self, peer: Peer) -> bool:
-        """Connect anew, unless it was tried just now or something is in flight.
+    def _send_anew(self, peer: Peer, action: Send) -> bool:
+        """Connect anew and send, unless it was tried just now or something is in flight.
 
         Writes in flight use the connection: they end first, as this peer's transfers fail.
         """
-        now = self._clock()
+        now = self._turn.now
         if now < peer.reconnect_at or self._is_busy(peer.engine_id):
+            self._lose_unreached(peer)
             return False
         peer.reconnect_at = now + self._next_back_off(peer)
-        try:
-            self._transport.disconnect(peer.engine_id)
-            peer.path = self._transport.connect(peer.info)
-        except TransferError as error:
-            logger.warning("cannot connect to %s: %s", peer.engine_id, error)
-            return False
-        peer.is_broken = False
+        self._turn.ask(Connect(peer.info, then=action))
         return True
 
     def _next_back_off(self, peer: Peer) -> float:
@@ -364,6 +373,6 @@ class Peers:
         return back_off_s
 
     def _report(self, engine_id: str, reason: str) -> None:
-        self._emit(
+        self._turn.ask(
             TransferEvent(kind=TransferEventKind.PEER_FAILED, engine_id=engine_id, reason=reason)
         )

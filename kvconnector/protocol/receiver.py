@@ -1,4 +1,4 @@
-"""Receiver: the decode node's end of the handoff, over any transport.
+"""ReceiveMachine: the decode node's end of the hand-off, without I/O.
 
 It translates between messages and events; who may write where, and until when, is decided by the
 node (`decode_node/reservations.py`).
@@ -6,18 +6,31 @@ node (`decode_node/reservations.py`).
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import time
-from collections.abc import Callable
-
 from baton.api.outputs import PushReceipt
-from baton.link.round_watch import Rounds
-from baton.telemetry.node_metrics import ConnectorMetrics
-from kvconnector.base import KVReservation, KVTransport, TransferEvent, TransferEventKind
-from kvconnector.endpoint import Endpoint
+from kvconnector.base import (
+    NO_TRANSFER,
+    KVReservation,
+    TransferEvent,
+    TransferEventKind,
+    TransferKey,
+)
 from kvconnector.peer_info import PeerInfo
-from kvconnector.protocol.digests import Arrival, BlockDigests, Verifier
+from kvconnector.protocol.actions import (
+    Action,
+    Allow,
+    AllRead,
+    ConnectEnded,
+    Drain,
+    Drop,
+    Forbid,
+    Forbidden,
+    Input,
+    Leave,
+    Meet,
+    SendEnded,
+    SlotRead,
+    Turn,
+)
 from kvconnector.protocol.drains import Drains
 from kvconnector.protocol.messages import (
     Beat,
@@ -27,282 +40,194 @@ from kvconnector.protocol.messages import (
     Grant,
     Hello,
     HelloAck,
-    Message,
     Quiet,
     SelfTest,
     Start,
-    Verified,
     Watermark,
 )
-from kvconnector.protocol.repeats import REPEAT_S, Repeats
-from kvconnector.protocol.self_test import TestSlots
+from kvconnector.protocol.peers import Peers
+from kvconnector.protocol.probe import ProbeSlots
+from kvconnector.protocol.repeats import Repeats
 
-logger = logging.getLogger(__name__)
+Heard = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
 
 
-class Receiver:
-    """See `KVReceiver` for the contract.
+class ReceiveMachine:
+    """See `StateMachine` for the contract.
 
     Args:
-        transport: how bytes travel; owned from now on.
-        on_event: called (on another thread) when `poll` has something.
-        on_death: called (on another thread) when the connector cannot continue.
-        clock: seconds that never go back.
-        digests: of this node's memory, if what arrives is to be checked before anybody hears of it.
+        own: how this end is presented to peers.
+
+    Attributes:
+        grants: neither committed nor ended yet.
     """
 
-    def __init__(
-        self,
-        transport: KVTransport,
-        on_event: Callable[[], None],
-        on_death: Callable[[Exception], None],
-        clock: Callable[[], float] = time.monotonic,
-        digests: BlockDigests | None = None,
-    ) -> None:
-        self._clock = clock
-        self._grants = Repeats()  # neither committed nor ended yet
-        self._num_wrong_blocks = 0
+    def __init__(self, own: PeerInfo) -> None:
+        self._own = own
+        self._turn = Turn()
+        self.peers = Peers(self._turn, own, greets=False)
+        self._slots = ProbeSlots(self._turn, own, self.peers)
+        self.grants = Repeats()
         self._drains = Drains()
-        self._verifier = None if digests is None else Verifier(digests)  # of the I/O thread
-        self._endpoint = Endpoint(
-            transport,
-            on_message=self._on_message,
-            progress=self._progress,
-            on_event=on_event,
-            on_death=on_death,
-            clock=clock,
-        )
-        self._info = self._endpoint.peer_info
-        self._slots = TestSlots(transport.scratch, self._endpoint.peers, clock)
-        self._endpoint.start()
+        self._num_reads = 0
 
-    # ------------------------------------------------------------------ the node's thread
+    def take(self, item: Input, now: float) -> list[Action]:
+        self._turn.now = now
+        if isinstance(item, Heard):
+            self._hear(item)
+        else:
+            self._obey(item)
+        return self._turn.take()
+
+    def tick(self, now: float) -> list[Action]:
+        self._turn.now = now
+        self.peers.tick()
+        for engine_id in self._drains.take_done(now, self._num_reads):
+            self._report(TransferEventKind.PEER_DRAINED, engine_id)
+        # Of a transfer that is over at the sender's, its end was lost: it will say so again.
+        for _, grant in self.grants.take_due(now):
+            self.peers.send(grant.engine_id, grant.message)
+        self._slots.tick()
+        return self._turn.take()
 
     @property
-    def peer_info(self) -> PeerInfo:
-        return self._info
+    def is_expecting(self) -> bool:
+        """Whether messages may come soon, as far as this end knows: its node knows more."""
+        return False
 
-    def describe(self) -> bytes:
-        return self._info.encode()
+    @property
+    def is_moving(self) -> bool:
+        """Whether a peer may be writing what its probe is measured by."""
+        return self._slots.is_lent
 
-    def connect(self, peer: PeerInfo) -> None:
-        self._endpoint.submit(lambda: self._endpoint.add_peer(peer))
+    # ------------------------------------------------------------------ what the node wants
 
-    def disconnect(self, engine_id: str) -> None:
-        def call() -> None:
-            self._grants.remove_peer(engine_id)
-            self._slots.forget(engine_id)
-            self._endpoint.peers.remove(engine_id)
-            if self._verifier is not None:
-                self._verifier.forget_peer(engine_id)
+    def _obey(self, item: Input) -> None:
+        """Do as the node wants, or go on from what came of it."""
+        match item:
+            case AllRead():
+                self._num_reads += 1
+            case KVReservation():
+                self._grant(item)
+            case Drop():
+                self._drop(item)
+            case Drain(engine_id=engine_id):
+                self._drains.add(engine_id, self._turn.now, self._num_reads)
+            case Leave(engine_id=engine_id):
+                self.grants.remove_peer(engine_id)
+                self._slots.forget(engine_id)
+                self.peers.remove(engine_id)
+            case SendEnded(action=send):
+                if item.problem:
+                    self.peers.send_again(item)
+                else:  # a Beat
+                    self.peers.confirm(send.engine_id)
+            case SlotRead():
+                self._slots.judge(item)
+            case Forbidden(action=forbid):
+                # Whatever the peer still sends is dropped: nobody need wait until it is quiet.
+                self._report(TransferEventKind.FAILED, forbid.engine_id, forbid.key)
+            case Meet(peer=peer):
+                self.peers.meet(peer)
+            case ConnectEnded():
+                self.peers.take_connected(item)
+            case _:  # only a sender takes the others
+                pass
 
-        self._endpoint.submit(call)
-
-    def drain(self, engine_id: str) -> None:
-        self._endpoint.submit(
-            lambda: self._drains.add(engine_id, self._clock(), self._endpoint.num_reads)
-        )
-
-    def grant(self, reservation: KVReservation) -> None:
+    def _grant(self, reservation: KVReservation) -> None:
         message = Grant(
-            engine_id=self._info.engine_id,
+            engine_id=self._own.engine_id,
             request_id=reservation.request_id,
             epoch=reservation.epoch,
             block_ids=list(reservation.block_ids),
             first_block=reservation.first_block,
         )
-        transport = self._endpoint.transport
+        key, engine_id = (reservation.request_id, reservation.epoch), reservation.engine_id
+        self._turn.ask(Allow(engine_id, key, reservation.block_ids))
+        self.grants.add(key, engine_id, message, self._turn.now)
+        self.peers.send(engine_id, message)
 
-        def call() -> None:
-            key = (message.request_id, message.epoch)
-            if self._verifier is not None:
-                self._verifier.expect(
-                    key, reservation.engine_id, reservation.block_ids, reservation.first_block
-                )
-            transport.allow(reservation.engine_id, key, reservation.block_ids)
-            self._grants.add(key, reservation.engine_id, message, self._clock())
-            self._endpoint.peers.send(reservation.engine_id, message)
+    def _drop(self, wish: Drop) -> None:
+        request_id, epoch = wish.key
+        self.grants.remove(wish.key, wish.engine_id)
+        cancel = Cancel(engine_id=self._own.engine_id, request_id=request_id, epoch=epoch)
+        self.peers.send(wish.engine_id, cancel)
+        self._turn.ask(Forbid(wish.engine_id, wish.key, tells=True))
 
-        self._endpoint.submit(call)
+    # ------------------------------------------------------------------ what peers say
 
-    def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
-        message = Cancel(engine_id=self._info.engine_id, request_id=request_id, epoch=epoch)
-
-        def call() -> None:
-            if self._verifier is not None:
-                self._verifier.forget((request_id, epoch))
-            self._grants.remove((request_id, epoch), engine_id)
-            self._endpoint.peers.send(engine_id, message)
-            if self._endpoint.transport.forbid(engine_id, (request_id, epoch)):
-                # Whatever the peer still sends is dropped: nobody need wait until it is quiet.
-                self._endpoint.emit(
-                    TransferEvent(
-                        kind=TransferEventKind.FAILED,
-                        engine_id=engine_id,
-                        request_id=request_id,
-                        epoch=epoch,
-                    )
-                )
-
-        self._endpoint.submit(call)
-
-    def expect(self, expecting: bool) -> None:
-        self._endpoint.expect(expecting)
-
-    def poll(self) -> list[TransferEvent]:
-        return self._endpoint.poll()
-
-    def metrics(self) -> ConnectorMetrics:
-        return dataclasses.replace(self._endpoint.metrics(), wrong_blocks=self._num_wrong_blocks)
-
-    @property
-    def rounds(self) -> Rounds:
-        """Of the KV I/O thread; safe from any thread."""
-        return self._endpoint.rounds
-
-    def close(self) -> None:
-        self._endpoint.close()
-
-    # ------------------------------------------------------------------ the I/O thread
-
-    def _progress(self) -> bool:
-        """Repeat grants: of a transfer that is over at the sender's, its end was lost."""
-        for engine_id in self._drains.take_done(self._clock(), self._endpoint.num_reads):
-            self._endpoint.emit(
-                TransferEvent(kind=TransferEventKind.PEER_DRAINED, engine_id=engine_id)
-            )
-        for _, grant in self._grants.take_due(self._clock()):
-            self._endpoint.peers.send(grant.engine_id, grant.message)
-        return self._slots.tick()
-
-    def _on_message(self, message: Message) -> None:
-        self._endpoint.peers.note_alive(message.engine_id, self._clock())
-        if isinstance(message, Commit | Quiet):
-            self._grants.remove((message.request_id, message.epoch), message.engine_id)
-        elif isinstance(message, Watermark):
-            key = (message.request_id, message.epoch)
-            self._grants.put_off(key, message.engine_id, self._clock())
+    def _hear(self, message: Heard) -> None:
+        peer_id = message.engine_id
+        self.peers.note_alive(peer_id, self._turn.now)
         match message:
             case Hello():
                 self._answer_hello(message)
             case Beat():
                 self._answer_beat(message)
             case SelfTest():
-                result = self._slots.judge(message)
-                if result is not None:
-                    self._endpoint.peers.send(message.engine_id, result)
+                self._slots.look(message)
             case Start():
-                self._emit(TransferEventKind.STARTED, message, num_tokens=message.num_tokens)
-            case Watermark() | Commit() if self._verifier is not None:
-                self._note(self._verifier, message)
+                key = (message.request_id, message.epoch)
+                self._report(TransferEventKind.STARTED, peer_id, key, num_tokens=message.num_tokens)
             case Watermark():
-                self._emit(TransferEventKind.WATERMARK, message, num_tokens=message.num_tokens)
+                key = (message.request_id, message.epoch)
+                self.grants.put_off(key, peer_id, self._turn.now)
+                self._report(
+                    TransferEventKind.WATERMARK, peer_id, key, num_tokens=message.num_tokens
+                )
             case Commit():
-                self._emit_commit(message)
-            case Digests():
-                if self._verifier is not None:
-                    self._check(self._verifier, message)
+                self._end((message.request_id, message.epoch), peer_id)
+                self._report_commit(message)
             case Quiet():
-                if self._verifier is not None:
-                    self._verifier.forget((message.request_id, message.epoch))
-                self._forbid(message)
-                self._emit(TransferEventKind.FAILED, message, reason=message.reason)
-            case _:  # only a sender receives the others
+                key = (message.request_id, message.epoch)
+                self._end(key, peer_id)
+                self._report(TransferEventKind.FAILED, peer_id, key, reason=message.reason)
+            case Digests():  # a sign of life; whoever compares them stands before this
                 pass
 
-    def _note(self, verifier: Verifier, message: Watermark | Commit) -> None:
-        """Keep it until all it speaks of is verified; a Commit comes again if that takes long."""
-        arrival = verifier.find((message.request_id, message.epoch), message.engine_id)
-        if isinstance(message, Watermark):
-            if arrival is not None:
-                arrival.watermark = message
-                self._tell_verified(verifier, arrival)
-        elif arrival is None:  # what we said of its end was lost
-            self._send_verified(message)
-        elif arrival.commit is None:
-            arrival.commit, arrival.asked_at = message, self._clock()
-            self._tell_verified(verifier, arrival)
-        elif self._clock() - arrival.asked_at >= REPEAT_S / 2:  # not only doubled by the network
-            arrival.asked_at = self._clock()
-            for resend in verifier.ask_again(arrival, message, self._info.engine_id):
-                self._endpoint.peers.send(message.engine_id, resend)
-
-    def _check(self, verifier: Verifier, message: Digests) -> None:
-        key = self._endpoint.peers.channels[message.engine_id].keys.receive_blocks
-        resend = verifier.check(message, self._info.engine_id, key)
-        if resend is not None:
-            self._num_wrong_blocks += len(resend.indices)
-            logger.warning(
-                "%d blocks of request %s arrived wrong, attempt %d",
-                len(resend.indices),
-                message.request_id,
-                resend.attempt,
-            )
-            self._endpoint.peers.send(message.engine_id, resend)
-        arrival = verifier.find((message.request_id, message.epoch), message.engine_id)
-        if arrival is not None:
-            self._tell_verified(verifier, arrival)
-
-    def _tell_verified(self, verifier: Verifier, arrival: Arrival) -> None:
-        """Let out what was kept, as far as it may be believed now."""
-        watermark, commit = arrival.watermark, arrival.commit
-        if commit is not None and verifier.is_verified(arrival, len(arrival.block_ids)):
-            verifier.forget((commit.request_id, commit.epoch))
-            self._send_verified(commit)
-            self._emit_commit(commit)
-        elif watermark is not None and verifier.is_verified(arrival, watermark.num_blocks):
-            arrival.watermark = None
-            self._emit(TransferEventKind.WATERMARK, watermark, num_tokens=watermark.num_tokens)
-
-    def _send_verified(self, commit: Commit) -> None:
-        verified = Verified(
-            engine_id=self._info.engine_id, request_id=commit.request_id, epoch=commit.epoch
-        )
-        self._endpoint.peers.send(commit.engine_id, verified)
+    def _end(self, key: TransferKey, engine_id: str) -> None:
+        self.grants.remove(key, engine_id)
+        self._turn.ask(Forbid(engine_id, key))
 
     def _answer_beat(self, message: Beat) -> None:
-        """Unless we know of no test that has passed: then it must greet us again."""
-        peers = self._endpoint.peers
-        beat = Beat(engine_id=self._info.engine_id, sent_at_s=message.sent_at_s)
-        if peers[message.engine_id].is_tested and peers.send(message.engine_id, beat):
-            peers.confirm(message.engine_id)
+        """Unless we know of no probe that has passed: then it must greet us again."""
+        if self.peers[message.engine_id].is_probed:
+            beat = Beat(engine_id=self._own.engine_id, sent_at_s=message.sent_at_s)
+            self.peers.send(message.engine_id, beat, tells=True)
 
     def _answer_hello(self, hello: Hello) -> None:
-        slot = self._slots.offer(hello.engine_id, hello.test)
         ack = HelloAck(
-            engine_id=self._info.engine_id,
+            engine_id=self._own.engine_id,
             sent_at_s=hello.sent_at_s,
             test=hello.test,
-            slot=slot,
+            slot=self._slots.offer(hello.engine_id, hello.test),
         )
-        self._endpoint.peers.send(hello.engine_id, ack)
+        self.peers.send(hello.engine_id, ack)
 
-    def _emit(
+    # ------------------------------------------------------------------ what the node hears
+
+    def _report(
         self,
         kind: TransferEventKind,
-        message: Start | Watermark | Quiet,
+        engine_id: str,
+        key: TransferKey = NO_TRANSFER,
         *,
         num_tokens: int = 0,
         reason: str = "",
     ) -> None:
-        self._endpoint.emit(
+        self._turn.ask(
             TransferEvent(
                 kind=kind,
-                engine_id=message.engine_id,
-                request_id=message.request_id,
-                epoch=message.epoch,
+                engine_id=engine_id,
+                request_id=key[0],
+                epoch=key[1],
                 num_tokens=num_tokens,
                 reason=reason,
             )
         )
 
-    def _forbid(self, message: Commit | Quiet) -> None:
-        transfer = (message.request_id, message.epoch)
-        self._endpoint.transport.forbid(message.engine_id, transfer)
-
-    def _emit_commit(self, commit: Commit) -> None:
-        self._forbid(commit)
-        self._endpoint.emit(
+    def _report_commit(self, commit: Commit) -> None:
+        self._turn.ask(
             TransferEvent(
                 kind=TransferEventKind.COMMITTED,
                 engine_id=commit.engine_id,

@@ -1,16 +1,16 @@
 """Transfer: one request's way to its decode node, as the sender sees it: what is computed, what is
-posted, what is complete. Touches no transport; all of it lives on the I/O thread."""
+posted, what is complete."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.telemetry.node_metrics import ConnectorMetrics
-from kvconnector.base import BlockPush, PendingWrite
-from kvconnector.layout import LayerRange, count_runs
-from kvconnector.protocol.messages import Commit, Digests, Grant
+from kvconnector.base import BlockPush
+from kvconnector.blocks import LayerRange, count_runs
+from kvconnector.protocol.messages import Commit, Grant
 
 MAX_ATTEMPTS = 3  # at writing again what arrived wrong
 
@@ -66,16 +66,6 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Write:
-    """A posted piece; ``digests`` is of its blocks, None if they are not used."""
-
-    pending: PendingWrite
-    piece: Piece
-    num_bytes: int
-    digests: Digests | None
-
-
-@dataclass(slots=True)
 class PushTotals:
     """What one sender has posted since it was made; for the metrics."""
 
@@ -106,7 +96,7 @@ class Transfer:
         failure: why it ends; nothing is posted any more.
         block_ids: this node's, by their places among those that travel; of what was posted.
         attempts: how often places were asked for again, by place and layers.
-        commit_is_sent: only with digests does it go on then, until all is verified.
+        commit_is_sent: it may go on then, until the decode node has verified all of it.
     """
 
     request_id: str
@@ -116,7 +106,7 @@ class Transfer:
     totals: PushTotals = field(default_factory=PushTotals)
     granted: Grant | None = None
     pieces: deque[Piece] = field(default_factory=deque)
-    writes: deque[Write] = field(default_factory=deque)
+    writes: deque[Piece] = field(default_factory=deque)
     last: BlockPush | None = None
     last_at: float = 0.0
     num_blocks_pushed: int = 0
@@ -154,22 +144,22 @@ class Transfer:
             posting_s=self.posting_s,
         )
 
-    def post(self, write: Write, remote: list[int], posting_s: float) -> None:
-        """Note a piece that was posted, in that time, to the decode node's blocks ``remote``."""
-        piece = write.piece
-        self.writes.append(write)
-        self.num_bytes += write.num_bytes
+    def note_post(
+        self, piece: Piece, remote: Sequence[int], num_bytes: int, posting_s: float
+    ) -> None:
+        """Count a piece that was posted, in that time, to the decode node's blocks ``remote``."""
         self.block_ids.update(zip(piece.indices, piece.block_ids, strict=True))
         # Layers of neighbouring blocks do not adjoin.
         layers = piece.layers
         num_descriptors = count_runs(piece.block_ids, remote) if layers is None else len(remote)
-        self.num_descriptors += num_descriptors
-        self.posting_s += posting_s
         # A block that travels in parts counts once, with its first.
         num_blocks = len(remote) if layers is None or layers[0] == 0 else 0
         if piece.attempt == 0:
             self.num_blocks_pushed += num_blocks
-        self.totals.num_bytes += write.num_bytes
+        self.num_bytes += num_bytes
+        self.num_descriptors += num_descriptors
+        self.posting_s += posting_s
+        self.totals.num_bytes += num_bytes
         self.totals.num_blocks += num_blocks
         self.totals.num_descriptors += num_descriptors
         self.totals.posting_s += posting_s

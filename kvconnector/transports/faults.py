@@ -22,7 +22,7 @@ import torch
 
 from baton.api.errors import ConfigError, TransferError
 from baton.telemetry.logs import close_logging
-from kvconnector.base import KVTransport, PendingWrite, TransferKey
+from kvconnector.base import TransferKey
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.messages import (
     Commit,
@@ -34,6 +34,7 @@ from kvconnector.protocol.messages import (
     SelfTestResult,
 )
 from kvconnector.protocol.seals import peek
+from kvconnector.transports.base import KVTransport, PendingWrite
 from kvconnector.transports.scratch import Scratch
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,12 @@ from typing import ClassVar
 import torch
 
 from baton.api.errors import TransferError
-from kvconnector.base import NO_OPTIONS, NO_TRANSFER, TransferKey, TransportOptions
-from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
-from kvconnector.peer_info import PeerInfo, host_identity
-from kvconnector.transports.scratch import NUM_SLOTS, Scratch
+from kvconnector.base import NO_TRANSFER, TransferKey
+from kvconnector.blocks import LayerRange, check_block_ids, check_layers
+from kvconnector.layout import KVLayout
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo, host_identity
+from kvconnector.transports.base import NO_OPTIONS, TransportOptions
+from kvconnector.transports.scratch import Scratch
 
 
 class _Done:

@@ -15,9 +15,9 @@ import torch
 import xxhash
 
 from kvconnector.layout import KVLayout
+from kvconnector.peer_info import NUM_SLOTS
 from kvconnector.transports.side_stream import SideStream
 
-NUM_SLOTS = 4  # so many peers are tested at the same time
 SLOT_BYTES = 2 * 2**20
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.api.outputs import TokenLogprobs
+from baton.limits import MAX_PEER_INFO_BYTES
 from baton.link.words import (
-    MAX_PEER_INFO_BYTES,
     AdminReply,
     KVCacheEvents,
     NodeBeat,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kvconnector import KV_CONNECTORS
-from kvconnector.protocol.receiver import Receiver
-from kvconnector.protocol.sender import Sender
+from kvconnector.ends import Receiver, Sender
 from tests.fakes.kv_link import (
     BLOCK_SHAPE,
     CONNECTORS,
@@ -31,6 +30,8 @@ def link(request: pytest.FixtureRequest) -> Iterator[Link]:
     deaths: list[Exception] = []
     receiver = Receiver(make_transport(f"d{number}-contract", target), lambda: None, deaths.append)
     sender = Sender(make_transport(f"p{number}-contract", source), lambda: None, deaths.append)
+    sender.loop.start()
+    receiver.loop.start()
     made = Link(sender, receiver, source, target)
     receiver.expect(True)
     receiver.connect(sender.peer_info)

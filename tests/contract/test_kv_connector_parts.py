@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvconnector.layout import LayerRange
+from kvconnector.blocks import LayerRange
 from tests.fakes.kv_link import (
     UNTOUCHED,
     Kind,

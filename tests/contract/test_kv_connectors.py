@@ -8,8 +8,7 @@ import torch
 
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import TransferEvent
-from kvconnector.protocol.receiver import Receiver
-from kvconnector.protocol.sender import Sender
+from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from tests.fakes.kv_link import (
     BLOCK_SHAPE,
@@ -54,6 +53,8 @@ def test_a_pair_whose_self_test_arrives_wrong_is_not_connected_and_both_say_why(
     transport = make_transport(f"p{number}-contract", caches[0])
     sender = Sender(transport, lambda: None, deaths.append)
     link = Link(sender, receiver, *caches)
+    sender.loop.start()
+    receiver.loop.start()
     receiver.connect(sender.peer_info)
     sender.connect(receiver.peer_info)
     for side in "pd":
@@ -325,6 +326,7 @@ def test_a_peer_that_was_started_anew_works_at_once_though_the_old_one_has_trans
     transport = KV_CONNECTORS.load(connector)(f"d{next(numbers)}-contract", target)
     receiver = Receiver(transport, lambda: None, lambda error: None)
     request.addfinalizer(receiver.close)
+    receiver.loop.start()
     new = Link(link.sender, receiver, link.source, target)
     receiver.expect(True)
     receiver.connect(link.sender.peer_info)
@@ -379,6 +381,7 @@ def test_a_peer_of_another_connector_is_refused(name: str) -> None:
         lambda: None,
         deaths.append,
     )
+    sender.loop.start()
     stranger = msgspec.structs.replace(sender.peer_info, connector="pigeon", engine_id="x")
     sender.connect(stranger)
     events: list[TransferEvent] = []

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -32,20 +31,17 @@ from decode_node.options import DecodeOptions
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import RequestStatus
 from engine.engine import Engine
-from kvconnector.base import KVTransport, TransferEvent
-from kvconnector.endpoint import Endpoint
-from kvconnector.protocol.digests import BlockDigests
+from kvconnector.base import TransferEvent
+from kvconnector.block_digests import BlockDigests
+from kvconnector.ends import Receiver, Sender
 from kvconnector.protocol.messages import (
     Beat,
     Hello,
     HelloAck,
-    Message,
     SelfTest,
     SelfTestResult,
 )
-from kvconnector.protocol.receiver import Receiver
 from kvconnector.protocol.seals import peek
-from kvconnector.protocol.sender import Sender
 from prefill_node.node import PrefillNode
 from prefill_node.options import PushMode
 from tests.fakes.dead_engines import let_die
@@ -59,51 +55,37 @@ ROUND_S = 0.05  # of virtual time, in `settle`
 SETTLE_ROUNDS = 50  # 2.5 s: longer than any beat, lease, back-off or repeated Cancel
 
 
-class ThreadlessEndpoint(Endpoint):
-    """An Endpoint whose rounds are done by whoever calls `round`; it remembers its events."""
-
-    def __init__(
-        self,
-        transport: KVTransport,
-        *,
-        on_message: Callable[[Message], None],
-        progress: Callable[[], bool],
-        on_event: Callable[[], None],
-        on_death: Callable[[Exception], None],
-        **options: Any,
-    ) -> None:
-        self.emitted: list[TransferEvent] = []
-        super().__init__(
-            transport,
-            on_message=on_message,
-            progress=progress,
-            on_event=on_event,
-            on_death=on_death,
-            **options,
-        )
-
-    def emit(self, event: TransferEvent) -> None:
-        self.emitted.append(event)
-        super().emit(event)
-
-    def round(self) -> None:
-        """What the I/O thread would do once."""
-        self._round()
-
-    def _run(self) -> None:
-        """The thread ends at once."""
-
-
 class RecordingSender(Sender):
-    """Remembers which transfers were started."""
+    """Remembers which transfers were started, and what the node heard."""
 
-    started: list[Key]
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.started: list[Key] = []
+        self.heard: list[TransferEvent] = []
 
     def start(
         self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
     ) -> None:
         self.started.append((request_id, epoch))
         super().start(request_id, epoch, engine_id, num_tokens=num_tokens, num_blocks=num_blocks)
+
+    def poll(self) -> list[TransferEvent]:
+        events = super().poll()
+        self.heard += events
+        return events
+
+
+class RecordingReceiver(Receiver):
+    """Remembers what the node heard."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.heard: list[TransferEvent] = []
+
+    def poll(self) -> list[TransferEvent]:
+        events = super().poll()
+        self.heard += events
+        return events
 
 
 class CheckedEngine(Engine):
@@ -221,7 +203,7 @@ class Cluster:
             options,
             kv_digests=kv_digests,
         )
-        self.d_endpoint = endpoint_of(self.d)
+        self.receiver = receiver_of(self.d)
         self.rejoin()
         self.settle()
         assert [report.connected for report in self.reports] == [True, True]
@@ -238,7 +220,6 @@ class Cluster:
             kv_digests=self._kv_digests,
         )
         self.sender = sender_of(self.p)
-        self.p_endpoint = endpoint_of(self.p)
 
     # ------------------------------------------------------------------ the router's part
 
@@ -369,7 +350,7 @@ class Cluster:
     def round(self, engine_id: str) -> None:
         """One round of a node's KV I/O thread."""
         if not self._is_dead(engine_id) and engine_id not in self.stopped:
-            (self.p_endpoint if engine_id == "p" else self.d_endpoint).round()
+            (self.sender if engine_id == "p" else self.receiver).loop.round()
 
     def _is_dead(self, role: str) -> bool:
         return (self.p_id if role == "p" else role) in self.dead
@@ -408,21 +389,19 @@ def _never(error: Exception) -> None:
     raise AssertionError("no thread runs that could die") from error
 
 
-def endpoint_of(owner: PrefillNode | DecodeNode | Sender | Receiver) -> ThreadlessEndpoint:
-    """What plays the KV I/O thread of a node, or of its end of the connector."""
-    end: object = owner
-    if isinstance(owner, PrefillNode):
-        end = owner.sender
-    elif isinstance(owner, DecodeNode):
-        end = owner.receiver
-    assert isinstance(end, Sender | Receiver)
-    assert isinstance(end._endpoint, ThreadlessEndpoint)
-    return end._endpoint
+def end_of(node: PrefillNode | DecodeNode) -> RecordingSender | RecordingReceiver:
+    """A node's end of the connector."""
+    return sender_of(node) if isinstance(node, PrefillNode) else receiver_of(node)
 
 
 def sender_of(node: PrefillNode) -> RecordingSender:
     assert isinstance(node.sender, RecordingSender)
     return node.sender
+
+
+def receiver_of(node: DecodeNode) -> RecordingReceiver:
+    assert isinstance(node.receiver, RecordingReceiver)
+    return node.receiver
 
 
 def make_prefill_node(
@@ -438,10 +417,8 @@ def make_prefill_node(
     """A node without threads; see `Cluster` for the arguments."""
     transport = ScriptedTransport(engine_id, engine.kv_cache, network)
     digests = BlockDigests(engine.kv_cache) if kv_digests else None
-    with mock.patch("kvconnector.protocol.sender.Endpoint", ThreadlessEndpoint):
-        sender = RecordingSender(transport, lambda: None, _never, clock, digests)
-    sender.started = []
-    transport.channels = endpoint_of(sender).peers.channels
+    sender = RecordingSender(transport, lambda: None, _never, clock, digests)
+    transport.channels = sender.loop.channels
     return PrefillNode(engine, sender, emit, push_mode, clock=clock)
 
 
@@ -458,7 +435,6 @@ def make_decode_node(
     """A node without threads; see `Cluster` for the arguments."""
     transport = ScriptedTransport(engine_id, engine.kv_cache, network)
     digests = BlockDigests(engine.kv_cache) if kv_digests else None
-    with mock.patch("kvconnector.protocol.receiver.Endpoint", ThreadlessEndpoint):
-        receiver = Receiver(transport, lambda: None, _never, clock, digests)
-    transport.channels = endpoint_of(receiver).peers.channels
+    receiver = RecordingReceiver(transport, lambda: None, _never, clock, digests)
+    transport.channels = receiver.loop.channels
     return DecodeNode(engine, receiver, emit, options, clock)

@@ -14,9 +14,8 @@ import torch
 
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEventKind
-from kvconnector.layout import LayerRange
-from kvconnector.protocol.receiver import Receiver
-from kvconnector.protocol.sender import Sender
+from kvconnector.blocks import LayerRange
+from kvconnector.ends import Receiver, Sender
 from tests.fakes.waiting import wait_until
 
 BLOCK_SHAPE = (2, 2, 2, 4, 8)  # layers, k and v, heads, tokens, head_dim

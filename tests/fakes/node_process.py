@@ -42,7 +42,7 @@ from node_runtime.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
-from tests.fakes.handoff_cluster import endpoint_of
+from tests.fakes.handoff_cluster import end_of
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.virtual_loop import VirtualLoop
 
@@ -161,7 +161,7 @@ class NodeProcess:
     def round(self) -> None:
         """One round of the KV I/O thread."""
         if self.is_going:
-            endpoint_of(self.node).round()
+            end_of(self.node).loop.round()
 
     def talk(self, num_up: int, num_down: int) -> None:
         """The asyncio side: beats, dials, and carries so many messages each way."""

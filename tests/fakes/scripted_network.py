@@ -14,11 +14,12 @@ import torch
 
 from baton.api.errors import TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
-from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
-from kvconnector.peer_info import PeerInfo
+from kvconnector.blocks import LayerRange, check_block_ids, check_layers
+from kvconnector.layout import KVLayout
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.seals import HEADER_BYTES, Channels, peek
-from kvconnector.transports.scratch import NUM_SLOTS, Scratch
+from kvconnector.transports.scratch import Scratch
 
 
 @dataclass(slots=True, eq=False)

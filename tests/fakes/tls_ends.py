@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.api.errors import TransferError
-from kvconnector.base import CertificateFiles, PendingWrite, TransportOptions
 from kvconnector.peer_info import PeerInfo
+from kvconnector.transports.base import CertificateFiles, PendingWrite, TransportOptions
 from kvconnector.transports.sockets.transport import TlsTransport, _Where
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.waiting import wait_until

@@ -28,8 +28,8 @@ from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
+from kvconnector.ends import Receiver
 from kvconnector.protocol.messages import Message
-from kvconnector.protocol.receiver import Receiver
 from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
 from prefill_node.options import PushMode
@@ -46,7 +46,6 @@ from tests.fakes.dead_engines import let_die
 from tests.fakes.handoff_cluster import (
     BLOCK_SIZE,
     CheckedEngine,
-    endpoint_of,
     is_beat,
     make_decode_node,
     make_prefill_node,
@@ -411,7 +410,7 @@ class System:
         for process in self.by_id.values():
             if process.dead or not isinstance(process.node, PrefillNode):
                 continue
-            for transfer in sender_of(process.node)._transfers.values():
+            for transfer in sender_of(process.node).machine.transfers.values():
                 is_over = transfer.commit_is_sent and transfer.is_complete  # it waits for Verified
                 if transfer.granted is None or transfer.failure is not None or is_over:
                     continue
@@ -461,9 +460,9 @@ class System:
             assert len(held) == engine.kv_cache_spec.num_null_blocks, held
             if isinstance(process.node, PrefillNode):
                 sender = sender_of(process.node)
-                assert sender._transfers == {}
-                assert len(sender._repeats) == 0
-                emitted = endpoint_of(process.node).emitted
+                assert sender.machine.transfers == {}
+                assert len(sender.machine.repeats) == 0
+                emitted = sender.heard
                 ends = Counter((e.request_id, e.epoch) for e in emitted if e.kind in TERMINAL)
                 assert ends == Counter(sender.started)  # one end per transfer
             else:
@@ -474,9 +473,9 @@ class System:
     def _check_receiver(node: DecodeNode) -> None:
         assert not node.reservations.has_open
         assert isinstance(node.receiver, Receiver)
-        assert len(node.receiver._grants) == 0
-        verifier = node.receiver._verifier
-        assert verifier is None or verifier._arrivals == {}
+        assert len(node.receiver.machine.grants) == 0
+        verifier = node.receiver.verifier
+        assert verifier is None or len(verifier) == 0
 
     def _check_index(self, process: NodeProcess) -> None:
         """The router knows what a node has in its prefix cache, if it was told."""

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvconnector.base import TransferEventKind
+from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
-from kvconnector.protocol.peer_process import PeerProcess, start_time
-from kvconnector.protocol.receiver import Receiver
+from kvconnector.peer_process import PeerProcess, start_time
 from kvconnector.transports.nixl.transport import NixlTransport
 from tests.fakes.unsealed import with_key
 from tests.fakes.waiting import wait_until
@@ -26,7 +26,7 @@ SHAPE = (128, 4, 2, 4, 64, 64)  # 64 MiB in blocks of 512 KiB
 # Posts all blocks in one write; once asked, says that it has sent all that the sockets take.
 SENDER = f"""
 import base64, os, sys, threading, time, torch
-from kvconnector.nixl.transport import NixlTransport
+from kvconnector.transports.nixl.transport import NixlTransport
 from kvconnector.peer_info import PeerInfo
 transport = NixlTransport(f"p-{{os.getpid()}}", torch.ones({SHAPE}))
 print(base64.b64encode(transport.peer_info.encode()).decode(), flush=True)
@@ -78,6 +78,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandsStill]:
 @pytest.fixture
 def receiver(transport: StandsStill) -> Iterator[Receiver]:
     receiver = Receiver(transport, lambda: None, lambda error: None)
+    receiver.loop.start()
     receiver.expect(True)
     yield receiver
     transport.go_on.set()
@@ -121,6 +122,6 @@ def test_after_a_drain_nothing_of_a_dead_sender_arrives(
     wait_until(is_drained, "the drain ends")
     after = transport.num_written
     assert 0 < before < after < SHAPE[0] * 128  # it was dead, and its bytes came
-    reads = receiver._endpoint.num_reads
-    wait_until(lambda: receiver._endpoint.num_reads > reads + 200, "more reads")
+    rounds = receiver.rounds.num_ended
+    wait_until(lambda: receiver.rounds.num_ended > rounds + 200, "more reads")
     assert transport.num_written == after

@@ -26,6 +26,7 @@ from decode_node.options import DecodeOptions
 from engine import LLM
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
+from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import (
     Cancel,
     Commit,
@@ -36,7 +37,6 @@ from kvconnector.protocol.messages import (
     Watermark,
     encode,
 )
-from kvconnector.protocol.peer_process import PeerProcess
 from kvconnector.protocol.peers import BEAT_INTERVAL_S
 from kvconnector.protocol.seals import HEADER_BYTES
 from prefill_node.options import PushMode
@@ -130,11 +130,11 @@ def assert_clean(cluster: Cluster) -> None:
     if cluster.p_id not in cluster.dead:
         ends = Counter(
             (event.request_id, event.epoch)
-            for event in cluster.p_endpoint.emitted
+            for event in cluster.sender.heard
             if event.kind in terminal
         )
         assert ends == Counter(cluster.sender.started)  # one terminal event per started transfer
-        assert cluster.sender._transfers == {}
+        assert cluster.sender.machine.transfers == {}
         assert num_references(cluster.p.engine) == 0
         assert cluster.p.requests() == []
     if "d" not in cluster.dead:
@@ -430,7 +430,7 @@ class HandoffMachine(RuleBasedStateMachine):
         for write in cluster.network.writes:
             assert held >= set(write.remote_block_ids)
             assert sources >= set(write.local_block_ids)
-        for transfer in cluster.sender._transfers.values():
+        for transfer in cluster.sender.machine.transfers.values():
             if transfer.failure is None:  # it may still post, its lease permitting
                 assert held >= set(transfer.granted.block_ids if transfer.granted else ())
 

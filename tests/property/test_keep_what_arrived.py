@@ -10,7 +10,7 @@ from baton.api.sampling_params import SamplingParams
 from decode_node import reservations
 from engine.core.request import Request
 from kvconnector.base import TransferEventKind
-from kvconnector.protocol.peer_process import PeerProcess
+from kvconnector.peer_process import PeerProcess
 from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
@@ -29,7 +29,7 @@ def num_tokens_kept(cluster: Cluster, prompt: list[int]) -> int:
 def watermarks(cluster: Cluster) -> list[int]:
     """That the decode node has heard of."""
     kind = TransferEventKind.WATERMARK
-    return [event.num_tokens for event in cluster.d_endpoint.emitted if event.kind is kind]
+    return [event.num_tokens for event in cluster.receiver.heard if event.kind is kind]
 
 
 def go_on_until(cluster: Cluster, num_moves: int, num_landed: int) -> None:

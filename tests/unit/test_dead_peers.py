@@ -12,9 +12,9 @@ import pytest
 
 from baton.api.sampling_params import SamplingParams
 from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.peer_process import PeerProcess, start_time
 from kvconnector.protocol import drains
 from kvconnector.protocol.drains import Drains
-from kvconnector.protocol.peer_process import PeerProcess, start_time
 from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 

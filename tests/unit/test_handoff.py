@@ -12,9 +12,9 @@ from baton.api.structured_output import StructuredOutput
 from baton.link.words import AbortAll, PeerUpdate
 from kvconnector.base import TransferEventKind
 from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Grant, Watermark
 from kvconnector.protocol.pair_keys import KeyPair
-from kvconnector.protocol.peer_process import PeerProcess
 from kvconnector.protocol.seals import peek
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport
@@ -265,8 +265,10 @@ def test_a_grant_of_another_decode_node_does_not_move_a_block() -> None:
     )
     cluster.sender.connect(stranger)
     cluster.round("p")
-    cluster.sender._on_message(Grant(engine_id="x", request_id="a", epoch=1, block_ids=[0, 1, 2]))
-    cluster.p_endpoint.round()
+    grant = Grant(engine_id="x", request_id="a", epoch=1, block_ids=[0, 1, 2])
+    cluster.sender.machine.take(grant, cluster.clock())
+    assert cluster.sender.machine.transfers["a", 1].granted is None
+    cluster.sender.loop.round()
     assert cluster.network.writes == []
     cluster.settle()
     assert cluster.attempts["a", 1].is_complete
@@ -291,7 +293,7 @@ def test_a_failed_write_fails_the_request_with_a_reason_and_frees_both_sides() -
     cluster.network.fail(0, landed=True)
     cluster.settle()
     assert "the write failed" in cluster.attempts["a", 1].error
-    kinds = [event.kind for event in cluster.p_endpoint.emitted]
+    kinds = [event.kind for event in cluster.sender.heard]
     assert kinds.count(TransferEventKind.FAILED) == 1
     assert_clean(cluster)
 

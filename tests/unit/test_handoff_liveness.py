@@ -6,6 +6,8 @@ import pytest
 
 from baton.link.words import AbortAll
 from baton.telemetry.ledger import BlockOwner
+from kvconnector.peer_process import PeerProcess
+from kvconnector.protocol.actions import Action, Input, Pause
 from kvconnector.protocol.messages import (
     Commit,
     Digests,
@@ -15,10 +17,8 @@ from kvconnector.protocol.messages import (
     Start,
     Verified,
 )
-from kvconnector.protocol.peer_process import PeerProcess
 from kvconnector.protocol.peers import BEAT_INTERVAL_S, LEASE_S
 from kvconnector.protocol.seals import peek
-from kvconnector.protocol.transfer import Transfer
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster
 from tests.unit.test_handoff import (
@@ -108,7 +108,7 @@ def test_a_decode_node_that_stood_still_finds_its_requests_ended_and_goes_on() -
     while cluster.network.writes:
         cluster.network.land(0)
     pass_time(cluster, 1)
-    assert cluster.sender._transfers == {}
+    assert cluster.sender.machine.transfers == {}
     cluster.stopped.clear()
     cluster.settle()
     assert "no beat of d for" in cluster.attempts["a", 1].error
@@ -124,15 +124,17 @@ def test_a_process_that_stands_still_just_before_a_post_looks_at_its_lease(
     seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make_cluster(20)
-    post = cluster.sender._post
+    machine = cluster.sender.machine
+    take = machine.take
     stops = [seconds]
 
-    def stand_still(transfer: Transfer, room_bytes: int) -> int:
-        if transfer.granted and transfer.pieces and stops:
+    def stand_still(item: Input, now: float) -> list[Action]:
+        may_post = any(t.granted and t.pieces for t in machine.transfers.values())
+        if isinstance(item, Pause) and may_post and stops:
             cluster.clock.advance(stops.pop())  # behind all other checks of this round
-        return post(transfer, room_bytes)
+        return take(item, cluster.clock())
 
-    monkeypatch.setattr(cluster.sender, "_post", stand_still)
+    monkeypatch.setattr(machine, "take", stand_still)
     place(cluster, "a", 17)
     for _ in range(20):
         go_on(cluster)

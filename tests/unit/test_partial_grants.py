@@ -10,7 +10,7 @@ from baton.block_hash import BlockHash
 from decode_node import reservations
 from decode_node.options import DecodeOptions
 from engine.core.request import Request
-from kvconnector.protocol.peer_process import PeerProcess
+from kvconnector.peer_process import PeerProcess
 from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.api.sampling_params import SamplingParams
 from kvconnector.base import BlockPush
-from kvconnector.layout import layer_groups
+from kvconnector.blocks import layer_groups
 from prefill_node.options import PushMode
 from tests.fakes.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
@@ -68,7 +68,7 @@ def test_layers_are_in_the_decode_node_before_the_next_ones_are_computed() -> No
     arrived = []
 
     def let_it_travel() -> None:
-        cluster.p_endpoint.round()
+        cluster.sender.loop.round()
         while cluster.network.writes:
             arrived.append(cluster.network.writes[0].layers)
             cluster.network.land(0)

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from baton.api.errors import TransferError
-from kvconnector.base import NO_OPTIONS, NO_TRANSFER, TransferKey, TransportOptions
-from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
-from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.base import NO_TRANSFER, TransferKey
+from kvconnector.blocks import LayerRange, check_block_ids, check_layers
+from kvconnector.layout import KVLayout
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo, host_identity
+from kvconnector.transports.base import NO_OPTIONS, TransportOptions
 from kvconnector.transports.nixl.agent import NixlAgent
 from kvconnector.transports.paths import UNKNOWN_GPU_PATH
-from kvconnector.transports.scratch import NUM_SLOTS, Scratch, scratch_layout
+from kvconnector.transports.scratch import Scratch, scratch_layout
 
 logger = logging.getLogger(__name__)
 

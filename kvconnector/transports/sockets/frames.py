@@ -24,7 +24,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from baton.api.errors import TransferError
-from kvconnector.layout import LayerRange
+from kvconnector.blocks import LayerRange
 
 HEADER = struct.Struct(">BIQ")
 MAX_HEAD_BYTES = 2**20  # a grant of a prompt of more than a million tokens

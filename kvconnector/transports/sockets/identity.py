@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from baton.api.errors import ConfigError, TransferError
-from kvconnector.base import CertificateFiles, Certificates
+from kvconnector.transports.base import CertificateFiles, Certificates
 
 MAX_CERTIFICATE_BYTES = 4096  # ours have some 400
 MAX_FORGOTTEN = 64

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kvconnector.layout import LayerRange
+from kvconnector.blocks import LayerRange
 from kvconnector.transports.sockets.frames import Sink
 
 _DISCARD_BYTES = 2**16

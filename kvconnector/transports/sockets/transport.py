@@ -19,10 +19,12 @@ import torch
 
 from baton.access.exposure import split_address
 from baton.api.errors import ConfigError, TransferError
-from kvconnector.base import NO_OPTIONS, NO_TRANSFER, TransferKey, TransportOptions
-from kvconnector.layout import KVLayout, LayerRange, check_block_ids, check_layers
-from kvconnector.peer_info import PeerInfo, host_identity
-from kvconnector.transports.scratch import NUM_SLOTS, Scratch
+from kvconnector.base import NO_TRANSFER, TransferKey
+from kvconnector.blocks import LayerRange, check_block_ids, check_layers
+from kvconnector.layout import KVLayout
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo, host_identity
+from kvconnector.transports.base import NO_OPTIONS, TransportOptions
+from kvconnector.transports.scratch import Scratch
 from kvconnector.transports.sockets.connection import Connection
 from kvconnector.transports.sockets.frames import FrameError, Head, Kind, ProbeHead, Sink, WriteHead
 from kvconnector.transports.sockets.identity import identity_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +10,17 @@ import msgspec
 import pytest
 import torch
 
-from kvconnector.base import BlockPush
-from kvconnector.endpoint import Endpoint
+from kvconnector.base import BlockPush, KVReservation
+from kvconnector.block_digests import BlockDigests
+from kvconnector.ends import Receiver, Sender
+from kvconnector.io import IoLoop
 from kvconnector.peer_info import PeerInfo, host_identity
-from kvconnector.protocol.digests import BlockDigests, Written
+from kvconnector.protocol.actions import Action, Input, Turn, Write
+from kvconnector.protocol.digests import Written
 from kvconnector.protocol.pair_keys import BlockKey
-from kvconnector.protocol.sender import Sender
-from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS
+from kvconnector.protocol.peers import Peers
+from kvconnector.protocol.seals import Channels
+from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS, Piece
 from kvconnector.transports.in_memory import InMemoryTransport
 from kvconnector.transports.nixl.transport import NixlTransport
 from kvconnector.transports.paths import (
@@ -28,6 +31,7 @@ from kvconnector.transports.paths import (
 )
 from kvconnector.transports.scratch import Scratch
 from tests.fakes.cuda import FakeCuda, OnDevice
+from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.waiting import wait_until
 
 KEY = BlockKey(b"1" * 32)
@@ -91,36 +95,49 @@ class HeldWrites(InMemoryTransport):
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_so_much_is_in_flight_as_the_memory_is_quick(
-    on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_much_is_in_flight_as_the_memory_is_quick(on_device: bool) -> None:
     portions = DEVICE_PORTIONS if on_device else HOST_PORTIONS
-    mib, hurried = 2**20, []
+    mib = 2**20
     transport = HeldWrites(f"p-{on_device}", torch.zeros(1, 1, 1), on_device=on_device)
     transport.peer_info = msgspec.structs.replace(transport.peer_info, block_bytes=mib)
-    monkeypatch.setattr(Endpoint, "start", lambda self: None)
-    monkeypatch.setattr(Endpoint, "hurry", lambda self, hurrying: hurried.append(hurrying))
-    sender = Sender(transport, lambda: None, lambda error: None)
-    peers = sender._endpoint.peers
-    for name, answer in {"may_start": True, "may_write": True, "send": True}.items():
-        monkeypatch.setattr(peers, name, lambda *_, answer=answer: answer)
-    sender.start("r", 0, "d", num_tokens=1, num_blocks=512)
+    clock = VirtualClock()
+    sender = Sender(transport, lambda: None, lambda error: None, clock)
+    target = InMemoryTransport(f"d-{on_device}", torch.zeros(512, 1, 1))
+    receiver = Receiver(target, lambda: None, lambda error: None, clock)
+    d = receiver.peer_info.engine_id
+    sender.connect(receiver.peer_info)
+    receiver.connect(sender.peer_info)
+
+    def go_on() -> None:
+        sender.loop.round()
+        receiver.loop.round()
+        clock.advance(0.001)
+
+    for _ in range(200):
+        go_on()
+    sender.start("r", 0, d, num_tokens=1, num_blocks=512)
     sender.push(
         BlockPush(request_id="r", epoch=0, first_block=0, block_ids=tuple(range(512)), num_tokens=1)
     )
-    sender._endpoint._round()
-    transfer = sender._transfers["r", 0]
-    transfer.granted = SimpleNamespace(first_block=0, block_ids=range(512))  # type: ignore[assignment]
-    sender._progress()
+    go_on()
+    receiver.grant(
+        KVReservation(
+            request_id="r",
+            epoch=0,
+            engine_id=sender.peer_info.engine_id,
+            block_ids=tuple(range(512)),
+        )
+    )
+    for _ in range(5):
+        go_on()
     assert set(transport.written_blocks) == {portions.write_bytes // mib}
     assert sum(transport.written_blocks) == portions.in_flight_bytes // mib
-    assert hurried[-1] is on_device
     transport.is_held = False
     for _ in range(64):
-        sender._progress()
+        go_on()
     assert sum(transport.written_blocks) == 512
-    assert hurried[-1] is False
-    transport.close()
+    sender.close()
+    receiver.close()
 
 
 class Waits(threading.Event):
@@ -135,29 +152,40 @@ class Waits(threading.Event):
         return super().wait(timeout)
 
 
-@pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    endpoint = Endpoint(
-        InMemoryTransport("hurry", torch.zeros(1, 1, 1)),
-        on_message=lambda message: None,
-        progress=lambda: True,
+class AlwaysMoving:
+    """Has something written, and waits for its end."""
+
+    is_expecting = False
+    is_moving = True
+
+    def __init__(self, own: PeerInfo) -> None:
+        self.peers = Peers(Turn(), own, greets=False)
+        piece = Piece((0,), (0,))
+        self._actions: list[Action] = [Write("d", ("r", 0), piece, [0])]
+
+    def take(self, item: Input, now: float) -> list[Action]:
+        return []
+
+    def tick(self, now: float) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_nobody_sleeps_while_a_gpus_writes_fly(on_device: bool) -> None:
+    transport = HeldWrites(f"hurry-{on_device}", torch.zeros(1, 1, 1), on_device=on_device)
+    loop = IoLoop(
+        transport,
+        AlwaysMoving(transport.peer_info),
+        Channels("hurry"),
         on_event=lambda: None,
         on_death=lambda error: None,
     )
-    endpoint._wake = Waits()
-    yield endpoint
-    endpoint.close()
-
-
-@pytest.mark.parametrize("hurrying", [False, True])
-def test_nobody_sleeps_while_a_gpus_writes_fly(hurrying: bool, endpoint: Endpoint) -> None:
-    endpoint.hurry(hurrying)
-    endpoint.start()
-    wait_until(lambda: endpoint.rounds.num_ended >= 50)
-    waits = endpoint._wake
-    assert isinstance(waits, Waits)
-    assert (waits.count == 0) is hurrying
-    endpoint.hurry(False)
+    waits = loop._wake = Waits()
+    loop.start()
+    wait_until(lambda: loop.rounds.num_ended >= 50)
+    assert (waits.count == 0) is on_device
+    loop.close()
 
 
 # ---------------------------------------------------------------- which path

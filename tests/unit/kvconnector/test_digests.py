@@ -17,13 +17,13 @@ from kvconnector.base import (
     TransferEventKind,
     TransferKey,
 )
-from kvconnector.layout import LayerRange
-from kvconnector.protocol.digests import BlockDigests, SentDigests, Written, digests_are_wanted
+from kvconnector.block_digests import BlockDigests, digests_are_wanted
+from kvconnector.blocks import LayerRange
+from kvconnector.ends import Receiver, Sender
+from kvconnector.protocol.digests import SentDigests, Written
 from kvconnector.protocol.messages import Digests, Verified, Watermark, decode, encode
 from kvconnector.protocol.pair_keys import BlockKey
-from kvconnector.protocol.receiver import Receiver
 from kvconnector.protocol.seals import peek
-from kvconnector.protocol.sender import Sender
 from kvconnector.protocol.transfer import MAX_ATTEMPTS, Piece
 from kvconnector.transports.in_memory import InMemoryTransport, _Done
 from tests.fakes.handoff_cluster import Cluster
@@ -81,6 +81,8 @@ class Pair:
         self.sender = Sender(
             self.transport, lambda: None, deaths.append, digests=BlockDigests(self.source)
         )
+        self.sender.loop.start()
+        self.receiver.loop.start()
         self.receiver.expect(True)
         self.receiver.connect(self.sender.peer_info)
         self.sender.connect(self.receiver.peer_info)
@@ -183,9 +185,9 @@ def test_a_watermark_waits_for_the_digests_that_it_overtook() -> None:
     assert kinds == [Digests, Watermark]
     cluster.network.deliver(kinds.index(Watermark))
     cluster.round("d")
-    assert Kind.WATERMARK not in [event.kind for event in cluster.d_endpoint.emitted]
+    assert Kind.WATERMARK not in [event.kind for event in cluster.receiver.heard]
     cluster.settle()
-    assert Kind.WATERMARK in [event.kind for event in cluster.d_endpoint.emitted]
+    assert Kind.WATERMARK in [event.kind for event in cluster.receiver.heard]
     assert tuple(cluster.attempts["a", 1].tokens.values()) == reference_tokens(
         tuple(prompt), GREEDY
     )
@@ -243,7 +245,8 @@ def test_digests_that_fit_nothing_are_data(message: Digests) -> None:
     cluster.place("a", 1, prompt_of(0, 14), GREEDY)
     for _ in range(6):
         go_on(cluster)
-        cluster.d_endpoint._on_message(message)
+        assert cluster.receiver.verifier is not None
+        cluster.receiver.verifier.take(message, cluster.clock())
         while cluster.network.messages:
             cluster.network.deliver(0)
     cluster.settle()
@@ -289,10 +292,10 @@ def test_digests_depend_on_key_bytes_and_layers() -> None:
 
 
 def test_no_number_is_used_twice() -> None:
-    sent = SentDigests(BlockDigests(torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE)), "p")
+    digester = SentDigests(BlockDigests(torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE)), "p")
     key, piece = BlockKey(bytes(32)), Piece((0, 1, 2), (5, 6, 7))
-    messages = [sent.of("a", 1, piece, key) for _ in range(3)]
-    messages.append(sent.of("a", 1, Piece((0,), (5,), (0, 2), attempt=1), key))
+    messages = [digester.of("a", 1, piece, key) for _ in range(3)]
+    messages.append(digester.of("a", 1, Piece((0,), (5,), (0, 2), attempt=1), key))
     assert [m.first_number for m in messages] == [0, 3, 6, 9]
     pieces = [m.digests[at : at + 16] for m in messages for at in range(0, len(m.digests), 16)]
     assert len(set(pieces)) == 10  # of equal bytes, too

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.api.errors import TransferError
-from baton.link.words import MAX_PEER_INFO_BYTES
+from baton.limits import MAX_PEER_INFO_BYTES
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.messages import Commit, Digests, Grant, Quiet, decode, encode
 from kvconnector.protocol.seals import peek

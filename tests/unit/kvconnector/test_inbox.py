@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-import msgspec
 import pytest
-import torch
 
 from kvconnector.protocol import inbox as inbox_module
 from kvconnector.protocol.inbox import MESSAGES_PER_TURN, WARN_INTERVAL_S, Inbox
-from kvconnector.protocol.messages import Beat, Quiet, encode
-from kvconnector.protocol.peers import Peers
+from kvconnector.protocol.messages import Beat, Message, Quiet, encode
 from kvconnector.protocol.seals import Channel, Channels, Refusal
-from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
+from tests.fakes.peer_infos import peer_info
 from tests.fakes.virtual_clock import VirtualClock
 
 
@@ -26,31 +23,26 @@ class Scene:
     channels: dict[str, Channel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        network = ScriptedNetwork()
-        transport = ScriptedTransport("d", torch.zeros(2, 4, 8), network)
-        self.peers = Peers(
-            transport,
-            lambda event: None,
-            self.clock,
-            greets=False,
-            is_busy=lambda engine_id: False,
-            on_lost=lambda engine_id, reason: None,
-        )
-        key = self.peers.channels.public_key
+        own = Channels("d")
         for name in "pq":
-            other = ScriptedTransport(name, torch.zeros(2, 4, 8), network)
-            channels = Channels(name)
-            channels.learn(msgspec.structs.replace(transport.peer_info, public_key=key))
-            self.peers.add(msgspec.structs.replace(other.peer_info, public_key=channels.public_key))
-            self.channels[name] = channels["d"]
-        self.inbox = Inbox(self.peers, self.clock)
+            theirs = Channels(name)
+            theirs.learn(peer_info("d", public_key=own.public_key))
+            own.learn(peer_info(name, public_key=theirs.public_key))
+            self.channels[name] = theirs["d"]
+        self.inbox = Inbox({"p", "q"}, own)
+
+    def put(self, name: str, payload: bytes) -> None:
+        self.inbox.put(name, payload, self.clock())
+
+    def take(self) -> list[Message]:
+        return self.inbox.take(self.clock())
 
     def say(self, name: str, number: int) -> None:
         message = Beat(engine_id=name, sent_at_s=float(number))
-        self.inbox.put(name, self.channels[name].seal(encode(message)))
+        self.put(name, self.channels[name].seal(encode(message)))
 
     def heard(self) -> list[tuple[str, int]]:
-        messages = self.inbox.take()
+        messages = self.take()
         return [(m.engine_id, int(m.sent_at_s)) for m in messages if isinstance(m, Beat)]
 
 
@@ -97,17 +89,17 @@ def test_what_one_peer_fills_is_bounded_and_the_others_are_heard(
 def test_who_speaks_in_anothers_name_is_not_heard() -> None:
     scene = Scene()
     quiet = Quiet(engine_id="q", request_id="a", epoch=1, reason="")
-    scene.inbox.put("p", scene.channels["p"].seal(encode(quiet)))  # p says what q should say
-    scene.inbox.put("q", scene.channels["p"].seal(encode(quiet)))  # and calls itself q
-    scene.inbox.put("x", scene.channels["p"].seal(encode(quiet)))
-    assert scene.inbox.take() == []
+    scene.put("p", scene.channels["p"].seal(encode(quiet)))  # p says what q should say
+    scene.put("q", scene.channels["p"].seal(encode(quiet)))  # and calls itself q
+    scene.put("x", scene.channels["p"].seal(encode(quiet)))
+    assert scene.take() == []
     assert scene.inbox.num_refused == {Refusal.FORGED: 2, Refusal.STRANGER: 1}
 
 
 def test_a_giant_message_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox_module, "MAX_MESSAGE_BYTES", 1000)
     scene = Scene()
-    scene.inbox.put("p", scene.channels["p"].seal(bytes(1000)))
+    scene.put("p", scene.channels["p"].seal(bytes(1000)))
     assert not scene.inbox
     assert scene.inbox.num_refused == {Refusal.TOO_LONG: 1}
 
@@ -116,9 +108,9 @@ def test_refusals_are_told_now_and_then_and_not_each(caplog: pytest.LogCaptureFi
     scene = Scene()
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):
-            scene.inbox.put("p", b"junk")
+            scene.put("p", b"junk")
         scene.clock.advance(WARN_INTERVAL_S)
-        scene.inbox.put("p", b"junk")
+        scene.put("p", b"junk")
     told = [record.getMessage() for record in caplog.records]
     assert told == [
         "dropped 1 messages, the last of them in the name of 'p': forged",

@@ -5,74 +5,78 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
-from baton.api.errors import TransferError
 from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.protocol.actions import Connect, ConnectEnded, Send, SendEnded, Turn
 from kvconnector.protocol.messages import Beat, Hello, Message
 from kvconnector.protocol.peers import BEAT_INTERVAL_S, HELLO_TIMEOUT_S, LEASE_S, Peers, PeerState
-from kvconnector.protocol.seals import peek
-from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
-from tests.fakes.unsealed import with_key
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.peer_infos import peer_info
 
 CONNECTED, FAILED = TransferEventKind.PEER_CONNECTED, TransferEventKind.PEER_FAILED
 
 
-class BreakableTransport(ScriptedTransport):
-    """Messages fail from `is_broken` on, until it is connected anew."""
-
-    is_broken = False
-    num_connects = 0
-
-    def connect(self, peer: object) -> str:
-        self.num_connects += 1
-        self.is_broken = False
-        return super().connect(peer)  # type: ignore[arg-type]  # a PeerInfo
-
-    def notify(self, engine_id: str, payload: bytes) -> None:
-        if self.is_broken:
-            raise TransferError("the connection is broken")
-        super().notify(engine_id, payload)
-
-
 @dataclass
 class Scene:
-    """The peers of a sender "p", which has learnt the decode node "d"."""
+    """The peers of a sender "p", which has learnt the decode node "d"; no transport, no clock.
 
-    clock: VirtualClock = field(default_factory=VirtualClock)
-    network: ScriptedNetwork = field(default_factory=ScriptedNetwork)
+    Attributes:
+        is_broken: messages fail from then on, until it is connected anew.
+        is_busy: something is in flight.
+    """
+
+    turn: Turn = field(default_factory=Turn)
     events: list[TransferEvent] = field(default_factory=list)
+    said: list[Message] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     is_busy: bool = False
+    is_broken: bool = False
+    num_connects: int = 0
 
     def __post_init__(self) -> None:
-        self.transport = BreakableTransport("p", torch.zeros(2, 4, 8), self.network)
-        other = ScriptedTransport("d", torch.zeros(2, 4, 8), self.network)
         self.peers = Peers(
-            self.transport,
-            self.events.append,
-            self.clock,
+            self.turn,
+            peer_info("p"),
             greets=True,
             is_busy=lambda engine_id: self.is_busy,
             on_lost=lambda engine_id, reason: self.lost.append(reason),
         )
-        self.peers.add(with_key(other.peer_info))
+        self.peers.meet(peer_info("d"))
+        self.carry_out()
+
+    def carry_out(self) -> None:
+        """Do what the peers ask for, and tell what came of it."""
+        while actions := self.turn.take():
+            for action in actions:
+                match action:
+                    case Connect():
+                        self.num_connects += 1
+                        self.is_broken = False
+                        self.peers.take_connected(ConnectEnded(action, "scripted"))
+                    case Send() if self.is_broken:
+                        self.peers.send_again(SendEnded(action, "the connection is broken"))
+                    case Send():
+                        self.said.append(action.message)
+                    case TransferEvent():
+                        self.events.append(action)
+
+    def advance(self, seconds: float) -> None:
+        self.turn.now += seconds
 
     def tick(self) -> list[Message]:
         """What is said now."""
         self.peers.tick()
-        said = [peek(message.payload) for message in self.network.messages]
-        self.network.messages.clear()
+        self.carry_out()
+        said, self.said = self.said, []
         return said
 
     def answer(self, said: list[Message]) -> None:
         for message in said:
             assert isinstance(message, Hello | Beat)
             self.peers.renew("d", message.sent_at_s)
-            if isinstance(message, Hello) and self.peers.begin_test("d", message.test):
-                self.peers.pass_test("d", "scripted", 5e9)
-                self.peers.end_test("d")
+            if isinstance(message, Hello) and self.peers.try_begin_probe("d", message.test):
+                self.peers.pass_probe("d", "scripted", 5e9)
+                self.peers.end_probe("d")
+        self.carry_out()
 
     def connect(self) -> None:
         self.answer(self.tick())
@@ -88,12 +92,13 @@ def test_a_new_peer_may_be_written_to_only_when_its_test_has_passed() -> None:
     [hello] = scene.tick()
     assert isinstance(hello, Hello)
     scene.peers.renew("d", hello.sent_at_s)
-    assert not scene.peers.begin_test("d", hello.test + 1)
-    assert scene.peers.begin_test("d", hello.test)
-    assert not scene.peers.begin_test("d", hello.test)
+    assert not scene.peers.try_begin_probe("d", hello.test + 1)
+    assert scene.peers.try_begin_probe("d", hello.test)
+    assert not scene.peers.try_begin_probe("d", hello.test)
     assert not scene.peers.may_write("d")
     assert scene.events == []
-    scene.peers.pass_test("d", "scripted", 5e9)
+    scene.peers.pass_probe("d", "scripted", 5e9)
+    scene.carry_out()
     assert scene.peers.may_write("d")
     assert scene.kinds() == [CONNECTED]
     assert scene.events[0].bandwidth_bytes_per_s == 5e9
@@ -108,15 +113,15 @@ def test_one_that_fails_its_test_again_and_again_is_reported_once_and_greeted_wi
         for message in scene.tick():
             assert isinstance(message, Hello)
             scene.peers.renew("d", message.sent_at_s)
-            assert scene.peers.begin_test("d", message.test)
-            scene.peers.fail_test("d", "damaged")
-            scene.peers.end_test("d")
+            assert scene.peers.try_begin_probe("d", message.test)
+            scene.peers.fail_probe("d", "damaged")
+            scene.peers.end_probe("d")
             hellos.append(message.test)
-        scene.clock.advance(0.01)
+        scene.advance(0.01)
     assert hellos == sorted(set(hellos))
     assert 10 <= len(hellos) <= 16
     assert scene.lost == [event.reason for event in scene.events] == ["damaged"]
-    scene.clock.advance(1)
+    scene.advance(1)
     scene.connect()
     assert scene.kinds() == [FAILED, CONNECTED]
 
@@ -126,7 +131,7 @@ def test_beats_keep_a_link_that_nobody_uses_and_there_are_four_a_second() -> Non
     scene.connect()
     said = []
     for _ in range(1000):
-        scene.clock.advance(0.01)
+        scene.advance(0.01)
         beats = scene.tick()
         scene.answer(beats)
         said += beats
@@ -138,7 +143,7 @@ def test_three_lost_beats_change_nothing_and_the_fourth_makes_a_peer_suspect_onc
     scene = Scene()
     scene.connect()
     for number in range(1, 5):
-        scene.clock.advance(BEAT_INTERVAL_S)
+        scene.advance(BEAT_INTERVAL_S)
         assert scene.peers.may_write("d") == (number < 4)
         scene.tick()
     assert scene.kinds() == [CONNECTED, FAILED]
@@ -149,16 +154,16 @@ def test_three_lost_beats_change_nothing_and_the_fourth_makes_a_peer_suspect_onc
 def test_a_suspect_is_greeted_with_back_off_and_is_connected_again_when_it_answers() -> None:
     scene = Scene()
     scene.connect()
-    scene.clock.advance(LEASE_S)
+    scene.advance(LEASE_S)
     hellos = []
     for _ in range(1000):
         hellos += scene.tick()
-        scene.clock.advance(0.01)
+        scene.advance(0.01)
     assert all(isinstance(message, Hello) for message in hellos)
     assert 10 <= len(hellos) <= 16  # a few quick ones, then one a second
     scene.answer(hellos[:-1])  # old answers say nothing of now
     assert scene.peers["d"].state is PeerState.SUSPECT
-    scene.clock.advance(1.0)
+    scene.advance(1.0)
     scene.connect()
     assert scene.kinds() == [CONNECTED, FAILED, CONNECTED]
     assert scene.peers.may_write("d")
@@ -167,9 +172,9 @@ def test_a_suspect_is_greeted_with_back_off_and_is_connected_again_when_it_answe
 def test_answers_that_waited_while_this_process_stood_still_renew_no_lease() -> None:
     scene = Scene()
     scene.connect()
-    scene.clock.advance(BEAT_INTERVAL_S)
+    scene.advance(BEAT_INTERVAL_S)
     waiting = scene.tick()
-    scene.clock.advance(5)
+    scene.advance(5)
     scene.answer(waiting)  # read only now
     assert not scene.peers.may_write("d")
     assert scene.lost == ["no beat of d for 5.0 s"]
@@ -186,7 +191,7 @@ def test_a_stamp_that_was_never_ours_renews_nothing(stamp: float) -> None:
 def test_a_peer_that_never_answers_is_reported_once() -> None:
     scene = Scene()
     for _ in range(200):
-        scene.clock.advance(0.1)
+        scene.advance(0.1)
         scene.tick()
     assert [event.reason for event in scene.events] == [f"no answer in {HELLO_TIMEOUT_S:.0f} s"]
 
@@ -194,26 +199,30 @@ def test_a_peer_that_never_answers_is_reported_once() -> None:
 def test_a_broken_connection_is_made_anew_at_once_when_nothing_is_in_flight() -> None:
     scene = Scene()
     scene.connect()
-    scene.transport.is_broken = True
+    scene.is_broken = True
     assert scene.peers.send("d", Hello(engine_id="p"))
-    assert scene.transport.num_connects == 2
+    scene.carry_out()
+    assert scene.said == [Hello(engine_id="p")]
+    assert scene.num_connects == 2
     assert scene.kinds() == [CONNECTED]
 
 
 def test_a_broken_connection_stays_until_what_is_in_flight_has_ended() -> None:
     scene = Scene()
     scene.connect()
-    scene.transport.is_broken = scene.is_busy = True
+    scene.is_broken = scene.is_busy = True
+    assert scene.peers.send("d", Hello(engine_id="p"))  # it turns out only then
+    scene.carry_out()
     assert not scene.peers.send("d", Hello(engine_id="p"))
     assert scene.lost == ["d cannot be reached"]
     for _ in range(30):
-        scene.clock.advance(0.1)
+        scene.advance(0.1)
         assert scene.tick() == []
-    assert scene.transport.num_connects == 1
+    assert scene.num_connects == 1
     scene.is_busy = False
-    scene.clock.advance(1)
+    scene.advance(1)
     scene.connect()
-    assert scene.transport.num_connects == 2
+    assert scene.num_connects == 2
     assert scene.kinds() == [CONNECTED, FAILED, CONNECTED]
 
 
@@ -221,7 +230,7 @@ def test_one_that_leaves_hears_no_more_beats_and_is_not_suspected() -> None:
     scene = Scene()
     scene.connect()
     scene.peers.leave("d")
-    scene.clock.advance(60)
+    scene.advance(60)
     assert scene.tick() == []
     assert scene.kinds() == [CONNECTED]
     scene.peers.remove("d")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnector.layout import LayerRange
+from kvconnector.blocks import LayerRange
 from kvconnector.transports.sockets.frames import (
     FROM_DIALLER,
     FROM_LISTENER,

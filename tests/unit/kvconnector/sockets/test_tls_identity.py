@@ -11,7 +11,7 @@ import pytest
 
 from baton.access.tls import TlsFiles, TlsOptions
 from baton.api.errors import ConfigError, TransferError
-from kvconnector.base import CertificateFiles
+from kvconnector.transports.base import CertificateFiles
 from kvconnector.transports.sockets.identity import identity_of
 from tests.fakes.certificates import FAR_AHEAD, LONG_AGO, Authority
 from tests.fakes.tls_ends import GRANTED, End, done, meet, reason, where_of, with_where

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from kvconnector.protocol.receiver import Receiver
-from kvconnector.protocol.sender import Sender
+from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.sockets.transport import TlsTransport
 from tests.fakes.kv_link import BLOCK_SHAPE, NUM_D_BLOCKS, NUM_P_BLOCKS, UNTOUCHED, Kind, Link
 from tests.fakes.kv_link import numbers as link_numbers
@@ -45,6 +44,8 @@ def link() -> Iterator[Link]:
         deaths.append,
         clock=clock,
     )
+    sender.loop.start()
+    receiver.loop.start()
     yield Link(sender, receiver, source, target)
     sender.close()
     receiver.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.api.errors import ConfigError, TransferError
-from kvconnector.base import PendingWrite
+from kvconnector.transports.base import PendingWrite
 from kvconnector.transports.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
 from kvconnector.transports.sockets.memory import StagedMemory
 from kvconnector.transports.sockets.transport import _Where

@@ -12,18 +12,16 @@ import pytest
 import torch
 
 from baton.telemetry.rates import format_rate
-from kvconnector.base import KVTransport, PendingWrite, TransferEvent, TransferEventKind
-from kvconnector.peer_info import PeerInfo
+from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.ends import Receiver, Sender
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo
 from kvconnector.protocol.messages import HelloAck, Message, SelfTest, SelfTestResult, encode
 from kvconnector.protocol.peers import LEASE_S, MAX_BACK_OFF_S
-from kvconnector.protocol.receiver import Receiver
+from kvconnector.protocol.probe import MAX_POSTED, MAX_TIMED_WRITES, OFFER_S, TIMEOUT_S
 from kvconnector.protocol.seals import peek
-from kvconnector.protocol.self_test import MAX_POSTED, MAX_TIMED_WRITES, OFFER_S, TIMEOUT_S
-from kvconnector.protocol.sender import Sender
+from kvconnector.transports.base import KVTransport, PendingWrite
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from kvconnector.transports.paths import CUDA_IPC_PATH, UNKNOWN_GPU_PATH
-from kvconnector.transports.scratch import NUM_SLOTS
-from tests.fakes.handoff_cluster import ThreadlessEndpoint, endpoint_of
 from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
 from tests.fakes.virtual_clock import VirtualClock
 
@@ -47,10 +45,9 @@ class Scene:
         self.senders: dict[str, Sender] = {}
         self.events: dict[str, list[TransferEvent]] = {}
         self.dead: set[str] = set()
-        with mock.patch("kvconnector.protocol.receiver.Endpoint", ThreadlessEndpoint):
-            transport = self._transport("d", self.target, d_faults)
-            self.receiver = Receiver(transport, lambda: None, self._never, self.clock)
-        self.events["d"] = endpoint_of(self.receiver).emitted
+        self.transports = {"d": self._transport("d", self.target, d_faults)}
+        self.receiver = Receiver(self.transports["d"], lambda: None, self._never, self.clock)
+        self.events["d"] = []
 
     def _transport(self, engine_id: str, kv_cache: torch.Tensor, faults: str) -> KVTransport:
         transport = ScriptedTransport(engine_id, kv_cache, self.network)
@@ -63,11 +60,11 @@ class Scene:
         raise AssertionError("no thread runs that could die") from error
 
     def add(self, engine_id: str) -> Sender:
-        with mock.patch("kvconnector.protocol.sender.Endpoint", ThreadlessEndpoint):
-            transport = self._transport(engine_id, torch.zeros(4, 2, 4, 8), self.p_faults)
-            sender = Sender(transport, lambda: None, self._never, self.clock)
+        transport = self._transport(engine_id, torch.zeros(4, 2, 4, 8), self.p_faults)
+        self.transports[engine_id] = transport
+        sender = Sender(transport, lambda: None, self._never, self.clock)
         self.senders[engine_id] = sender
-        self.events[engine_id] = endpoint_of(sender).emitted
+        self.events[engine_id] = []
         sender.connect(self.receiver.peer_info)
         self.receiver.connect(sender.peer_info)
         return sender
@@ -76,8 +73,10 @@ class Scene:
         for _ in range(round(seconds / ROUND_S)):
             for engine_id, sender in self.senders.items():
                 if engine_id not in self.dead:
-                    endpoint_of(sender).round()
-            endpoint_of(self.receiver).round()
+                    sender.loop.round()
+                    self.events[engine_id] += sender.poll()
+            self.receiver.loop.round()
+            self.events["d"] += self.receiver.poll()
             for message in list(self.network.messages):
                 if lose(peek(message.payload)):
                     self.network.messages.remove(message)
@@ -152,14 +151,14 @@ def test_the_first_write_goes_alone_and_the_others_a_few_at_a_time() -> None:
     assert sum(posted) < 1 + MAX_TIMED_WRITES
     assert scene.kinds("p") == scene.kinds("d") == [CONNECTED]
     [event] = scene.events["p"]
-    slot_bytes = scene.senders["p"]._endpoint.transport.scratch.memory.shape[1]
+    slot_bytes = scene.transports["p"].scratch.memory.shape[1]
     assert event.bandwidth_bytes_per_s == pytest.approx(MAX_POSTED * slot_bytes / 0.05, rel=0.3)
 
 
 def test_where_posting_copies_the_others_have_their_turn_in_between() -> None:
     scene = Scene()
-    sender = scene.add("p")
-    transport = sender._endpoint.transport
+    scene.add("p")
+    transport = scene.transports["p"]
     post = transport.write_scratch
     times: list[float] = []  # of posts, by a clock that else moves between rounds only
 
@@ -189,7 +188,7 @@ def test_a_pair_whose_bytes_arrive_wrong_is_reported_once_and_tested_again(
         assert caplog.text.count(f"{end}: what the self-test wrote") == 1
     if faults == "corrupt_test=1":
         assert scene.kinds("p") == scene.kinds("d") == [FAILED]
-        assert not scene.senders["p"]._endpoint.peers.may_start("d")
+        assert not scene.senders["p"].machine.peers.may_start("d")
     else:
         scene.run(60)
         assert scene.kinds("p") == scene.kinds("d") == [FAILED, CONNECTED]
@@ -204,8 +203,7 @@ def test_a_test_that_nobody_answers_is_reported_and_done_again(side: str) -> Non
     assert "no answer to the self-test" in scene.events["p"][0].reason
     scene.run(3 * TIMEOUT_S)
     assert scene.kinds("p") == [FAILED]
-    end = scene.senders["p"] if side == "p" else scene.receiver
-    faulty = end._endpoint.transport
+    faulty = scene.transports[side]
     assert isinstance(faulty, FaultyTransport)
     faulty._spec = FaultSpec()
     scene.run(TIMEOUT_S + MAX_BACK_OFF_S + 0.5)
@@ -222,7 +220,7 @@ def test_a_write_that_never_lands_fails_the_test_and_the_next_waits_for_it() -> 
     assert "no end of the writes" in scene.events["p"][0].reason
     scene.run(5)
     assert len(scene.network.test_writes) == 1
-    assert sender._has_writes("d")
+    assert sender.machine.is_moving
     scene.network.holds_tests = False
     scene.land_all()
     scene.run(MAX_BACK_OFF_S + 0.5)
@@ -336,10 +334,10 @@ def test_one_that_leaves_in_the_middle_of_a_test_is_forgotten_when_nothing_is_in
     scene.run(0.1)
     sender.disconnect("d")
     scene.run(0.1)
-    assert "d" in sender._endpoint.peers
+    assert "d" in sender.machine.peers
     scene.land_all()
     scene.run(0.1)
-    assert "d" not in sender._endpoint.peers
+    assert "d" not in sender.machine.peers
     assert scene.kinds("p") == []
     scene.network.holds_tests = False
     sender.connect(scene.receiver.peer_info)
@@ -355,12 +353,12 @@ def test_what_a_peer_claims_is_not_believed(rate: float) -> None:
     told = SelfTest(
         engine_id="p",
         test=1,
-        digest=scene.senders["p"]._endpoint.transport.scratch.digest,
+        digest=scene.transports["p"].scratch.digest,
         transport="",
         bandwidth_bytes_per_s=rate,
         duration_s=rate,
     )
-    channel = endpoint_of(scene.senders["p"]).peers.channels["d"]
+    channel = scene.senders["p"].loop.channels["d"]
     scene.network.ends["d"].inbox.append(("p", channel.seal(encode(told))))
     scene.run(0.05, lose=lambda message: isinstance(message, SelfTest))
     assert scene.kinds("d") == [CONNECTED]
@@ -370,15 +368,15 @@ def test_what_a_peer_claims_is_not_believed(rate: float) -> None:
 def test_a_slot_that_there_is_not_is_not_written_to() -> None:
     scene = Scene()
     sender = scene.add("p")
-    endpoint_of(sender).round()  # says Hello, the first test
+    sender.loop.round()  # says Hello, the first test
     now = scene.clock()
     ack = HelloAck(engine_id="d", sent_at_s=now, test=1, slot=NUM_SLOTS)
-    endpoint_of(scene.receiver).round()  # learns the peer
+    scene.receiver.loop.round()  # learns the peer
     scene.network.messages = [m for m in scene.network.messages if m.target == "d"]
-    channel = endpoint_of(scene.receiver).peers.channels["p"]
+    channel = scene.receiver.loop.channels["p"]
     scene.network.ends["p"].inbox.append(("d", channel.seal(encode(ack))))
-    endpoint_of(sender).round()
-    assert len(sender._tests) == 0
+    sender.loop.round()
+    assert not sender.machine.peers["d"].is_probing
     scene.run(0.2)
     assert scene.kinds("p") == [CONNECTED]
 

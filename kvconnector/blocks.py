@@ -1,0 +1,44 @@
+"""Blocks by their numbers: ranges of layers, runs of neighbours, and which numbers there are.
+
+Refuses to know: memory, and what lies in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+LayerRange = tuple[int, int]  # from the first layer up to, not including, the second
+
+
+def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
+    """Cut layers into at most ``num_groups`` ranges, as equal as can be, the larger ones first.
+
+    What is behind the last range cannot hide behind a layer's computation, so it is no larger.
+    """
+    num_groups = min(num_groups, num_layers)
+    size, larger = divmod(num_layers, num_groups)
+    ends = [size * (index + 1) + min(index + 1, larger) for index in range(num_groups)]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def count_runs(local: Sequence[int], remote: Sequence[int]) -> int:
+    """Ranges of memory that a copy of blocks ``local[i]`` to ``remote[i]`` consists of, when
+    neighbours that follow each other on both sides are one."""
+    if not local:
+        return 0
+    steps_on = (np.diff(local) == 1) & (np.diff(remote) == 1)
+    return len(local) - int(steps_on.sum())
+
+
+def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
+    """Raise ValueError unless all ids are blocks: a bad address can kill the receiver."""
+    if block_ids and not (min(block_ids) >= 0 and max(block_ids) < num_blocks):
+        raise ValueError(f"block ids must be 0 to {num_blocks - 1}, got {list(block_ids)[:8]}")
+
+
+def check_layers(layers: LayerRange | None, num_layers: int) -> None:
+    """Raise ValueError unless there are such layers, for the same reason."""
+    if layers is not None and not 0 <= layers[0] < layers[1] <= num_layers:
+        raise ValueError(f"layers: must be a range within 0 to {num_layers}, got {layers}")

@@ -1,0 +1,188 @@
+"""Sender and Receiver: the ends of the hand-off as the nodes use them.
+
+Each is a state machine (`protocol/`), with a filter where digests are wanted, in an I/O loop
+(`io.py`) over any transport. Refuses to know: what is said, and when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from baton.link.round_watch import Rounds
+from baton.telemetry.node_metrics import ConnectorMetrics
+from kvconnector.base import BlockPush, KVReservation, TransferEvent
+from kvconnector.io import IoLoop
+from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_process import start_time
+from kvconnector.protocol.actions import Abort, Begin, Drain, Drop, Leave, Meet, Push
+from kvconnector.protocol.digests import (
+    BlockReader,
+    DigestTeller,
+    DigestVerifier,
+    SentDigests,
+    Verifier,
+)
+from kvconnector.protocol.receiver import ReceiveMachine
+from kvconnector.protocol.seals import Channels
+from kvconnector.protocol.sender import SendMachine
+from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS
+from kvconnector.transports.base import KVTransport
+
+
+def _describe(transport: KVTransport, channels: Channels) -> PeerInfo:
+    """How the transport presents us, with our public key, and since when we live."""
+    info = transport.peer_info
+    return msgspec.structs.replace(
+        info,
+        public_key=channels.public_key,
+        started_at=start_time(info.pid) if info.pid else 0,
+    )
+
+
+class _End:
+    """What both ends have in common.
+
+    Attributes:
+        loop: to be started, or driven round by round.
+    """
+
+    peer_info: PeerInfo
+    loop: IoLoop
+
+    def describe(self) -> bytes:
+        return self.peer_info.encode()
+
+    def connect(self, peer: PeerInfo) -> None:
+        self.loop.submit(Meet(peer))
+
+    def disconnect(self, engine_id: str) -> None:
+        self.loop.submit(Leave(engine_id))
+
+    def poll(self) -> list[TransferEvent]:
+        return self.loop.poll()
+
+    @property
+    def rounds(self) -> Rounds:
+        """Of the KV I/O thread; safe from any thread."""
+        return self.loop.rounds
+
+    def close(self) -> None:
+        self.loop.close()
+
+
+class Sender(_End):
+    """See `KVSender` for the contract.
+
+    Args:
+        transport: how bytes travel; owned from now on.
+        on_event: called (on the loop's thread) when `poll` has something.
+        on_death: called (on the loop's thread) when the connector cannot continue.
+        clock: seconds that never go back.
+        digests: of this node's memory, if the decode node is to check what arrives.
+
+    Attributes:
+        machine: the protocol; touched by the loop's thread alone.
+    """
+
+    def __init__(
+        self,
+        transport: KVTransport,
+        on_event: Callable[[], None],
+        on_death: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
+        digests: BlockReader | None = None,
+    ) -> None:
+        self._clock = clock
+        channels = Channels(transport.peer_info.engine_id)
+        self.peer_info = own = _describe(transport, channels)
+        scratch = transport.scratch
+        portions = DEVICE_PORTIONS if scratch.memory.is_cuda else HOST_PORTIONS
+        self.machine = SendMachine(own, scratch.digest, portions, is_verified=digests is not None)
+        teller = None
+        if digests is not None:
+            sent = SentDigests(digests, own.engine_id)
+            teller = DigestTeller(self.machine, sent, channels)
+        self.loop = IoLoop(
+            transport,
+            self.machine,
+            channels,
+            teller,
+            on_event=on_event,
+            on_death=on_death,
+            clock=clock,
+        )
+
+    def start(
+        self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
+    ) -> None:
+        self.loop.submit(Begin((request_id, epoch), engine_id, num_tokens, num_blocks))
+
+    def push(self, push: BlockPush) -> None:
+        self.loop.submit(Push(push, self._clock()))
+
+    def abort(self, request_id: str, epoch: int, reason: str) -> None:
+        self.loop.submit(Abort((request_id, epoch), reason))
+
+    def metrics(self) -> ConnectorMetrics:
+        return self.machine.totals.add_to(self.loop.metrics())
+
+
+class Receiver(_End):
+    """See `KVReceiver` for the contract.
+
+    Args:
+        transport: how bytes travel; owned from now on.
+        on_event: called (on the loop's thread) when `poll` has something.
+        on_death: called (on the loop's thread) when the connector cannot continue.
+        clock: seconds that never go back.
+        digests: of this node's memory, if what arrives is to be checked before anybody hears of it.
+
+    Attributes:
+        machine: the protocol; touched by the loop's thread alone.
+        verifier: the filter around it.
+    """
+
+    def __init__(
+        self,
+        transport: KVTransport,
+        on_event: Callable[[], None],
+        on_death: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
+        digests: BlockReader | None = None,
+    ) -> None:
+        channels = Channels(transport.peer_info.engine_id)
+        self.peer_info = own = _describe(transport, channels)
+        self.machine = ReceiveMachine(own)
+        self.verifier = None
+        if digests is not None:
+            verifier = Verifier(digests)
+            self.verifier = DigestVerifier(self.machine, verifier, own.engine_id, channels)
+        self.loop = IoLoop(
+            transport,
+            self.machine,
+            channels,
+            self.verifier,
+            on_event=on_event,
+            on_death=on_death,
+            clock=clock,
+        )
+
+    def drain(self, engine_id: str) -> None:
+        self.loop.submit(Drain(engine_id))
+
+    def grant(self, reservation: KVReservation) -> None:
+        self.loop.submit(reservation)
+
+    def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
+        self.loop.submit(Drop((request_id, epoch), engine_id))
+
+    def expect(self, expecting: bool) -> None:
+        self.loop.expect(expecting)
+
+    def metrics(self) -> ConnectorMetrics:
+        num_wrong = 0 if self.verifier is None else self.verifier.num_wrong_blocks
+        return dataclasses.replace(self.loop.metrics(), wrong_blocks=num_wrong)

@@ -1,0 +1,342 @@
+"""IoLoop: the KV I/O thread. It carries out what a state machine of the protocol asks for.
+
+It alone touches the transport and the state machine; others leave it wishes. Polls quickly while
+something is in flight (at once where a GPU writes), slowly while something may come, and sleeps (a
+tick now and then) when nothing is expected.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.api.errors import TransferError
+from baton.link.round_watch import Rounds
+from baton.telemetry.node_metrics import ConnectorMetrics
+from kvconnector.base import NO_TRANSFER, TransferEvent, TransferEventKind, TransferKey
+from kvconnector.protocol import messages
+from kvconnector.protocol.actions import (
+    Action,
+    Allow,
+    AllRead,
+    Connect,
+    ConnectEnded,
+    Disconnect,
+    Forbid,
+    Forbidden,
+    Input,
+    LendSlot,
+    Pause,
+    Posted,
+    ProbePosted,
+    ReadSlot,
+    Result,
+    Send,
+    SendEnded,
+    SlotRead,
+    StateMachine,
+    Wish,
+    Write,
+    WriteEnded,
+    WriteProbe,
+)
+from kvconnector.protocol.inbox import Inbox
+from kvconnector.protocol.peers import Peers
+from kvconnector.protocol.seals import Channels
+from kvconnector.transports.base import KVTransport, PendingWrite
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT_POLL_S = 0.0001
+EXPECTING_POLL_S = 0.0005
+IDLE_POLL_S = 0.025
+MAX_READ_FAILURES = 100  # in a row; then the transport is broken for good
+_WARM_S = 2.0  # polls as if expecting for this long after a peer was learnt
+ALL_READ = AllRead()
+
+
+class Core(StateMachine, Protocol):
+    """The state machine of one end, with what its loop must know of it."""
+
+    peers: Peers
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether messages may come soon."""
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes are in flight, or are to be posted as soon as that can be."""
+
+
+class IoLoop:
+    """One transport, one state machine over it, and the events that come of it.
+
+    Args:
+        transport: owned from now on; closed on the thread.
+        core: what is said and written, and when.
+        channels: that messages are sealed with.
+        machine: the core with the filters around it, if there are any.
+        on_event: called on the thread after events were added; wakes the node.
+        on_death: called on the thread, once, with what nobody expected; the process must end.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        transport: KVTransport,
+        core: Core,
+        channels: Channels,
+        machine: StateMachine | None = None,
+        *,
+        on_event: Callable[[], None],
+        on_death: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._core = core
+        self._machine = core if machine is None else machine
+        self._peers = core.peers
+        self.channels = channels
+        self._clock = clock
+        self._on_event = on_event
+        self._on_death = on_death
+        self._inbox = Inbox(core.peers, channels)
+        self._wishes: deque[Wish] = deque()
+        self._events: deque[TransferEvent] = deque()
+        # In flight, by peer and transfer (or `NO_TRANSFER`, a probe's), in the order of posting.
+        self._writes: dict[tuple[str, TransferKey], deque[PendingWrite]] = {}
+        self._is_on_device = transport.scratch.memory.is_cuda  # where the KV cache is, too
+        self._wake = threading.Event()
+        self._expecting = False
+        self._num_read_failures = 0
+        self._num_peer_failures = 0
+        self._warm_until = 0.0
+        self._closing = False
+        self._num_rounds = 0
+        self._in_round = False
+        self._thread = threading.Thread(target=self._run, name="kv-io", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; who does not must call `round` instead."""
+        self._thread.start()
+
+    # ------------------------------------------------------------------ from the node's thread
+
+    def submit(self, wish: Wish) -> None:
+        """Tell the state machine what the node wants, in order; safe from any thread."""
+        self._wishes.append(wish)
+        self._wake.set()
+
+    def expect(self, expecting: bool) -> None:
+        """Whether messages may come soon."""
+        wake = expecting and not self._expecting
+        self._expecting = expecting
+        if wake:
+            self._wake.set()
+
+    def poll(self) -> list[TransferEvent]:
+        """Events since the last call."""
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def metrics(self) -> ConnectorMetrics:
+        """Of peers and messages alone; safe from any thread."""
+        return ConnectorMetrics(
+            pairs=Counter((peer.state.value, peer.path) for peer in self._peers),
+            peer_failures=self._num_peer_failures,
+            refused_messages={
+                reason.value: count for reason, count in self._inbox.num_refused.items()
+            },
+        )
+
+    @property
+    def rounds(self) -> Rounds:
+        """How many rounds have ended, and whether one is in progress; safe from any thread."""
+        return Rounds(self._num_rounds, self._in_round)
+
+    def close(self) -> None:
+        """End the thread, if it was started, and the transport."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.ident is None:
+            self._transport.close()
+        else:
+            self._thread.join()
+
+    # ------------------------------------------------------------------ on the I/O thread
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # the loop's top: without this thread nothing would end
+            logger.critical("the KV I/O thread cannot continue", exc_info=error)
+            self._on_death(error)
+        finally:
+            self._transport.close()
+
+    def _loop(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            self._in_round = True
+            self.round()
+            self._num_rounds += 1
+            self._in_round = False
+            if self._wishes or self._inbox:
+                continue
+            pause_s = self._pause_s()
+            if pause_s:
+                self._wake.wait(pause_s)
+            else:
+                time.sleep(0)  # other threads' turn, no more
+
+    def _pause_s(self) -> float:
+        """How long nothing is missed; 0: a GPU's writes end within microseconds."""
+        if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
+            return 0.0
+        if self._core.is_moving:
+            return IN_FLIGHT_POLL_S
+        is_warm = self._clock() < self._warm_until
+        if self._expecting or is_warm or self._core.is_expecting:
+            return EXPECTING_POLL_S
+        return IDLE_POLL_S
+
+    def round(self) -> None:
+        """Tell the state machine what has come, and do what it asks for."""
+        while self._wishes:
+            self._tell(self._wishes.popleft())
+        self._read()
+        for message in self._inbox.take(self._clock()):
+            if message.engine_id in self._peers:  # it may have gone since
+                self._tell(message)
+        self._settle()
+        self._do(self._machine.tick(self._clock()))
+
+    def _read(self) -> None:
+        """Take in messages; raises TransferError when reading fails again and again."""
+        try:
+            payloads = self._transport.take_notifications()
+        except TransferError as error:
+            self._num_read_failures += 1
+            if self._num_read_failures >= MAX_READ_FAILURES:
+                raise
+            logger.warning("cannot read messages: %s", error)
+            return
+        self._num_read_failures = 0
+        self._tell(ALL_READ)
+        for sender, payload in payloads:
+            self._inbox.put(sender, payload, self._clock())
+
+    def _settle(self) -> None:
+        """Take off what was written since, in the order in which it was posted."""
+        for (engine_id, key), writes in list(self._writes.items()):
+            while writes:
+                problem = ""
+                try:
+                    if not writes[0].is_done():
+                        break
+                except TransferError as error:
+                    problem = str(error)
+                writes.popleft()
+                self._tell(WriteEnded(engine_id, key, problem))
+            if not writes:
+                del self._writes[engine_id, key]
+
+    def _tell(self, item: Input) -> None:
+        self._do(self._machine.take(item, self._clock()))
+
+    def _do(self, actions: list[Action]) -> None:
+        """Carry actions out, and first what each of them leads to."""
+        actions.reverse()
+        while actions:
+            result = self._do_one(actions.pop())
+            if result is not None:
+                actions += reversed(self._machine.take(result, self._clock()))
+
+    def _do_one(self, action: Action) -> Result | None:
+        match action:
+            case Pause():
+                return action
+            case Send():
+                return self._send(action)
+            case Write():
+                return self._write(action)
+            case TransferEvent():
+                self._num_peer_failures += action.kind is TransferEventKind.PEER_FAILED
+                self._events.append(action)
+                self._on_event()
+            case WriteProbe():
+                return self._write_probe(action)
+            case Allow(engine_id=engine_id, key=key, block_ids=block_ids):
+                self._transport.allow(engine_id, key, block_ids)
+            case Forbid(engine_id=engine_id, key=key, tells=tells):
+                if self._transport.forbid(engine_id, key) and tells:
+                    return Forbidden(action)
+            case LendSlot(slot=slot, engine_id=engine_id):
+                self._transport.scratch.lend(slot, engine_id)
+            case ReadSlot(slot=slot):
+                return SlotRead(action, self._transport.scratch.digest_of(slot))
+            case Connect():
+                return self._connect(action)
+            case Disconnect(engine_id=engine_id):
+                self._transport.disconnect(engine_id)
+        return None
+
+    def _send(self, action: Send) -> Result | None:
+        payload = self.channels[action.engine_id].seal(messages.encode(action.message))
+        try:
+            self._transport.notify(action.engine_id, payload)
+        except TransferError as error:
+            return SendEnded(action, str(error))
+        return SendEnded(action) if action.tells else None
+
+    def _connect(self, action: Connect) -> Result:
+        peer = action.peer
+        try:
+            if action.then is None:
+                self._warm_until = self._clock() + _WARM_S
+                self.channels.learn(peer, self._peers)
+            else:
+                self._transport.disconnect(peer.engine_id)
+            return ConnectEnded(action, self._transport.connect(peer))
+        except TransferError as error:
+            return ConnectEnded(action, problem=str(error))
+
+    def _write(self, action: Write) -> Result:
+        place = action.engine_id, action.key
+        started = self._clock()
+        try:
+            pending = self._transport.write(
+                action.engine_id,
+                action.piece.block_ids,
+                action.remote_block_ids,
+                action.piece.layers,
+                action.key,
+            )
+            posting_s = self._clock() - started
+            is_done = place not in self._writes and pending.is_done()
+        except (TransferError, ValueError) as error:
+            return Posted(action, problem=str(error))
+        if not is_done:
+            self._writes.setdefault(place, deque()).append(pending)
+        return Posted(action, posting_s, is_done)
+
+    def _write_probe(self, action: WriteProbe) -> Result:
+        """Post, for as long as others can wait: posting may copy."""
+        writes = self._writes.setdefault((action.engine_id, NO_TRANSFER), deque())
+        num_before, until = len(writes), self._clock() + action.max_s
+        problem = ""
+        try:
+            for _ in range(action.max_writes):
+                writes.append(self._transport.write_scratch(action.engine_id, action.slot))
+                if self._clock() >= until:
+                    break
+        except (TransferError, ValueError) as error:
+            problem = str(error)
+        return ProbePosted(action, len(writes) - num_before, problem)

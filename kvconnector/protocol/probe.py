@@ -1,0 +1,308 @@
+"""Probe: whether bytes written to a peer arrive there, and how fast, before any KV is.
+
+    P                                D
+    Hello (test 7)          ->       clears a slot of its scratch memory, if one is free
+                            <-       HelloAck (test 7, slot 2)
+    write, once; then again and again while time and bytes last: the bandwidth
+    SelfTest (7, digest)    ->       compares; repeated until it is answered
+                            <-       SelfTestResult (7, problem)
+
+A little in each round, so that other peers' KV goes on. Posted writes cannot be called back: a
+probe that was given up is over when they have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+from baton.telemetry.rates import format_rate
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo
+from kvconnector.protocol.actions import (
+    LendSlot,
+    ProbePosted,
+    ReadSlot,
+    SlotRead,
+    Turn,
+    WriteEnded,
+    WriteProbe,
+)
+from kvconnector.protocol.messages import HelloAck, SelfTest, SelfTestResult
+from kvconnector.protocol.peers import Peers, PeerState
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 3.0
+OFFER_S = 2 * TIMEOUT_S  # then a slot is free again, whatever has become of its peer
+REPEAT_S = 0.05  # of an unanswered SelfTest
+# The bandwidth is that of so many writes, or of as many as are posted in so long: a good estimate
+# of a slow path and a lower bound of a very fast one, which the I/O thread's rounds cannot fill.
+MAX_TIMED_WRITES = 32
+TIMED_S = 0.02
+MAX_POSTED = 16
+ROUND_S = 0.001  # of posting, where posting copies; then other peers have their turn
+
+
+@dataclass(slots=True)
+class _Probe:
+    """One probe of the sender.
+
+    Attributes:
+        num_in_flight: writes posted and not known to be complete.
+        timed_from: when the first write was complete, which sets up the connection.
+        num_posted: writes, with the first.
+        bandwidth_bytes_per_s: 0 until all writes are complete.
+        is_over: answered or given up; it waits for its writes.
+    """
+
+    number: int
+    slot: int
+    began_at: float
+    num_in_flight: int = 0
+    timed_from: float | None = None
+    num_posted: int = 0
+    bandwidth_bytes_per_s: float = 0.0
+    duration_s: float = 0.0
+    say_at: float = -math.inf
+    is_over: bool = False
+
+
+class Probes:
+    """The sender's end: at most one probe per peer at a time.
+
+    Args:
+        turn: of the state machine that this is a part of.
+        own: how this end is presented to peers.
+        peers: hear of the outcome.
+        digest: of the pattern that is written.
+    """
+
+    def __init__(self, turn: Turn, own: PeerInfo, peers: Peers, digest: bytes) -> None:
+        self._turn = turn
+        self._own = own
+        self._peers = peers
+        self._digest = digest
+        self._probes: dict[str, _Probe] = {}
+
+    def __len__(self) -> int:
+        return len(self._probes)
+
+    def has_writes(self, engine_id: str) -> bool:
+        """Whether something posted to a peer is in flight."""
+        probe = self._probes.get(engine_id)
+        return probe is not None and probe.num_in_flight > 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether any write is in flight."""
+        return any(probe.num_in_flight for probe in self._probes.values())
+
+    def begin(self, ack: HelloAck) -> None:
+        """Start a probe if a peer answered our Hello with a slot, and it is our turn."""
+        peer_id, slot = ack.engine_id, ack.slot
+        if slot is not None and slot < NUM_SLOTS and self._peers.try_begin_probe(peer_id, ack.test):
+            self._probes[peer_id] = _Probe(ack.test, slot, self._turn.now)
+
+    def end(self, result: SelfTestResult) -> None:
+        """Take what a peer says it found."""
+        peer_id = result.engine_id
+        probe = self._probes.get(peer_id)
+        if probe is None or probe.is_over or probe.number != result.test:
+            return
+        if result.problem:
+            self._fail(peer_id, probe, result.problem)
+        elif self._peers.is_fresh(peer_id):  # else it is asked again: the answer was slow
+            probe.is_over = True
+            path = self._peers[peer_id].path
+            log_passed(peer_id, path, probe.bandwidth_bytes_per_s, probe.duration_s)
+            self._peers.pass_probe(peer_id, path, probe.bandwidth_bytes_per_s)
+
+    def take_posted(self, result: ProbePosted) -> None:
+        """Count what is in flight now."""
+        peer_id = result.action.engine_id
+        probe = self._probes[peer_id]
+        probe.num_in_flight += result.num_writes
+        probe.num_posted += result.num_writes
+        if result.problem:
+            self._fail(peer_id, probe, f"the self-test's write failed: {result.problem}")
+
+    def take_ended(self, result: WriteEnded) -> None:
+        """Count a write off."""
+        probe = self._probes[result.engine_id]
+        probe.num_in_flight -= 1
+        if result.problem:
+            self._fail(result.engine_id, probe, f"the self-test's write failed: {result.problem}")
+
+    def tick(self) -> None:
+        """Go on with all probes."""
+        for peer_id, probe in list(self._probes.items()):
+            if not probe.is_over:
+                self._go_on(peer_id, probe)
+            if probe.is_over and not probe.num_in_flight:
+                del self._probes[peer_id]
+                self._peers.end_probe(peer_id)
+
+    def _go_on(self, peer_id: str, probe: _Probe) -> None:
+        if peer_id not in self._peers or self._peers[peer_id].state is PeerState.LEAVING:
+            self._fail(peer_id, probe, "it is gone")
+        elif self._turn.now >= probe.began_at + TIMEOUT_S:
+            part = "answer to" if probe.bandwidth_bytes_per_s else "end of the writes of"
+            self._fail(peer_id, probe, f"no {part} the self-test in {TIMEOUT_S:.0f} s")
+        elif probe.bandwidth_bytes_per_s:
+            self._say(peer_id, probe)
+        else:
+            self._write(peer_id, probe)
+
+    def _write(self, peer_id: str, probe: _Probe) -> None:
+        """Have written what there is room for, or note that all is complete."""
+        now = self._turn.now
+        if probe.num_posted == 0:
+            self._turn.ask(WriteProbe(peer_id, probe.slot))
+            return
+        if probe.timed_from is None:
+            if probe.num_in_flight:
+                return
+            probe.timed_from = now
+        num_timed, left_s = probe.num_posted - 1, probe.timed_from + TIMED_S - now
+        room = min(MAX_TIMED_WRITES - num_timed, MAX_POSTED - probe.num_in_flight)
+        if num_timed == 0 or (room > 0 and left_s > 0):
+            self._turn.ask(WriteProbe(peer_id, probe.slot, room, min(left_s, ROUND_S)))
+        elif not probe.num_in_flight:
+            num_bytes = num_timed * (self._own.scratch_bytes // (1 + NUM_SLOTS))
+            probe.bandwidth_bytes_per_s = num_bytes / max(now - probe.timed_from, 1e-6)
+            probe.duration_s = now - probe.began_at
+            self._peers.judge_path(peer_id, probe.bandwidth_bytes_per_s)
+
+    def _say(self, peer_id: str, probe: _Probe) -> None:
+        """Tell the peer to look, again and again: messages can be lost."""
+        now = self._turn.now
+        if now < probe.say_at:
+            return
+        probe.say_at = now + REPEAT_S
+        message = SelfTest(
+            engine_id=self._own.engine_id,
+            test=probe.number,
+            digest=self._digest,
+            transport=self._peers[peer_id].path,
+            bandwidth_bytes_per_s=probe.bandwidth_bytes_per_s,
+            duration_s=probe.duration_s,
+            sent_at_s=now,
+        )
+        self._peers.send(peer_id, message)
+
+    def _fail(self, peer_id: str, probe: _Probe, problem: str) -> None:
+        if not probe.is_over:
+            probe.is_over = True
+            self._peers.fail_probe(peer_id, problem)
+
+
+@dataclass(slots=True)
+class _Offer:
+    """The last probe of one peer.
+
+    Attributes:
+        slot: that it may write to; None: it was looked at.
+        seen: with what it said when it had written; None: it has not.
+        problem: with what was found; None before.
+    """
+
+    number: int
+    slot: int | None
+    made_at: float
+    seen: SelfTest | None = None
+    problem: str | None = None
+
+
+class ProbeSlots:
+    """The receiver's end: which peer may write where, and whether it is right.
+
+    Args:
+        turn: of the state machine that this is a part of.
+        own: how this end is presented to peers.
+        peers: hear of the outcome.
+    """
+
+    def __init__(self, turn: Turn, own: PeerInfo, peers: Peers) -> None:
+        self._turn = turn
+        self._own = own
+        self._peers = peers
+        self._offers: dict[str, _Offer] = {}
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a peer may be writing."""
+        return any(offer.slot is not None for offer in self._offers.values())
+
+    def offer(self, engine_id: str, number: int) -> int | None:
+        """The slot for a peer's probe; None: none is free, or the probe is not a new one."""
+        known = self._offers.get(engine_id)
+        if known is not None and number <= known.number:
+            return known.slot if number == known.number else None
+        if known is not None:
+            known.slot = None  # its writes have ended, or it would not begin another
+        taken = {offer.slot for offer in self._offers.values()}
+        slot = next((slot for slot in range(NUM_SLOTS) if slot not in taken), None)
+        if slot is not None:
+            self._turn.ask(LendSlot(slot, engine_id))
+            self._offers[engine_id] = _Offer(number, slot, self._turn.now)
+        return slot
+
+    def look(self, message: SelfTest) -> None:
+        """Have looked at what a peer has written, if this is the probe that it was offered."""
+        offer = self._offers.get(message.engine_id)
+        if offer is None or offer.number != message.test:
+            return
+        if offer.slot is not None:
+            offer.seen = message
+            self._turn.ask(ReadSlot(offer.slot, message.engine_id))
+            offer.slot = None
+        elif offer.problem is not None:
+            self._answer(offer, message)
+
+    def judge(self, result: SlotRead) -> None:
+        """Connect a peer whose bytes are right, and tell it."""
+        offer = self._offers.get(result.action.engine_id)
+        if offer is None or offer.seen is None:
+            return
+        message, peer_id = offer.seen, result.action.engine_id
+        if result.digest != message.digest:
+            offer.problem = f"what the self-test wrote by {message.transport} arrived wrong"
+            self._peers.fail_probe(peer_id, offer.problem)
+        else:
+            offer.problem = ""
+            rate = message.bandwidth_bytes_per_s
+            if not 0 <= rate < math.inf:  # it comes from the network
+                rate = 0.0
+            log_passed(peer_id, message.transport, rate, message.duration_s)
+            self._peers.pass_probe(peer_id, message.transport, rate)
+        self._answer(offer, message)
+
+    def _answer(self, offer: _Offer, message: SelfTest) -> None:
+        result = SelfTestResult(
+            engine_id=self._own.engine_id,
+            test=message.test,
+            problem=offer.problem or "",
+            sent_at_s=message.sent_at_s,
+        )
+        self._peers.send(message.engine_id, result)
+
+    def tick(self) -> None:
+        """Take back what was offered too long ago."""
+        for engine_id, offer in list(self._offers.items()):
+            if offer.slot is not None and self._turn.now >= offer.made_at + OFFER_S:
+                del self._offers[engine_id]
+
+    def forget(self, engine_id: str) -> None:
+        """Forget a peer; what it still writes spoils no more than another's probe."""
+        self._offers.pop(engine_id, None)
+
+
+def log_passed(engine_id: str, path: str, bandwidth_bytes_per_s: float, duration_s: float) -> None:
+    logger.info(
+        "self-test with %s passed: %s, %s, in %.0f ms",
+        engine_id,
+        path,
+        format_rate(bandwidth_bytes_per_s),
+        duration_s * 1e3,
+    )
