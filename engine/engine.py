@@ -19,14 +19,14 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash, BlockHasher
 from baton.engine_config import EngineConfig
-from baton.link.words import KVCacheEvent
 from baton_kernels.attention import choose_attention_backend
+from engine.core.block_pool import KVCacheEvent
+from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.sampling.grammar import GrammarState
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.worker.cores import use_cores
 from engine.worker.device_choice import (

@@ -16,8 +16,7 @@ from enum import Enum
 from baton.api.outputs import FinishReason, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash
-from baton.link.words import RequestView
-from engine.sampling.grammar import GrammarState
+from engine.core.grammar import GrammarState
 
 
 class RequestStatus(Enum):
@@ -208,16 +207,3 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
-
-
-def view_request(request: Request, transfer_state: str, age_s: float) -> RequestView:
-    """What operators see of a request that came so long ago."""
-    return RequestView(
-        request_id=request.request_id,
-        status=request.status.value,
-        transfer_state=transfer_state,
-        num_tokens=request.num_tokens,
-        num_computed_tokens=request.num_computed_tokens,
-        num_blocks=len(request.block_ids),
-        age_s=age_s,
-    )

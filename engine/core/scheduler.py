@@ -18,12 +18,12 @@ import time
 
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import RequestOutput
+from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request, RequestStatus
 from engine.core.waiting_room import WaitingRoom
-from engine.sampling.grammar import GrammarState
 
 # Blocks kept free when a waiting request is admitted, as a share of all: those that run need them
 # next, and taking them back later means computing everything again.

@@ -7,13 +7,15 @@ batch, nor the node, nor a preemption can change it. Knows no temperature and no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.api.sampling_params import SamplingParams
-from engine.sampling.grammar import allowed_token_masks
+from engine.core.grammar import allowed_bits
 from engine.sampling.sampling_input import RequestSnapshot
 
 # A penalty next to 0 or to infinity would make numbers that temperature cannot divide.
@@ -33,8 +35,8 @@ def adjust_logits(logits: Tensor, requests: Sequence[RequestSnapshot]) -> Tensor
         float64; banned tokens are minus infinity.
     """
     adjusted = logits.to(torch.float64, copy=True)
-    grammars = [request.grammar for request in requests]
-    masks = allowed_token_masks(grammars, adjusted.shape[1], adjusted.device)
+    grammars = {str(row): r.grammar for row, r in enumerate(requests) if r.grammar is not None}
+    masks = _unpack(allowed_bits(grammars), adjusted)
     for index, (row, request) in enumerate(zip(adjusted, requests, strict=True)):
         params = request.sampling_params
         if params.repetition_penalty != 1:
@@ -44,7 +46,7 @@ def adjust_logits(logits: Tensor, requests: Sequence[RequestSnapshot]) -> Tensor
         if params.logit_bias:
             token_ids, biases = zip(*params.logit_bias, strict=True)
             row[_index(token_ids, row)] += _values(biases, row)
-        _ban(row, request, masks.get(index))
+        _ban(row, request, masks.get(str(index)))
     return adjusted
 
 
@@ -79,6 +81,18 @@ def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
         ends = [token_id for token_id in request.stop_token_ids if token_id < len(row)]
         without_ends = row.index_fill(0, _index(ends, row), -torch.inf)
         row.copy_(torch.where(without_ends.isfinite().any(), without_ends, row))
+
+
+def _unpack(bits: Mapping[str, NDArray[np.uint8]], logits: Tensor) -> dict[str, Tensor]:
+    """Masks, `[vocab_size]` bool each, of what grammars allow; see `GrammarState.allowed_bits`."""
+    if not bits:
+        return {}
+    # Packed to the device and unpacked there: an eighth of the bytes.
+    packed = torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
+    values = torch.arange(256, device=logits.device).unsqueeze(1)
+    unpacked = (values >> torch.arange(8, device=logits.device) & 1).bool()  # [256, 8]
+    masks = unpacked[packed.long()].flatten(1)[:, : logits.shape[1]]
+    return dict(zip(bits, masks, strict=True))
 
 
 def _index(token_ids: Collection[int], row: Tensor) -> Tensor:

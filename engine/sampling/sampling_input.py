@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.api.sampling_params import SamplingParams
+from engine.core.grammar import GrammarState
 from engine.core.request import Request
-from engine.sampling.grammar import GrammarState
 
 # One row per request. Counts are -1 where nothing was asked for.
 PARAMETERS = np.dtype(

@@ -16,9 +16,9 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.tokenizer import Tokenizer
 from engine import LLM
+from engine.core.grammar import GrammarState, allowed_bits
 from engine.core.request import Request, RequestStatus
 from engine.crash_dump import describe
-from engine.sampling.grammar import GrammarState, allowed_token_masks
 from engine.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampling_input import RequestSnapshot
@@ -318,7 +318,7 @@ def test_grammars_that_cost_too_much_together_end_one_by_one(compiler: GrammarCo
     longest_s = 0.0
     for _ in range(200):
         began_at = time.thread_time()
-        allowed_token_masks([*states, well], VOCAB_SIZE, torch.device("cpu"))
+        allowed_bits({str(index): state for index, state in enumerate([*states, well])})
         longest_s = max(longest_s, time.thread_time() - began_at)
         for state in states:
             state.accept(TEXTS.index("a"))
