@@ -74,6 +74,8 @@ class Request:
         num_tokens_in_flight: tokens that steps (two at most) compute which have not ended.
         num_tokens_pending: tokens that they will sample.
         siblings: requests with the same prompt, that take its blocks once they are computed.
+        row: that a worker keeps for it; -1: none. This and the next are `StepPlanner`'s.
+        num_planned_blocks: blocks that the worker knows.
         started_at: when it was first scheduled (`time.monotonic`).
         prompt_logprobs: of the prompt tokens from the second on, as far as they were computed.
     """
@@ -103,6 +105,8 @@ class Request:
     num_tokens_in_flight: int = 0
     num_tokens_pending: int = 0
     siblings: list[Request] = field(default_factory=list)
+    row: int = -1
+    num_planned_blocks: int = 0
     started_at: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 

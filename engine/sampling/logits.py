@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -15,14 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.api.sampling_params import SamplingParams
-from engine.core.grammar import allowed_bits
 from engine.sampling.sampling_input import RequestSnapshot
 
 # A penalty next to 0 or to infinity would make numbers that temperature cannot divide.
 _LARGEST_LOGIT = 1e300
 
 
-def adjust_logits(logits: Tensor, requests: Sequence[RequestSnapshot]) -> Tensor:
+def adjust_logits(
+    logits: Tensor,
+    requests: Sequence[RequestSnapshot],
+    allowed_bits: Mapping[int, NDArray[np.uint8]] = MappingProxyType({}),
+) -> Tensor:
     """Penalties, then biases, then bans and grammars; `[num_requests, vocab_size]` in and out.
 
     Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858. Presence and frequency penalty,
@@ -30,13 +34,13 @@ def adjust_logits(logits: Tensor, requests: Sequence[RequestSnapshot]) -> Tensor
 
     Args:
         logits: row i belongs to ``requests[i]``; is not written to.
+        allowed_bits: what grammars allow, by row; see `GrammarState.allowed_bits`.
 
     Returns:
         float64; banned tokens are minus infinity.
     """
     adjusted = logits.to(torch.float64, copy=True)
-    grammars = {str(row): r.grammar for row, r in enumerate(requests) if r.grammar is not None}
-    masks = _unpack(allowed_bits(grammars), adjusted)
+    masks = _unpack(allowed_bits, adjusted)
     for index, (row, request) in enumerate(zip(adjusted, requests, strict=True)):
         params = request.sampling_params
         if params.repetition_penalty != 1:
@@ -46,7 +50,7 @@ def adjust_logits(logits: Tensor, requests: Sequence[RequestSnapshot]) -> Tensor
         if params.logit_bias:
             token_ids, biases = zip(*params.logit_bias, strict=True)
             row[_index(token_ids, row)] += _values(biases, row)
-        _ban(row, request, masks.get(str(index)))
+        _ban(row, request, masks.get(index))
     return adjusted
 
 
@@ -83,8 +87,8 @@ def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
         row.copy_(torch.where(without_ends.isfinite().any(), without_ends, row))
 
 
-def _unpack(bits: Mapping[str, NDArray[np.uint8]], logits: Tensor) -> dict[str, Tensor]:
-    """Masks, `[vocab_size]` bool each, of what grammars allow; see `GrammarState.allowed_bits`."""
+def _unpack(bits: Mapping[int, NDArray[np.uint8]], logits: Tensor) -> dict[int, Tensor]:
+    """Masks, `[vocab_size]` bool each, of what grammars allow, by row."""
     if not bits:
         return {}
     # Packed to the device and unpacked there: an eighth of the bytes.

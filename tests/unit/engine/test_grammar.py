@@ -20,8 +20,7 @@ from engine.core.grammar import GrammarState, allowed_bits
 from engine.core.request import Request, RequestStatus
 from engine.crash_dump import describe
 from engine.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler
-from engine.sampling.logits import adjust_logits
-from engine.sampling.sampling_input import RequestSnapshot
+from tests.fakes.sampling import adjust
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 ENDS = {4093, 4095}
@@ -190,7 +189,7 @@ def test_each_row_has_its_own_grammar_and_others_have_none(compiler: GrammarComp
         request_of(choosing("banana"), compiler),
         request_of(choosing("a", logit_bias={TEXTS.index("z"): 100}), compiler),
     ]
-    finite = adjust_logits(logits, [RequestSnapshot.of(request) for request in requests]).isfinite()
+    finite = adjust(logits, requests).isfinite()
     for row, first in ((0, "a"), (2, "b"), (3, "a")):
         tokens = {TEXTS[token_id] for token_id in finite[row].nonzero().flatten().tolist()}
         assert first in tokens
@@ -207,13 +206,7 @@ def test_min_tokens_keeps_the_end_away_only_while_something_else_fits(
         assert request.grammar is not None
         request.token_ids.append(TEXTS.index("a"))
         assert request.grammar.accept(TEXTS.index("a"))
-        left = set(
-            adjust_logits(logits, [RequestSnapshot.of(request)])[0]
-            .isfinite()
-            .nonzero()
-            .flatten()
-            .tolist()
-        )
+        left = set(adjust(logits, [request])[0].isfinite().nonzero().flatten().tolist())
         assert bool(left & ENDS) is has_end
         assert left
 
