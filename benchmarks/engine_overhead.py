@@ -1,4 +1,4 @@
-"""Share of a decode step that is not the model: schedule, input batch, plan, sampling, update.
+"""Share of a decode step that is not the model: schedule, tell, fill, plan, sample, update.
 
 One thread, the demo model, the CPU backend; all parts are timed inside the same steps. Still, a
 busy machine flatters: who shares its caches and cores slows the long forward most. So the shares
@@ -23,6 +23,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
+from engine.core.step_plan import StepPlanner
 from engine.engine import Engine
 from engine.worker.input_batch import InputBatch
 from environment import record_environment, summary, write_results
@@ -38,7 +39,7 @@ SAMPLING = {
     "top-k, top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.95, ignore_eos=True),
 }
 MODEL_PARTS = ("forward", "logits")
-OTHER_PARTS = ("schedule", "fill", "plan", "sample", "update")
+OTHER_PARTS = ("schedule", "tell", "fill", "plan", "sample", "update")
 
 Steps = list[dict[str, float]]  # seconds of each part, and "total", of every step
 
@@ -82,6 +83,7 @@ class DecodeBench:
         runner = self.engine._runner
         for owner, function, part in (
             (self.engine._scheduler, "schedule", "schedule"),
+            (self.engine._scheduler, "plan", "tell"),
             (self.engine._scheduler, "update", "update"),
             (runner._input_batch, "fill", "fill"),
             (runner._context.backends[0], "plan", "plan"),
@@ -141,7 +143,7 @@ def measure(repetitions: int, num_steps: int) -> dict[tuple[int, str], Steps]:
 
 
 def measure_fill(num_repetitions: int = 300) -> dict[str, float]:
-    """Microseconds per request of `InputBatch.fill` for 256 decodes of so many tokens each."""
+    """Microseconds per request to plan and fill 256 decodes of so many tokens each."""
     num_requests, found = 256, {}
     for num_tokens in (128, 1000):
         num_blocks = num_tokens // 16 + 1
@@ -159,6 +161,7 @@ def measure_fill(num_repetitions: int = 300) -> dict[str, float]:
             request.num_computed_tokens = num_tokens
             request.block_ids = list(range(index * num_blocks, (index + 1) * num_blocks))
             scheduled.append(ScheduledRequest(request, 1))
+        planner = StepPlanner(num_requests)
         input_batch = InputBatch(
             max_num_requests=num_requests,
             max_num_tokens=8192,
@@ -169,7 +172,7 @@ def measure_fill(num_repetitions: int = 300) -> dict[str, float]:
         seconds = []
         for _ in range(num_repetitions):
             start = time.perf_counter()
-            input_batch.fill(scheduled)
+            input_batch.fill(planner.plan(scheduled))
             seconds.append(time.perf_counter() - start)
         fastest = sorted(seconds)[num_repetitions // 20]  # the median of the fastest tenth
         found[f"{num_tokens} tokens"] = round(fastest / num_requests * 1e6, 3)

@@ -103,7 +103,7 @@ def record_process(folder: Path) -> None:
     PushTracker.before_step = note_layers  # type: ignore[method-assign]
     NixlTransport.write = note_write  # type: ignore[assignment, method-assign]
     Engine.execute = note_step  # type: ignore[method-assign]
-    Receiver.poll = note_commit  # type: ignore[method-assign]
+    Receiver.poll = note_commit  # type: ignore[assignment, method-assign]
 
 
 def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:

@@ -191,8 +191,9 @@ class Layers:
 
     def _scheduled(self, num_tokens: int, num_computed: int, count: int) -> Any:
         from baton.api.sampling_params import SamplingParams
-        from engine.core.outputs import ScheduledRequest, SchedulerOutput
+        from engine.core.outputs import ScheduledRequest
         from engine.core.request import Request
+        from engine.core.step_plan import StepPlanner
 
         self._request += 1
         request = Request.create(
@@ -200,7 +201,7 @@ class Layers:
             eos_token_ids=frozenset(), max_model_len=1024, max_tokens=100,
         )  # fmt: skip
         request.num_computed_tokens, request.block_ids = num_computed, list(range(1, 12))
-        return SchedulerOutput((ScheduledRequest(request, count),), count)
+        return StepPlanner(1).plan([ScheduledRequest(request, count)])
 
     def time(self, scheduled: Any) -> dict[str, Figures]:
         """Microseconds of a layer, and of its launches."""

@@ -36,11 +36,12 @@ from baton.telemetry.node_metrics import HandoffMetrics
 from decode_node.options import DecodeOptions
 from decode_node.reservations import Reservation, Reservations, ReservationState
 from engine.core.outputs import StepResult
-from engine.core.request import Request, RequestStatus, view_request
+from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
 from kvconnector.base import KVReceiver, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
+from node_runtime.request_view import view_request
 
 logger = logging.getLogger(__name__)
 

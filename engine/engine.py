@@ -19,14 +19,15 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash, BlockHasher
 from baton.engine_config import EngineConfig
-from baton.link.words import KVCacheEvent
 from baton_kernels.attention import choose_attention_backend
+from engine.core.block_pool import KVCacheEvent
+from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.sampling.grammar import GrammarState
+from engine.core.step_plan import StepHooks
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.worker.cores import use_cores
 from engine.worker.device_choice import (
@@ -44,7 +45,7 @@ from engine.worker.kv_cache import (
     kv_cache_spec,
 )
 from engine.worker.memory_profile import measure_kv_cache_bytes
-from engine.worker.model_runner import AfterLayer, AnyPreparedStep, LaunchedStep
+from engine.worker.model_runner import AnyPreparedStep, LaunchedStep
 from engine.worker.warm_up import warm_up
 from models import load_model
 from models.base import CausalLM
@@ -52,6 +53,7 @@ from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+AfterLayer = Callable[[int], None]
 _StepInFlight = tuple[SchedulerOutput, Future[LaunchedStep]]
 
 
@@ -282,8 +284,9 @@ class Engine:
         if not scheduled.scheduled:
             return StepResult()
         self.last_scheduled = scheduled
-        prepared = self._runner.prepare(scheduled, eager=after_layer is not None)
-        return self._end(scheduled, self._launch(prepared, after_layer))
+        plan, hooks = self._scheduler.plan(scheduled, after_layer)
+        prepared = self._runner.prepare(plan, eager=after_layer is not None)
+        return self._end(scheduled, self._launch(prepared, hooks))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
         """Begin one step, before the end of the one in flight if it can be, and end that one."""
@@ -296,18 +299,19 @@ class Engine:
                 scheduled = scheduled.without_finished()
         if scheduled.scheduled:
             self.last_scheduled = scheduled
-            prepared = self._runner.prepare(scheduled, eager=after_layer is not None)
+            plan, hooks = self._scheduler.plan(scheduled, after_layer)
+            prepared = self._runner.prepare(plan, eager=after_layer is not None)
             self._scheduler.begin(scheduled)
-            launch = self._worker.submit(self._launch, prepared, after_layer)
+            launch = self._worker.submit(self._launch, prepared, hooks)
             self._in_flight = scheduled, launch
             if before is not None:
                 result = self._end_in_flight(before)
                 self.last_scheduled = scheduled
         return result
 
-    def _launch(self, step: AnyPreparedStep, after_layer: AfterLayer | None) -> LaunchedStep:
+    def _launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
         make_current(self._device)  # of this thread, which need not be the one that loaded
-        return self._runner.launch(step, after_layer)
+        return self._runner.launch(step, hooks)
 
     def _end_in_flight(self, step: _StepInFlight) -> StepResult:
         scheduled, launch = step

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton.block_hash import BlockHash, ShortHash, shorten
-from baton.link.words import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent, KVCacheEvents
+from baton.link.words import KVCacheEvents
+from engine.core.block_pool import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
 
 # A router that is told every few steps places nothing worse, and a busy node is not held up.
 FLUSH_INTERVAL_S = 0.01

@@ -36,11 +36,12 @@ from baton.link.words import (
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
-from engine.core.request import Request, view_request
+from engine.core.request import Request
 from engine.engine import Engine
 from kvconnector.base import KVSender, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
+from node_runtime.request_view import view_request
 from prefill_node.options import NUM_LAYER_GROUPS, PushMode
 from prefill_node.push_tracker import PushTracker
 

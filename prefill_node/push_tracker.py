@@ -18,10 +18,11 @@ from baton.link.words import AbortAll, RequestView
 from baton.telemetry.ledger import BlockHolding, BlockOwner
 from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
-from engine.core.request import Request, view_request
+from engine.core.request import Request
 from engine.engine import Engine
 from kvconnector.base import BlockPush, KVSender, TransferEvent, TransferEventKind
 from kvconnector.blocks import layer_groups
+from node_runtime.request_view import view_request
 from prefill_node.layer_tail import LayerTail
 from prefill_node.options import NUM_LAYER_GROUPS, PushMode
 

@@ -18,7 +18,6 @@ from baton.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 
 
-
 class NodeRole(Enum):
     """What a node does."""
 
@@ -166,29 +165,9 @@ class RequestView:
     age_s: float
 
 
-class BlocksStored(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache now holds these contents, one after the other, behind ``parent``."""
-
-    hashes: tuple[bytes, ...]
-    parent: bytes | None
-
-
-class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache no longer holds these contents."""
-
-    hashes: tuple[bytes, ...]
-
-
-class BlocksCleared(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache holds nothing."""
-
-
-KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
-
-
 @dataclass(frozen=True, slots=True)
 class KVCacheEvents:
-    """What all that together changed in a node's prefix cache, as a router needs it.
+    """What changed in a node's prefix cache, as a router needs it.
 
     Attributes:
         sequence: 1 more than the last one of the same engine id; a gap means something was lost.

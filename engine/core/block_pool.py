@@ -15,9 +15,30 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from baton.block_hash import BlockHash
-from baton.link.words import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
 from engine.core.extents import choose_extents, window_size
+
+
+class BlocksStored(msgspec.Struct, frozen=True, gc=False):
+    """The prefix cache now holds these contents, one after the other, behind ``parent``."""
+
+    hashes: tuple[BlockHash, ...]
+    parent: BlockHash | None
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
+    """The prefix cache no longer holds these contents."""
+
+    hashes: tuple[BlockHash, ...]
+
+
+class BlocksCleared(msgspec.Struct, frozen=True, gc=False):
+    """The prefix cache holds nothing."""
+
+
+KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 @dataclass(slots=True, eq=False)

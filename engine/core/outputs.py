@@ -1,4 +1,4 @@
-"""What crosses between the engine's rooms: scheduler -> model runner -> scheduler -> node."""
+"""What a step is to the core and to nodes: who computes how much, and what came of it."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from enum import Enum
 from baton.api.outputs import FinishReason, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash
-from baton.link.words import RequestView
-from engine.sampling.grammar import GrammarState
+from engine.core.grammar import GrammarState
 
 
 class RequestStatus(Enum):
@@ -75,6 +74,8 @@ class Request:
         num_tokens_in_flight: tokens that steps (two at most) compute which have not ended.
         num_tokens_pending: tokens that they will sample.
         siblings: requests with the same prompt, that take its blocks once they are computed.
+        row: that a worker keeps for it; -1: none. This and the next are `StepPlanner`'s.
+        num_planned_blocks: blocks that the worker knows.
         started_at: when it was first scheduled (`time.monotonic`).
         prompt_logprobs: of the prompt tokens from the second on, as far as they were computed.
     """
@@ -104,6 +105,8 @@ class Request:
     num_tokens_in_flight: int = 0
     num_tokens_pending: int = 0
     siblings: list[Request] = field(default_factory=list)
+    row: int = -1
+    num_planned_blocks: int = 0
     started_at: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -208,16 +211,3 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
-
-
-def view_request(request: Request, transfer_state: str, age_s: float) -> RequestView:
-    """What operators see of a request that came so long ago."""
-    return RequestView(
-        request_id=request.request_id,
-        status=request.status.value,
-        transfer_state=transfer_state,
-        num_tokens=request.num_tokens,
-        num_computed_tokens=request.num_computed_tokens,
-        num_blocks=len(request.block_ids),
-        age_s=age_s,
-    )

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Callable
+from functools import partial
 
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import RequestOutput
+from engine.core.grammar import GrammarState, allowed_bits
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request, RequestStatus
+from engine.core.step_plan import StepHooks, StepPlan, StepPlanner
 from engine.core.waiting_room import WaitingRoom
-from engine.sampling.grammar import GrammarState
 
 # Blocks kept free when a waiting request is admitted, as a share of all: those that run need them
 # next, and taking them back later means computing everything again.
@@ -71,6 +74,7 @@ class Scheduler:
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom(policy)
+        self._planner = StepPlanner(max_num_requests)
         self._running: list[Request] = []  # by rank: the last one is preempted first
         self._num_steps_in_flight = 0
 
@@ -187,6 +191,18 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             budget = self._admit_waiting(scheduled, budget)
         return SchedulerOutput(tuple(scheduled), self._max_num_batched_tokens - budget)
+
+    def plan(
+        self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
+    ) -> tuple[StepPlan, StepHooks]:
+        """Tell a worker what to compute, and what to call meanwhile; right before `begin`."""
+        plan = self._planner.plan(scheduled.scheduled)
+        grammars = {
+            request_id: grammar
+            for request_id in plan.constrained
+            if (grammar := self.requests[request_id].grammar) is not None
+        }
+        return plan, StepHooks(after_layer, partial(allowed_bits, grammars))
 
     def begin(self, scheduled: SchedulerOutput) -> None:
         """A step runs, or will behind the one that does; `schedule` wants that one updated."""
@@ -372,6 +388,7 @@ class Scheduler:
             self.handed_back.append(request)
             return
         self.kv_cache_manager.free(request)
+        self._planner.leave(request)
         request.num_computed_tokens = 0
         self._room.put_back(request)
 
@@ -392,6 +409,7 @@ class Scheduler:
         request.status = status
         assert status.finish_reason is not None
         self.counters.finished[status.finish_reason] += 1
+        self._planner.leave(request)
         self._free_when_idle(request)
         del self.requests[request.request_id]
 

@@ -22,8 +22,8 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer
+from engine.core.grammar import GrammarState
 from engine.core.request import Request
-from engine.sampling.grammar import GrammarState
 
 NUM_THREADS = 2
 MAX_CACHED = 64

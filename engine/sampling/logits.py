@@ -7,20 +7,26 @@ batch, nor the node, nor a preemption can change it. Knows no temperature and no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.api.sampling_params import SamplingParams
-from engine.sampling.grammar import allowed_token_masks
 from engine.sampling.sampling_input import RequestSnapshot
 
 # A penalty next to 0 or to infinity would make numbers that temperature cannot divide.
 _LARGEST_LOGIT = 1e300
 
 
-def adjust_logits(logits: Tensor, requests: Sequence[RequestSnapshot]) -> Tensor:
+def adjust_logits(
+    logits: Tensor,
+    requests: Sequence[RequestSnapshot],
+    allowed_bits: Mapping[int, NDArray[np.uint8]] = MappingProxyType({}),
+) -> Tensor:
     """Penalties, then biases, then bans and grammars; `[num_requests, vocab_size]` in and out.
 
     Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858. Presence and frequency penalty,
@@ -28,13 +34,13 @@ def adjust_logits(logits: Tensor, requests: Sequence[RequestSnapshot]) -> Tensor
 
     Args:
         logits: row i belongs to ``requests[i]``; is not written to.
+        allowed_bits: what grammars allow, by row; see `GrammarState.allowed_bits`.
 
     Returns:
         float64; banned tokens are minus infinity.
     """
     adjusted = logits.to(torch.float64, copy=True)
-    grammars = [request.grammar for request in requests]
-    masks = allowed_token_masks(grammars, adjusted.shape[1], adjusted.device)
+    masks = _unpack(allowed_bits, adjusted)
     for index, (row, request) in enumerate(zip(adjusted, requests, strict=True)):
         params = request.sampling_params
         if params.repetition_penalty != 1:
@@ -79,6 +85,18 @@ def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
         ends = [token_id for token_id in request.stop_token_ids if token_id < len(row)]
         without_ends = row.index_fill(0, _index(ends, row), -torch.inf)
         row.copy_(torch.where(without_ends.isfinite().any(), without_ends, row))
+
+
+def _unpack(bits: Mapping[int, NDArray[np.uint8]], logits: Tensor) -> dict[int, Tensor]:
+    """Masks, `[vocab_size]` bool each, of what grammars allow, by row."""
+    if not bits:
+        return {}
+    # Packed to the device and unpacked there: an eighth of the bytes.
+    packed = torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
+    values = torch.arange(256, device=logits.device).unsqueeze(1)
+    unpacked = (values >> torch.arange(8, device=logits.device) & 1).bool()  # [256, 8]
+    masks = unpacked[packed.long()].flatten(1)[:, : logits.shape[1]]
+    return dict(zip(bits, masks, strict=True))
 
 
 def _index(token_ids: Collection[int], row: Tensor) -> Tensor:

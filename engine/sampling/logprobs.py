@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.api.outputs import TokenLogprobs
-from engine.core.outputs import PromptLogprobs, ScheduledRequest
+from engine.core.outputs import PromptLogprobs
 from engine.sampling.sampling_input import SamplingInput
 
 # Logits of so many prompt tokens at a time: those of a long chunk would take gigabytes.
@@ -53,16 +53,6 @@ class PromptRows:
     first_position: int
     token_ids: tuple[int, ...]
     num_top: int
-
-    @classmethod
-    def of(cls, item: ScheduledRequest, first_row: int) -> PromptRows:
-        """Of a request that asks; what is computed again after its first output predicts none."""
-        request = item.request
-        first = request.num_computed_tokens + 1
-        end = min(first + item.num_scheduled_tokens, request.num_prompt_tokens)
-        token_ids = request.token_ids[first:end] if request.num_output_tokens == 0 else []
-        num_top = request.sampling_params.prompt_logprobs
-        return cls(request.request_id, first_row, first, tuple(token_ids), num_top or 0)
 
 
 def compute_prompt_logprobs(

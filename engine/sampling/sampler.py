@@ -9,6 +9,7 @@ with Triton `baton_kernels.triton.sampling` does the same in a few launches.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +34,16 @@ MANY_KEPT = 1 / 32
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def sample(logits: Tensor, sampling: SamplingInput) -> list[int]:
+def sample(
+    logits: Tensor,
+    sampling: SamplingInput,
+    allowed_bits: Callable[[], Mapping[str, npt.NDArray[np.uint8]]] = dict,
+) -> list[int]:
     """One next token per request.
 
     Args:
         logits: `[num_requests, vocab_size]` float32; row i belongs to request i of ``sampling``.
+        allowed_bits: see `StepHooks`.
     """
     parameters, keys = sampling.parameters, sampling.keys
     if not sampling.adjusted:
@@ -45,7 +51,13 @@ def sample(logits: Tensor, sampling: SamplingInput) -> list[int]:
     token_ids = np.empty(len(logits), dtype=np.int64)
     adjusted = np.fromiter(sampling.adjusted, dtype=np.int64)
     plain = np.delete(np.arange(len(logits)), adjusted)
-    changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()))
+    allowed = allowed_bits()
+    bits = {
+        index: allowed[sampling.request_ids[row]]
+        for index, row in enumerate(sampling.adjusted)
+        if sampling.request_ids[row] in allowed
+    }
+    changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()), bits)
     token_ids[adjusted] = _choose(changed, parameters[adjusted], keys[adjusted])
     if len(plain):
         token_ids[plain] = _choose(_rows(logits, plain), parameters[plain], keys[plain])

@@ -1,19 +1,14 @@
-"""SamplingInput: all that the sampler reads of a step's requests, copied when it is prepared.
-
-So the sampler touches no Request: those may change while it runs. Knows no logits.
-"""
+"""SamplingInput: all that the sampler reads of a step's rows. Knows no logits and no grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.api.sampling_params import SamplingParams
-from engine.core.request import Request
-from engine.sampling.grammar import GrammarState
+from engine.core.step_plan import NewRow
 
 # One row per request. Counts are -1 where nothing was asked for.
 PARAMETERS = np.dtype(
@@ -31,41 +26,30 @@ PARAMETERS = np.dtype(
 )
 
 
-def parameters_row(request: Request) -> tuple[object, ...]:
+def parameters_row(new: NewRow) -> tuple[object, ...]:
     """A request's row of `PARAMETERS`."""
-    params = request.sampling_params
+    params = new.sampling_params
     return (
         params.temperature,
         params.top_k,
         params.top_p,
         params.min_p,
-        request.seed % 2**64,
-        request.changes_logits,
+        new.seed % 2**64,
+        params.changes_logits,
         -1 if params.logprobs is None else params.logprobs,
         -1 if params.prompt_logprobs is None else params.prompt_logprobs,
-        request.num_prompt_tokens,
+        new.num_prompt_tokens,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """What the logits of a request depend on besides the model."""
+    """What the logits of a request depend on besides the model and its grammar."""
 
     sampling_params: SamplingParams
     token_ids: list[int]
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
-    grammar: GrammarState | None  # its own: no other step goes on with it meanwhile
-
-    @classmethod
-    def of(cls, request: Request) -> RequestSnapshot:
-        return cls(
-            request.sampling_params,
-            request.token_ids.copy(),
-            request.num_prompt_tokens,
-            request.stop_token_ids,
-            request.grammar,
-        )
 
     @property
     def num_output_tokens(self) -> int:
@@ -95,26 +79,3 @@ class SamplingInput:
     def needs_host(self) -> bool:
         """Whether the sampling kernel alone cannot give all that is wanted."""
         return bool(self.adjusted) or bool((self.parameters["num_logprobs"] >= 0).any())
-
-    @classmethod
-    def of(
-        cls,
-        requests: Sequence[Request],
-        parameters: npt.NDArray[np.void],
-        keys: npt.NDArray[np.uint32],
-    ) -> SamplingInput:
-        """Copy what is needed of the requests.
-
-        Args:
-            parameters: `[num_requests]` of `PARAMETERS`, theirs.
-            keys: `[num_requests, 2]`, theirs.
-        """
-        return cls(
-            tuple([r.request_id for r in requests]),
-            parameters,
-            keys,
-            {
-                row: RequestSnapshot.of(requests[row])
-                for row in parameters["changes_logits"].nonzero()[0].tolist()
-            },
-        )

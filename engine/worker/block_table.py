@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.core.kv_retention import NULL_BLOCK
+from engine.core.kv_retention import NULL_BLOCK, SlidingWindow
 
 
 class BlockTable:
@@ -25,7 +25,7 @@ class BlockTable:
         block_size: tokens per block.
         group: whose blocks these are: every ``num_groups``-th from there on.
         num_groups: of the KV cache.
-        slides: whether blocks slide out of the group's window.
+        sliding_window: of the group; None: full attention, and nothing slides out.
     """
 
     def __init__(
@@ -36,14 +36,18 @@ class BlockTable:
         *,
         group: int = 0,
         num_groups: int = 1,
-        slides: bool = False,
+        sliding_window: int | None = None,
     ) -> None:
         self._num_blocks = [0] * max_num_requests  # written, by row
         self._num_null = [0] * max_num_requests  # leading ones of these
         self._block_size = block_size
         self._group = group
         self._num_groups = num_groups
-        self._slides = slides
+        self._retention = (
+            None
+            if sliding_window is None
+            else SlidingWindow(sliding_window, block_size, NULL_BLOCK)
+        )
         self._table = torch.zeros(max_num_requests, max_blocks, dtype=torch.int32)
         self._rows = self._table.numpy()
         self._flat = self._rows.reshape(-1)
@@ -57,24 +61,23 @@ class BlockTable:
         self._num_blocks[row] = self._num_null[row] = 0
 
     def extend(self, row: int, block_ids: Sequence[int]) -> None:
-        """Write what changed since the last call: blocks were added, and others slid out.
+        """Write blocks behind those of the row.
 
         Args:
-            block_ids: all of the request's, of all groups.
+            block_ids: of all groups in turn.
         """
-        stride, written = self._num_groups, self._num_blocks[row]
-        added = block_ids[written * stride + self._group :: stride]
-        if added:
-            self._rows[row, written : written + len(added)] = added
-            self._num_blocks[row] = written + len(added)
-        if self._slides:
-            null = self._num_null[row]
-            while null < self._num_blocks[row] and (
-                block_ids[null * stride + self._group] == NULL_BLOCK
-            ):
-                self._rows[row, null] = NULL_BLOCK
-                null += 1
-            self._num_null[row] = null
+        written, added = self._num_blocks[row], block_ids[self._group :: self._num_groups]
+        self._rows[row, written : written + len(added)] = added
+        self._num_blocks[row] = written + len(added)
+
+    def slide(self, row: int, num_tokens: int) -> None:
+        """Forget the blocks at which no token behind the first ``num_tokens`` looks."""
+        assert self._retention is not None
+        num_expired = min(self._retention.num_expired_blocks(num_tokens), self._num_blocks[row])
+        num_null = self._num_null[row]
+        if num_null < num_expired:
+            self._rows[row, num_null:num_expired] = NULL_BLOCK
+            self._num_null[row] = num_expired
 
     def slots(
         self,

@@ -1,4 +1,4 @@
-"""InputBatch: a step's requests as tensors. Rows stay between steps; a step writes what is new."""
+"""InputBatch: a step's plan as tensors. Rows stay between steps; a plan says what is new."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
-from engine.core.outputs import ScheduledRequest
-from engine.core.request import Request
+from engine.core.step_plan import SHARE, NewRow, StepPlan
 from engine.sampling.device_sampling import kernel_parameters
 from engine.sampling.logprobs import PromptRows
 from engine.sampling.philox import WordTable
-from engine.sampling.sampling_input import PARAMETERS, SamplingInput, parameters_row
+from engine.sampling.sampling_input import (
+    PARAMETERS,
+    RequestSnapshot,
+    SamplingInput,
+    parameters_row,
+)
 from engine.worker.block_table import BlockTable
 from engine.worker.graph_inputs import GraphInputs, StagedStep
 
 Ints = npt.NDArray[np.int64]
-_UNKNOWN = -1  # a token that the step in flight samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """All that a step's forward and sampler read; no Request in it.
+    """All that a step's forward and sampler read.
 
     Its tensors are views of buffers: preparing the step after the next one overwrites them.
 
@@ -82,11 +85,12 @@ class _Buffers:
 class _Columns:
     """What a step computes, by request: each `[num_requests]`."""
 
-    def __init__(self, collected: list[int], token_ids: list[int]) -> None:
+    def __init__(self, plan: StepPlan) -> None:
         # One flat list: numpy takes twice as long to look into as many tuples.
-        columns = np.array(collected, dtype=np.int64).reshape(-1, 4).T.copy()
+        columns = np.array(plan.shares, dtype=np.int64).reshape(-1, SHARE).T.copy()
         self.rows, self.starts, self.query_lens, self.num_known = columns
-        self.token_ids = np.array(token_ids, dtype=np.int64)  # [num_tokens]; unknown ones are < 0
+        # [num_tokens]; unknown ones are < 0
+        self.token_ids = np.array(plan.token_ids, dtype=np.int64)
         self.ends = self.starts + self.query_lens
         self.sampling: Ints = (self.ends == self.num_known).nonzero()[0]
 
@@ -100,11 +104,9 @@ class InputBatch:
     """Persistent host buffers (pinned where there is a GPU) and the copy to the device.
 
     There are two sets of them, for one step may be prepared while the one before it runs.
-    A request keeps a row of block ids and parameters from step to step. Rows are a cache and
-    nothing is told of who ended: a request that was preempted is seen by its count, another one
-    of the same id is another object, and where no row is free all that are not in the step are.
-    While a step runs that samples a request's next token, that token is unknown here; it will be
-    in the request's row of ``last_tokens`` when the step behind it needs it.
+    A row of block ids and parameters is one request's until a plan gives it to another one. While
+    a step runs that samples a request's next token, that token is unknown here; it will be in the
+    request's row of ``last_tokens`` when the step behind it needs it.
 
     Args:
         max_num_requests: most requests in a step.
@@ -151,53 +153,69 @@ class InputBatch:
                 block_size,
                 group=group,
                 num_groups=num_groups,
-                slides=window is not None,
+                sliding_window=window,
             )
             for group, window in enumerate(sliding_windows)
         ]
-        self._slides = any(window is not None for window in sliding_windows)
+        self._sliding_tables = [
+            block_table
+            for block_table, window in zip(self._block_tables, sliding_windows, strict=True)
+            if window is not None
+        ]
         self._parameters = np.zeros(max_num_requests, dtype=PARAMETERS)
         # The same as the sampling kernel takes them, each by row; only for what is staged.
         self._kernel_parameters = kernel_parameters(self._parameters)
         self._random_words = WordTable(max_num_requests)
-        self._row_of: dict[Request, int] = {}
-        self._num_preemptions = [0] * max_num_requests  # of the request in each row, when written
-        self._num_blocks = [0] * max_num_requests  # of all groups, as written
-        self._free_rows = list(range(max_num_requests))
+        self._rows: dict[int, NewRow] = {}
+        self._request_ids = [""] * max_num_requests  # by row
+        # All known tokens of rows that look back at them, by row.
+        self._known: dict[int, list[int]] = {}
 
-    def fill(self, scheduled: Sequence[ScheduledRequest]) -> PreparedStep:
-        """Write the step's requests into the buffers and give views of them on the device."""
-        return self._fill(scheduled, self._collect(scheduled))
+    def fill(self, plan: StepPlan) -> PreparedStep:
+        """Write a step into the buffers and give views of them on the device."""
+        return self._fill(self._read(plan))
 
-    def fill_or_stage(self, scheduled: Sequence[ScheduledRequest]) -> PreparedStep | StagedStep:
+    def fill_or_stage(self, plan: StepPlan) -> PreparedStep | StagedStep:
         """The same, or stage the step for a replay if that is possible."""
-        columns, inputs = self._collect(scheduled), self._graph_inputs
+        columns, inputs = self._read(plan), self._graph_inputs
         if inputs is None or not columns.is_decode or inputs.size_for(len(columns.rows)) is None:
-            return self._fill(scheduled, columns)
+            return self._fill(columns)
         return inputs.stage(
             columns.rows,
             columns.token_ids,
             columns.starts,
             self._block_tables,
             self._kernel_parameters,
-            self._sampling_input(scheduled, columns),
+            self._sampling_input(columns),
         )
 
-    def _sampling_input(
-        self, scheduled: Sequence[ScheduledRequest], columns: _Columns
-    ) -> SamplingInput:
+    def _sampling_input(self, columns: _Columns) -> SamplingInput:
         sampling = columns.sampling
         rows = columns.rows[sampling]
         # Of structures `take` copies the bytes; an index array goes through them field by field.
         parameters = self._parameters.take(rows)
         places = columns.num_known[sampling] - parameters["num_prompt_tokens"]
-        return SamplingInput.of(
-            [scheduled[index].request for index in sampling.tolist()],
+        as_list, request_ids = rows.tolist(), self._request_ids
+        return SamplingInput(
+            tuple([request_ids[row] for row in as_list]),
             parameters,
             self._random_words.take(rows, parameters["seed"], places),
+            {
+                index: self._snapshot(as_list[index])
+                for index in parameters["changes_logits"].nonzero()[0].tolist()
+            },
         )
 
-    def _fill(self, scheduled: Sequence[ScheduledRequest], columns: _Columns) -> PreparedStep:
+    def _snapshot(self, row: int) -> RequestSnapshot:
+        request = self._rows[row]
+        return RequestSnapshot(
+            request.sampling_params,
+            self._known[row],
+            request.num_prompt_tokens,
+            request.stop_token_ids,
+        )
+
+    def _fill(self, columns: _Columns) -> PreparedStep:
         self._spare, self._buffers = self._buffers, self._spare
         buffers = self._buffers
         num_requests, num_tokens = len(columns.rows), len(columns.token_ids)
@@ -225,9 +243,9 @@ class InputBatch:
         )
         return PreparedStep(
             model_input,
-            self._sampling_input(scheduled, columns),
+            self._sampling_input(columns),
             tuple(
-                PromptRows.of(scheduled[index], int(query_start_loc[index]))
+                self._prompt_rows(columns, index, int(query_start_loc[index]))
                 for index in asks.nonzero()[0].tolist()
             ),
             self._to_device(buffers.sampling_rows.tensor[: len(sampling)]),
@@ -275,59 +293,55 @@ class InputBatch:
             groups.append(metadata)
         return tuple(groups)
 
-    def _collect(self, scheduled: Sequence[ScheduledRequest]) -> _Columns:
-        """Row, first position, number of tokens and known tokens of each, its blocks in its row.
+    def _prompt_rows(self, columns: _Columns, index: int, first_row: int) -> PromptRows:
+        """What is computed again after the first output predicts no token of the prompt."""
+        request = self._rows[int(columns.rows[index])]
+        first = int(columns.starts[index]) + 1
+        end = min(first + int(columns.query_lens[index]), request.num_prompt_tokens)
+        known = self._known[request.row]
+        token_ids = known[first:end] if len(known) == request.num_prompt_tokens else []
+        num_top = request.sampling_params.prompt_logprobs
+        return PromptRows(request.request_id, first_row, first, tuple(token_ids), num_top or 0)
 
-        A token that the step in flight samples counts as known. The only loop over the requests of
-        every step: it runs once per output token.
-        """
-        collected: list[int] = []
-        token_ids: list[int] = []
-        row_of, num_preemptions = self._row_of, self._num_preemptions
-        num_blocks, slides = self._num_blocks, self._slides
-        for item in scheduled:
-            request, num_tokens = item.request, item.num_scheduled_tokens
-            row = row_of.get(request)
-            if row is None or request.num_preemptions != num_preemptions[row]:
-                row = self._place(request, scheduled)
-            block_ids, known = request.block_ids, request.token_ids
-            start = request.num_computed_tokens + request.num_tokens_in_flight
-            if slides or len(block_ids) != num_blocks[row]:
-                num_blocks[row] = len(block_ids)
-                for block_table in self._block_tables:
-                    block_table.extend(row, block_ids)
-            if num_tokens == 1:
-                token_ids.append(known[start] if start < len(known) else _UNKNOWN)
-            else:
-                token_ids += known[start : start + num_tokens]
-            num_known = len(known) + request.num_tokens_pending
-            collected += (row, start, num_tokens, num_known)
-        return _Columns(collected, token_ids)
+    def _read(self, plan: StepPlan) -> _Columns:
+        """Write what is new in rows."""
+        for new in plan.new_rows:
+            self._place(new)
+        for added in plan.new_blocks:
+            for block_table in self._block_tables:
+                block_table.extend(added.row, added.block_ids)
+        columns = _Columns(plan)
+        if self._sliding_tables or self._known:
+            self._note_computed(plan)
+        return columns
 
-    def _place(self, request: Request, scheduled: Sequence[ScheduledRequest]) -> int:
-        """A row for a request that has none, or whose blocks are others by now."""
-        row = self._row_of.get(request)
-        if row is None:
-            if not self._free_rows:
-                self._free_others(scheduled)
-            row = self._row_of[request] = self._free_rows.pop()
-            self._parameters[row] = parameters_row(request)
-            if self._graph_inputs is not None:
-                written = kernel_parameters(self._parameters[row : row + 1])
-                for name, values in written.items():
-                    self._kernel_parameters[name][row : row + 1] = values
-            self._random_words.clear(row)
-        self._num_preemptions[row] = request.num_preemptions
-        self._num_blocks[row] = 0
+    def _note_computed(self, plan: StepPlan) -> None:
+        """Add computed tokens to those that are known, and drop blocks that slid out."""
+        shares, offset = plan.shares, 0
+        for index in range(0, len(shares), SHARE):
+            row, start, num_tokens, _ = shares[index : index + SHARE]
+            for block_table in self._sliding_tables:
+                block_table.slide(row, start)
+            known = self._known.get(row)
+            if known is not None:
+                known[start : start + num_tokens] = plan.token_ids[offset : offset + num_tokens]
+            offset += num_tokens
+
+    def _place(self, new: NewRow) -> None:
+        """Begin a row."""
+        row = new.row
+        self._rows[row], self._request_ids[row] = new, new.request_id
+        self._known.pop(row, None)
+        if new.token_ids:
+            self._known[row] = new.token_ids.copy()
+        self._parameters[row] = parameters_row(new)
+        if self._graph_inputs is not None:
+            written = kernel_parameters(self._parameters[row : row + 1])
+            for name, values in written.items():
+                self._kernel_parameters[name][row : row + 1] = values
+        self._random_words.clear(row)
         for block_table in self._block_tables:
             block_table.clear(row)
-        return row
-
-    def _free_others(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Free the rows of all that this step does not compute: most of them have ended."""
-        present = {item.request for item in scheduled}
-        for request in [request for request in self._row_of if request not in present]:
-            self._free_rows.append(self._row_of.pop(request))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True) if self._on_gpu else tensor

@@ -14,7 +14,7 @@ from torch import nn
 
 from baton.api.errors import ConfigError
 from baton.engine_config import DEFAULT_MEMORY_UTILIZATION, GIB, EngineConfig
-from engine.core.outputs import SchedulerOutput
+from engine.core.step_plan import StepPlan
 from engine.worker.cuda_graphs import reason_against_graphs
 from engine.worker.graph_capture import measure_graph_bytes
 from engine.worker.host_memory import peak_growth, read_host_memory
@@ -125,7 +125,7 @@ def _measure_peak(
     config: EngineConfig,
     device: torch.device,
     backend_name: str,
-    step: SchedulerOutput,
+    step: StepPlan,
 ) -> int:
     """Bytes that computing ``step`` needs on top of what is allocated."""
 

@@ -1,9 +1,9 @@
-"""ModelRunner: one forward. Scheduled requests in, sampled tokens out; owns the tensors."""
+"""ModelRunner: one forward. A step's plan in, sampled tokens out; owns the tensors."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from baton.engine_config import EngineConfig
 from baton_kernels.attention import ATTENTION_BACKENDS
-from engine.core.outputs import ModelRunnerOutput, PromptLogprobs, SchedulerOutput
+from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
+from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
 from engine.sampling.logprobs import compute_logprobs, compute_prompt_logprobs
 from engine.sampling.sampler import sample
@@ -23,7 +24,7 @@ from engine.worker.input_batch import InputBatch, PreparedStep
 from engine.worker.kv_cache import KVCacheSpec
 from models.base import CausalLM, ForwardContext
 
-AfterLayer = Callable[[int], None]
+NO_HOOKS = StepHooks()
 AnyPreparedStep = PreparedStep | StagedStep
 
 
@@ -60,10 +61,10 @@ class LaunchedStep:
 class ModelRunner:
     """Runs a model over the paged cache.
 
-    `prepare` reads requests and must run where they are written; `launch` touches none of them and
-    may run on another thread meanwhile. There are two sets of buffers: a step may be prepared and
-    launched while the one before it runs, when the one before that has been waited for. Launches
-    are made in the order of the steps; what a step samples is then on the device for the next one.
+    `prepare` takes plans in the order of the steps; `launch` may run on another thread meanwhile.
+    There are two sets of buffers: a step may be prepared and launched while the one before it runs,
+    when the one before that has been waited for. Launches are made in the order of the steps; what
+    a step samples is then on the device for the next one.
 
     Tokens of requests whose choice depends on more than the logits (penalties, grammars), or which
     ask for logprobs, are chosen on the host: launching a step with any of them waits for it.
@@ -118,51 +119,41 @@ class ModelRunner:
             graphs.capture(size)
         self._graphs = graphs
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute the scheduled tokens; returns when their KV is in the cache."""
-        return self.run(self.prepare(scheduled))
+    def execute(self, plan: StepPlan, hooks: StepHooks = NO_HOOKS) -> ModelRunnerOutput:
+        """Compute the planned tokens; returns when their KV is in the cache."""
+        return self.launch(self.prepare(plan), hooks).wait()
 
-    def prepare(self, scheduled: SchedulerOutput, *, eager: bool = False) -> AnyPreparedStep:
-        """Copy what the step needs of its requests.
+    def prepare(self, plan: StepPlan, *, eager: bool = False) -> AnyPreparedStep:
+        """Write what the step needs into the rows and buffers.
 
         Args:
             eager: it will be launched with a callback, and cannot be replayed.
         """
         if eager or self._graphs is None:
-            return self._input_batch.fill(scheduled.scheduled)
-        return self._input_batch.fill_or_stage(scheduled.scheduled)
-
-    def run(
-        self, prepared: AnyPreparedStep, after_layer: AfterLayer | None = None
-    ) -> ModelRunnerOutput:
-        """Compute a prepared step; returns when its KV is in the cache. See `launch`."""
-        return self.launch(prepared, after_layer).wait()
+            return self._input_batch.fill(plan)
+        return self._input_batch.fill_or_stage(plan)
 
     @torch.inference_mode()
-    def launch(
-        self, prepared: AnyPreparedStep, after_layer: AfterLayer | None = None
-    ) -> LaunchedStep:
-        """Begin to compute a prepared step, and on a CPU compute it.
-
-        Args:
-            after_layer: called on this thread after each layer (on a GPU: when it is launched).
-        """
+    def launch(self, prepared: AnyPreparedStep, hooks: StepHooks = NO_HOOKS) -> LaunchedStep:
+        """Begin to compute a prepared step, and on a CPU compute it."""
         started_at = time.monotonic()
         if isinstance(prepared, StagedStep):
             assert self._graphs is not None
-            assert after_layer is None, "the step was prepared for a replay"
+            assert hooks.after_layer is None, "the step was prepared for a replay"
             hidden, token_ids = self._graphs.replay(prepared)
             if not prepared.sampling.needs_host:
                 return self._launched(prepared.sampling, token_ids, {}, started_at)
             # Rather once more than room for all rows' logits in every step.
             logits = self._model.compute_logits(hidden)
-            launched, token_ids = self._sampled_on_host(prepared.sampling, logits, {}, started_at)
+            launched, token_ids = self._sampled_on_host(
+                prepared.sampling, logits, {}, hooks, started_at
+            )
             self._graphs.correct(prepared, token_ids)
             return launched
-        return self._launch_eagerly(prepared, after_layer, started_at)
+        return self._launch_eagerly(prepared, hooks, started_at)
 
     def _launch_eagerly(
-        self, prepared: PreparedStep, after_layer: AfterLayer | None, started_at: float
+        self, prepared: PreparedStep, hooks: StepHooks, started_at: float
     ) -> LaunchedStep:
         inputs, context = prepared.model, self._context
         last_tokens = self._input_batch.last_tokens
@@ -176,7 +167,7 @@ class ModelRunner:
             groups=tuple(zip(inputs.attention, context.backends, strict=True)),
             layer_groups=context.layer_groups,
             layer_caches=context.layer_caches,
-            after_layer=after_layer,
+            after_layer=hooks.after_layer,
         )
         # [num_tokens, hidden_size]
         hidden_states = self._model.forward(inputs.input_ids, forward_context)
@@ -193,7 +184,7 @@ class ModelRunner:
             launched = self._launched(sampling, token_ids, prompt_logprobs, started_at)
         else:
             launched, token_ids = self._sampled_on_host(
-                sampling, logits, prompt_logprobs, started_at
+                sampling, logits, prompt_logprobs, hooks, started_at
             )
         last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
         return launched
@@ -224,11 +215,12 @@ class ModelRunner:
         sampling: SamplingInput,
         logits: Tensor,
         prompt_logprobs: dict[str, PromptLogprobs],
+        hooks: StepHooks,
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
         """A step that has been waited for, and its tokens on the device."""
         logits = logits.float()  # the sampling kernel reads any dtype, the host this one
-        token_ids = sample(logits, sampling)
+        token_ids = sample(logits, sampling, hooks.allowed_bits)
         output = ModelRunnerOutput(
             dict(zip(sampling.request_ids, token_ids, strict=True)),
             compute_logprobs(logits, sampling, token_ids),

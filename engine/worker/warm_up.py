@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from baton.engine_config import EngineConfig
-from engine.core.outputs import ScheduledRequest, SchedulerOutput
-from engine.core.request import Request
+from engine.core.step_plan import SHARE, NewBlocks, NewRow, StepPlan
 from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
 from engine.worker.model_runner import make_model_runner
 from models.base import CausalLM
@@ -58,11 +57,11 @@ def compute_dummies(
     config: EngineConfig,
     device: torch.device,
     backend_name: str,
-    steps: Iterable[SchedulerOutput],
+    steps: Iterable[StepPlan],
 ) -> None:
     """Compute steps on a cache of their own; nothing is left of them."""
     steps = list(steps)
-    longest = max(item.request.num_tokens for step in steps for item in step.scheduled)
+    longest = max(num_known for step in steps for num_known in step.shares[SHARE - 1 :: SHARE])
     kv_cache = allocate_kv_cache(spec, 1, device)
     runner = make_model_runner(model, kv_cache, spec, config, backend_name, longest)
     for step in steps:
@@ -77,23 +76,22 @@ def too_large(num_tokens: int, where: str) -> ConfigError:
     )
 
 
-def largest_step(config: EngineConfig, max_seq_len: int, num_groups: int = 1) -> SchedulerOutput:
+def largest_step(config: EngineConfig, max_seq_len: int, num_groups: int = 1) -> StepPlan:
     """The step that needs most memory: all tokens and all requests that a step may have.
 
     The first request's chunk is the last one of a prompt of ``max_seq_len`` tokens; the others
     begin theirs. Every request samples. All of them read and write block 0.
     """
-    left, scheduled = config.max_num_batched_tokens, []
+    left, dummies = config.max_num_batched_tokens, list[tuple[int, int]]()
     for index in range(config.max_num_requests):
         others = config.max_num_requests - index - 1
         num_tokens = min(config.long_prefill_token_threshold, left - others, max_seq_len)
         left -= num_tokens
-        seq_len = max_seq_len if index == 0 else num_tokens
-        scheduled.append(_dummy(index, seq_len, num_tokens, _WITH_LOGPROBS, config, num_groups))
-    return SchedulerOutput(tuple(scheduled), config.max_num_batched_tokens - left)
+        dummies.append((max_seq_len if index == 0 else num_tokens, num_tokens))
+    return _plan(dummies, _WITH_LOGPROBS, config, num_groups)
 
 
-def small_steps(config: EngineConfig, num_groups: int = 1) -> Iterator[SchedulerOutput]:
+def small_steps(config: EngineConfig, num_groups: int = 1) -> Iterator[StepPlan]:
     """Prompts that end, and decodes, of 1 and 2 requests and of powers of two.
 
     Their tokens are chosen on the device, which those of the largest step are not. Triton compiles
@@ -104,32 +102,32 @@ def small_steps(config: EngineConfig, num_groups: int = 1) -> Iterator[Scheduler
     for num_requests in sorted(count for count in counts if count <= most):
         fits = num_requests * _PROMPT_TOKENS <= config.max_num_batched_tokens
         for num_tokens in (_PROMPT_TOKENS, 1) if fits else (1,):
-            yield SchedulerOutput(
-                tuple(
-                    _dummy(index, _PROMPT_TOKENS, num_tokens, _SAMPLED, config, num_groups)
-                    for index in range(num_requests)
-                ),
-                num_requests * num_tokens,
-            )
+            yield _plan([(_PROMPT_TOKENS, num_tokens)] * num_requests, _SAMPLED, config, num_groups)
 
 
-def _dummy(
-    index: int,
-    seq_len: int,
-    num_tokens: int,
+def _plan(
+    dummies: Sequence[tuple[int, int]],
     params: SamplingParams,
     config: EngineConfig,
     num_groups: int,
-) -> ScheduledRequest:
-    """A request of ``seq_len`` tokens in block 0, of which the last ``num_tokens`` are computed."""
-    request = Request.create(
-        f"dummy-{index}",
-        [0] * seq_len,
-        params,
-        seed=0,
-        eos_token_ids=frozenset(),
-        max_model_len=seq_len + 1,
+) -> StepPlan:
+    """Requests in block 0, all of which sample.
+
+    Args:
+        dummies: of each, its tokens, and how many of them, the last ones, are computed.
+    """
+    shares: list[int] = []
+    for row, (seq_len, num_tokens) in enumerate(dummies):
+        shares += (row, seq_len - num_tokens, num_tokens, seq_len)
+    return StepPlan(
+        tuple(
+            NewRow(row, f"dummy-{row}", params, 0, seq_len, frozenset(), [])
+            for row, (seq_len, _) in enumerate(dummies)
+        ),
+        tuple(
+            NewBlocks(row, [0] * (-(-seq_len // config.block_size) * num_groups))
+            for row, (seq_len, _) in enumerate(dummies)
+        ),
+        shares,
+        [0] * sum(num_tokens for _, num_tokens in dummies),
     )
-    request.num_computed_tokens = seq_len - num_tokens
-    request.block_ids = [0] * (-(-seq_len // config.block_size) * num_groups)
-    return ScheduledRequest(request, num_tokens)

@@ -9,17 +9,61 @@ from torch import Tensor
 
 import engine.sampling.sampler
 from engine.core.request import Request
+from engine.core.step_plan import NewRow
 from engine.sampling.gumbel import Floats, gumbel, noise_hashes
+from engine.sampling.logits import adjust_logits
 from engine.sampling.philox import counter_words
-from engine.sampling.sampling_input import PARAMETERS, SamplingInput, parameters_row
+from engine.sampling.sampling_input import (
+    PARAMETERS,
+    RequestSnapshot,
+    SamplingInput,
+    parameters_row,
+)
 
 
 def sampling_input(requests: Sequence[Request]) -> SamplingInput:
     """What the sampler reads of requests, each row made for itself."""
-    parameters = np.array([parameters_row(request) for request in requests], dtype=PARAMETERS)
+    rows = [
+        NewRow(
+            index,
+            request.request_id,
+            request.sampling_params,
+            request.seed,
+            request.num_prompt_tokens,
+            request.stop_token_ids,
+            [],
+        )
+        for index, request in enumerate(requests)
+    ]
+    parameters = np.array([parameters_row(row) for row in rows], dtype=PARAMETERS)
     positions = np.array([request.num_output_tokens for request in requests], dtype=np.int64)
-    keys = counter_words(parameters["seed"], positions)
-    return SamplingInput.of(requests, parameters, keys)
+    return SamplingInput(
+        tuple(request.request_id for request in requests),
+        parameters,
+        counter_words(parameters["seed"], positions),
+        {
+            index: snapshot(request)
+            for index, request in enumerate(requests)
+            if request.changes_logits
+        },
+    )
+
+
+def snapshot(request: Request) -> RequestSnapshot:
+    """What a request's logits depend on now, but for its grammar."""
+    return RequestSnapshot(
+        request.sampling_params,
+        request.token_ids.copy(),
+        request.num_prompt_tokens,
+        request.stop_token_ids,
+    )
+
+
+def adjust(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Logits as requests want them now; `[num_requests, vocab_size]`, row i is request i's."""
+    grammars = {row: r.grammar for row, r in enumerate(requests) if r.grammar is not None}
+    bits = {row: grammar.allowed_bits() for row, grammar in grammars.items()}
+    return adjust_logits(logits, [snapshot(request) for request in requests], bits)
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:

@@ -20,6 +20,7 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash
 from baton.engine_config import PREEMPTION
+from decode_node.options import DecodeOptions
 from kvconnector.peer_process import PeerProcess
 from models import load_model
 from prefill_node.options import PushMode

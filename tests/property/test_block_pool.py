@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.link.words import BlocksCleared, BlocksRemoved, BlocksStored
-from engine.core.block_pool import BlockPool
+from engine.core.block_pool import BlockPool, BlocksCleared, BlocksRemoved, BlocksStored
 
 NUM_BLOCKS = 7
 PATHS = [b"", b"a", b"b", b"aa", b"ab", b"ba", b"aba"]

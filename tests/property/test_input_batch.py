@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from baton.api.sampling_params import SamplingParams
-from engine.core.outputs import ScheduledRequest, SchedulerOutput
-from engine.core.request import RequestStatus
+from engine.core.outputs import ScheduledRequest
+from engine.core.step_plan import NewBlocks, StepPlan, StepPlanner
 from engine.worker.input_batch import InputBatch, PreparedStep
 from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler
 from tests.fakes.sampling import random_words, sampling_input
@@ -178,7 +179,7 @@ class InputBatchMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             scheduled = self.scheduler.schedule()
             if scheduled.scheduled:
-                prepared = self.input_batch.fill(scheduled.scheduled)
+                prepared = self.input_batch.fill(self.scheduler.plan(scheduled)[0])
                 assert_filled(prepared, scheduled.scheduled)
             self.scheduler.update(scheduled, self.runner.execute(scheduled))
 
@@ -186,14 +187,15 @@ class InputBatchMachine(RuleBasedStateMachine):
     def step_and_abort_meanwhile(self) -> None:
         scheduled = self.scheduler.schedule()
         if scheduled.scheduled:
-            assert_filled(self.input_batch.fill(scheduled.scheduled), scheduled.scheduled)
+            prepared = self.input_batch.fill(self.scheduler.plan(scheduled)[0])
+            assert_filled(prepared, scheduled.scheduled)
             self.scheduler.abort(scheduled.scheduled[0].request.request_id)
         self.scheduler.update(scheduled, self.runner.execute(scheduled))
 
     def teardown(self) -> None:
-        rows = self.input_batch._row_of
-        free_rows = self.input_batch._free_rows
-        assert sorted([*rows.values(), *free_rows]) == list(range(MAX_NUM_REQUESTS))
+        rows = [r.row for r in self.scheduler.requests.values() if r.row >= 0]
+        free_rows = self.scheduler._planner._free_rows
+        assert sorted([*rows, *free_rows]) == list(range(MAX_NUM_REQUESTS))
 
 
 TestInputBatch = InputBatchMachine.TestCase
@@ -214,49 +216,57 @@ def input_batch() -> InputBatch:
     )
 
 
-def block_row(input_batch: InputBatch, *scheduled: ScheduledRequest) -> list[list[int]]:
-    table: list[list[int]] = input_batch.fill(scheduled).model.attention[0].block_table.tolist()
-    return table
+@pytest.fixture
+def planner() -> StepPlanner:
+    return StepPlanner(2)
 
 
 def test_a_preempted_request_that_comes_back_with_as_many_other_blocks_gets_those(
-    input_batch: InputBatch,
+    input_batch: InputBatch, planner: StepPlanner
 ) -> None:
     request = make_request("a", 4)
-    request.block_ids = [3, 4]
-    assert block_row(input_batch, ScheduledRequest(request, 4)) == [[3, 4]]
-    request.block_ids = [6, 5]
-    request.num_preemptions += 1
-    assert block_row(input_batch, ScheduledRequest(request, 4)) == [[6, 5]]
+    for block_ids in ([3, 4], [6, 5]):
+        request.block_ids = block_ids
+        prepared = input_batch.fill(planner.plan([ScheduledRequest(request, 4)]))
+        assert prepared.model.attention[0].block_table.tolist() == [block_ids]
+        planner.leave(request)
 
 
-def test_another_request_of_the_same_id_is_another_one(input_batch: InputBatch) -> None:
+def test_another_request_of_the_same_id_is_another_one(
+    input_batch: InputBatch, planner: StepPlanner
+) -> None:
     for block_ids, seed in (([3, 4], 1), ([6, 5], 2)):
         request = make_request("a", 4, seed=seed)
         request.block_ids = block_ids
-        prepared = input_batch.fill([ScheduledRequest(request, 4)])
+        prepared = input_batch.fill(planner.plan([ScheduledRequest(request, 4)]))
         assert prepared.model.attention[0].block_table.tolist() == [block_ids]
         assert prepared.sampling.parameters["seed"].tolist() == [seed]
 
 
-def test_requests_that_were_aborted_in_silence_take_no_row_for_ever(
-    input_batch: InputBatch,
+def test_a_plan_is_plain_values_and_says_only_what_is_new(planner: StepPlanner) -> None:
+    request = make_request("a", 4)
+    request.block_ids = [3, 4]
+    first = planner.plan([ScheduledRequest(request, 4)])
+    assert (first.shares, first.token_ids) == ([1, 0, 4, 4], [1] * 4)
+    assert first.new_blocks == (NewBlocks(1, [3, 4]),)
+    request.token_ids.append(7)
+    request.num_computed_tokens = 4
+    request.block_ids.append(9)
+    second = planner.plan([ScheduledRequest(request, 1)])
+    assert (second.new_rows, second.new_blocks) == ((), (NewBlocks(1, [9]),))
+    assert (second.shares, second.token_ids) == ([1, 4, 1, 5], [7])
+    for plan in (first, second):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
+
+
+def test_a_prepared_step_does_not_change_when_its_requests_do(
+    input_batch: InputBatch, planner: StepPlanner
 ) -> None:
-    for index in range(50):
-        request = make_request(f"r{index}", 4)
-        request.block_ids = [index, index + 1]
-        assert block_row(input_batch, ScheduledRequest(request, 4)) == [[index, index + 1]]
-        assert request.status is not RequestStatus.FINISHED_ABORTED  # nobody told anybody
-    assert len(input_batch._row_of) <= 2
-
-
-def test_a_prepared_step_does_not_change_when_its_requests_do(input_batch: InputBatch) -> None:
     request = make_request(
         "a", 4, params=SamplingParams(presence_penalty=1.0, prompt_logprobs=2), seed=3
     )
     request.block_ids = [3, 4]
-    scheduled = SchedulerOutput((ScheduledRequest(request, 4),), 4)
-    prepared = input_batch.fill(scheduled.scheduled)
+    prepared = input_batch.fill(planner.plan([ScheduledRequest(request, 4)]))
     request.token_ids += [8, 8]
     request.num_computed_tokens = 4
     request.block_ids.append(7)

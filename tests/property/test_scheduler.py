@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.api.errors import InvalidRequestError
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
-from baton.link.words import BlocksRemoved, BlocksStored
+from engine.core.block_pool import BlocksRemoved, BlocksStored
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler

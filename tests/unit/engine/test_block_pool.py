@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.link.words import BlocksCleared, BlocksRemoved, BlocksStored
-from engine.core.block_pool import BlockPool
+from engine.core.block_pool import BlockPool, BlocksCleared, BlocksRemoved, BlocksStored
 
 
 def test_a_new_pool_gives_each_block_once_and_then_nothing() -> None:

@@ -12,6 +12,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
+from engine.core.step_plan import StepPlan, StepPlanner
 from engine.sampling import device_sampling
 from engine.sampling.device_sampling import (
     PARAMETER_TYPES,
@@ -70,8 +71,16 @@ def decoding(
     return request
 
 
+def plan(*requests: Request, num_tokens: int = 1) -> StepPlan:
+    """Each request computes so many tokens; its row is its own while nobody takes it away."""
+    rows = {request.row for request in requests}
+    planner = StepPlanner(6)
+    planner._free_rows = [row for row in planner._free_rows if row not in rows]
+    return planner.plan([ScheduledRequest(request, num_tokens) for request in requests])
+
+
 def stage(batch: InputBatch, *requests: Request) -> StagedStep:
-    staged = batch.fill_or_stage([ScheduledRequest(request, 1) for request in requests])
+    staged = batch.fill_or_stage(plan(*requests))
     assert isinstance(staged, StagedStep)
     return staged
 
@@ -209,18 +218,18 @@ def test_a_step_of_prompts_or_too_many_requests_is_not_staged() -> None:
     batch = make_batch(make_inputs())
     prompt = make_request("p", 4)
     prompt.block_ids = [1, 2, 3]
-    assert isinstance(batch.fill_or_stage([ScheduledRequest(prompt, 4)]), PreparedStep)
-    assert isinstance(batch.fill_or_stage([ScheduledRequest(prompt, 1)]), PreparedStep)
-    many = [ScheduledRequest(decoding(f"r{i}", 3, 3 * i), 1) for i in range(6)]
+    assert isinstance(batch.fill_or_stage(plan(prompt, num_tokens=4)), PreparedStep)
+    assert isinstance(batch.fill_or_stage(plan(prompt)), PreparedStep)
+    many = plan(*(decoding(f"r{i}", 3, 3 * i) for i in range(6)))
     assert isinstance(batch.fill_or_stage(many), PreparedStep)
 
 
 def test_an_eager_step_names_the_tokens_it_does_not_know() -> None:
     batch = make_batch(make_inputs())
     a, b = decoding("a", 5, 20), decoding("b", 4, 30)
-    batch.fill([ScheduledRequest(a, 1)])
+    batch.fill(plan(a))
     a.begin(1)
-    prepared = batch.fill([ScheduledRequest(b, 1), ScheduledRequest(a, 1)])
+    prepared = batch.fill(plan(b, a))
     assert prepared.model.input_ids.tolist() == [13, 0]
     assert prepared.unknown is not None
     places, rows = prepared.unknown

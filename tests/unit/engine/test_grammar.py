@@ -16,12 +16,11 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.tokenizer import Tokenizer
 from engine import LLM
+from engine.core.grammar import GrammarState, allowed_bits
 from engine.core.request import Request, RequestStatus
 from engine.crash_dump import describe
-from engine.sampling.grammar import GrammarState, allowed_token_masks
 from engine.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler
-from engine.sampling.logits import adjust_logits
-from engine.sampling.sampling_input import RequestSnapshot
+from tests.fakes.sampling import adjust
 
 pytestmark = pytest.mark.medium
 
@@ -192,7 +191,7 @@ def test_each_row_has_its_own_grammar_and_others_have_none(compiler: GrammarComp
         request_of(choosing("banana"), compiler),
         request_of(choosing("a", logit_bias={TEXTS.index("z"): 100}), compiler),
     ]
-    finite = adjust_logits(logits, [RequestSnapshot.of(request) for request in requests]).isfinite()
+    finite = adjust(logits, requests).isfinite()
     for row, first in ((0, "a"), (2, "b"), (3, "a")):
         tokens = {TEXTS[token_id] for token_id in finite[row].nonzero().flatten().tolist()}
         assert first in tokens
@@ -209,13 +208,7 @@ def test_min_tokens_keeps_the_end_away_only_while_something_else_fits(
         assert request.grammar is not None
         request.token_ids.append(TEXTS.index("a"))
         assert request.grammar.accept(TEXTS.index("a"))
-        left = set(
-            adjust_logits(logits, [RequestSnapshot.of(request)])[0]
-            .isfinite()
-            .nonzero()
-            .flatten()
-            .tolist()
-        )
+        left = set(adjust(logits, [request])[0].isfinite().nonzero().flatten().tolist())
         assert bool(left & ENDS) is has_end
         assert left
 
@@ -320,7 +313,7 @@ def test_grammars_that_cost_too_much_together_end_one_by_one(compiler: GrammarCo
     longest_s = 0.0
     for _ in range(200):
         began_at = time.thread_time()
-        allowed_token_masks([*states, well], VOCAB_SIZE, torch.device("cpu"))
+        allowed_bits({str(index): state for index, state in enumerate([*states, well])})
         longest_s = max(longest_s, time.thread_time() - began_at)
         for state in states:
             state.accept(TEXTS.index("a"))

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.block_hash import BlockHasher
-from baton.link.words import BlocksRemoved, BlocksStored
-from engine.core.block_pool import BlockPool
+from engine.core.block_pool import BlockPool, BlocksRemoved, BlocksStored
 from engine.core.kv_cache_coordinator import KVCacheCoordinator
 from engine.core.kv_cache_manager import KVCacheManager
 from tests.fakes.engine_parts import ContentRunner, make_request, make_scheduler, step

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from baton.api.sampling_params import SamplingParams
 from engine.core.request import Request
-from engine.sampling.logits import adjust_logits
-from engine.sampling.sampling_input import RequestSnapshot
-from tests.fakes.sampling import sample, scores
+from tests.fakes.sampling import adjust, sample, scores
 
 VOCAB_SIZE = 24
 EOS = 9
@@ -107,7 +105,7 @@ requests = st.builds(
 @given(st.integers(0, 10_000), requests)
 def test_adjusted_logits_are_those_of_the_definition(seed: int, request: Request) -> None:
     logits = random_logits(seed)
-    found = adjust_logits(logits, [RequestSnapshot.of(request)])[0].numpy()
+    found = adjust(logits, [request])[0].numpy()
     np.testing.assert_allclose(found, adjusted_by_definition(logits[0], request), rtol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Unit tests of prepare and run: a prepared step runs elsewhere, whatever befalls requests."""
+"""Unit tests of prepare and launch: a prepared step runs elsewhere, whatever befalls requests."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def start() -> tuple[Engine, list[Request]]:
 
 def on_a_thread(engine: Engine, scheduled: SchedulerOutput, meanwhile: list[Request]) -> object:
     """Prepare here, change the requests for the worse, run there."""
-    prepared = engine._runner.prepare(scheduled)
+    prepared = engine._runner.prepare(engine._scheduler.plan(scheduled)[0])
     saved = [(r.token_ids, r.block_ids, r.num_computed_tokens) for r in meanwhile]
     for request in meanwhile:
         request.token_ids, request.block_ids, request.num_computed_tokens = [0] * 30, [], 17
     outputs: list[ModelRunnerOutput] = []
-    thread = threading.Thread(target=lambda: outputs.append(engine._runner.run(prepared)))
+    thread = threading.Thread(target=lambda: outputs.append(engine._runner.launch(prepared).wait()))
     thread.start()
     thread.join()
     for request, (token_ids, block_ids, num_computed_tokens) in zip(meanwhile, saved, strict=True):
@@ -54,11 +54,11 @@ def on_a_thread(engine: Engine, scheduled: SchedulerOutput, meanwhile: list[Requ
     return outputs[0]
 
 
-def test_run_on_another_thread_reads_no_request() -> None:
+def test_launch_on_another_thread_reads_no_request() -> None:
     (plain, _), (other, requests) = start(), start()
     for _ in range(4):
         scheduled, again = plain._scheduler.schedule(), other._scheduler.schedule()
-        expected = plain._runner.execute(scheduled)
+        expected = plain._runner.execute(plain._scheduler.plan(scheduled)[0])
         found = on_a_thread(other, again, requests)
         assert found == expected
         plain._scheduler.update(scheduled, expected)

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from baton.block_hash import BlockHash, BlockHasher
-from baton.link.words import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
-from engine.core.block_pool import BlockPool
+from engine.core.block_pool import (
+    BlockPool,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KVCacheEvent,
+)
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler

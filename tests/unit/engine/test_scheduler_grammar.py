@@ -12,9 +12,9 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
+from engine.core.grammar import GrammarState
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
-from engine.sampling.grammar import GrammarState
 from engine.sampling.grammar_compiler import GrammarCompiler
 from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler, step
 

@@ -11,7 +11,8 @@ import torch
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from engine import engine as engine_module
-from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.core.outputs import ModelRunnerOutput
+from engine.core.step_plan import SHARE, StepPlan
 from engine.engine import Engine
 from engine.worker import warm_up
 from engine.worker.kv_cache import allocate_kv_cache
@@ -37,31 +38,31 @@ def test_the_largest_step_is_computed_and_small_ones_of_all_kinds(
     engine = load_demo(num_blocks=8)
     limits = EngineConfig(max_num_requests=20, max_num_batched_tokens=100)
     config = limits.for_device("cpu")
-    steps: list[SchedulerOutput] = []
+    steps: list[StepPlan] = []
     execute = ModelRunner.execute
 
-    def noted(self: ModelRunner, step: SchedulerOutput) -> ModelRunnerOutput:
+    def noted(self: ModelRunner, step: StepPlan) -> ModelRunnerOutput:
         steps.append(step)
         return execute(self, step)
 
     monkeypatch.setattr(ModelRunner, "execute", noted)
     warm(engine, config)
-    assert steps[0].num_scheduled_tokens == 100
-    small = [(len(step.scheduled), step.num_scheduled_tokens) for step in steps[1:]]
+    assert len(steps[0].token_ids) == 100
+    small = [(step.num_requests, len(step.token_ids)) for step in steps[1:]]
     assert small == [(1, 2), (1, 1), (2, 4), (2, 2), (16, 32), (16, 16), (20, 40), (20, 20)]
     # The sampling kernel takes them, which those with logprobs it does not.
-    assert all(
-        item.samples and item.request.sampling_params.logprobs is None
-        for step in steps[1:]
-        for item in step.scheduled
-    )
+    for step in steps[1:]:
+        assert all(new.sampling_params.logprobs is None for new in step.new_rows)
+        for index in range(0, len(step.shares), SHARE):
+            _, start, num_tokens, num_known = step.shares[index : index + SHARE]
+            assert start + num_tokens == num_known
     assert not engine.kv_cache.any()
 
 
 def test_a_largest_step_that_does_not_fit_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load_demo(num_blocks=8)
 
-    def run_out(self: ModelRunner, step: SchedulerOutput) -> ModelRunnerOutput:
+    def run_out(self: ModelRunner, step: StepPlan) -> ModelRunnerOutput:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ModelRunner, "execute", run_out)

@@ -1,18 +1,16 @@
 """Grammar: which tokens a request's output may go on with. Its state follows from the output alone.
 
-Knows no request and no queue; `engine/sampling/grammar_compiler.py` makes the states.
+Knows no request, no queue and no tensor; `engine/sampling/grammar_compiler.py` makes the states.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
-import torch
 from llguidance import LLMatcher
 from numpy.typing import NDArray
-from torch import Tensor
 
 from baton.api.sampling_params import SamplingParams
 from baton.text.grammars import one_line
@@ -97,26 +95,17 @@ class GrammarState:
         return not self.problem and self._matcher.is_stopped()
 
 
-def allowed_token_masks(
-    grammars: Sequence[GrammarState | None], vocab_size: int, device: torch.device
-) -> dict[int, Tensor]:
-    """Which tokens grammars allow, by the row of each that is not None: `[vocab_size]` bool."""
-    rows = {row: grammar for row, grammar in enumerate(grammars) if grammar is not None}
-    if not rows:
-        return {}
-    # Packed to the device and unpacked there: an eighth of the bytes.
+def allowed_bits(grammars: Mapping[str, GrammarState]) -> dict[str, NDArray[np.uint8]]:
+    """The tokens that may come next in each of a step's grammars; see `GrammarState.allowed_bits`.
+
+    Args:
+        grammars: by request id.
+    """
     began_at = time.thread_time()
-    packed = np.stack(
-        [
-            grammar.allowed_bits(step_is_long=time.thread_time() - began_at > _MAX_STEP_S)
-            for grammar in rows.values()
-        ]
-    )
-    bits = torch.from_numpy(packed).to(device)  # [num_grammars, ceil(vocab_size / 8)] uint8
-    values = torch.arange(256, device=device).unsqueeze(1)
-    unpacked = (values >> torch.arange(8, device=device) & 1).bool()  # [256, 8]
-    masks = unpacked[bits.long()].flatten(1)[:, :vocab_size]
-    return dict(zip(rows, masks, strict=True))
+    return {
+        request_id: grammar.allowed_bits(step_is_long=time.thread_time() - began_at > _MAX_STEP_S)
+        for request_id, grammar in grammars.items()
+    }
 
 
 def _permitted_bits(params: SamplingParams, vocab_size: int) -> NDArray[np.uint8]:
