@@ -80,7 +80,7 @@ class DecodeBench:
         )  # fmt: skip
         self.engine = Engine(MODEL, config)
         self.stopwatch = Stopwatch()
-        runner = self.engine._runner
+        runner = self.engine.executor.worker.runner
         for owner, function, part in (
             (self.engine._scheduler, "schedule", "schedule"),
             (self.engine._scheduler, "plan", "tell"),

@@ -201,24 +201,26 @@ class Scene:
         p_engine, d_engine = Engine(MODEL, config), Engine(MODEL, config)
         make = KV_CONNECTORS.load(connector)
         transports = {
-            P: make(P, p_engine.kv_cache),
-            D: make(D, d_engine.kv_cache),
+            P: make(P, p_engine.kv_memory.tensor),
+            D: make(D, d_engine.kv_memory.tensor),
         }
         self.infos = {name: transport.peer_info for name, transport in transports.items()}
-        kinds = [BlockDigests(e.kv_cache) if has_digests else None for e in (p_engine, d_engine)]
+        kinds = [
+            BlockDigests(e.kv_memory.tensor) if has_digests else None for e in (p_engine, d_engine)
+        ]
         taps = {name: cast(KVTransport, Tap(t, self)) for name, t in transports.items()}
         self.sender = Sender(taps[P], _nothing, self.deaths.append, digests=kinds[0])
         self.receiver = Receiver(taps[D], _nothing, self.deaths.append, digests=kinds[1])
         for name, end in ((P, self.sender), (D, self.receiver)):
             self._listen(name, end)
-        self._num_layers = d_engine.kv_cache.shape[1]
+        self._num_layers = d_engine.kv_memory.tensor.shape[1]
         self.p = PrefillNode(p_engine, self.sender, self._take, PushMode.LAYERS)
         options = DecodeOptions(local_prefill_threshold=0)
         self.d = DecodeNode(d_engine, self.receiver, self._take, options)
         self.attacker = (
-            NixlAttacker(self.infos, d_engine.kv_cache)
+            NixlAttacker(self.infos, d_engine.kv_memory.tensor)
             if connector == "nixl"
-            else MemoryAttacker(d_engine.kv_cache)
+            else MemoryAttacker(d_engine.kv_memory.tensor)
         )
         self.p.submit(PeerUpdate(D, self.receiver.describe()))
         self.d.submit(PeerUpdate(P, self.sender.describe()))
@@ -466,7 +468,7 @@ class Scene:
 
 def num_prompt_blocks(engine: Engine) -> int:
     """Blocks of a prompt."""
-    return -(-PROMPT_TOKENS // engine.kv_cache_spec.block_size)
+    return -(-PROMPT_TOKENS // engine.kv_memory.spec.block_size)
 
 
 def _nothing() -> None:

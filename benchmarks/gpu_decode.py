@@ -38,7 +38,7 @@ class ReplayTimer:
 
     def __init__(self, engine: Engine) -> None:
         self._events: list[tuple[torch.Event, torch.Event]] = []
-        graphs = engine._runner._graphs
+        graphs = engine.executor.worker.runner._graphs
         if graphs is None:
             return
         for size, replay in graphs._replays.items():
@@ -82,7 +82,7 @@ def measure_decode(device: str, report: Report) -> bool:
             async_scheduling=True,
         )
         timer = ReplayTimer(engine)
-        sizes = engine._runner.graph_sizes
+        sizes = engine.executor.worker.runner.graph_sizes
         report[f"{shape}: graphs"] = len(sizes)
         right = right and (bool(sizes) or not on_gpu)
         for batch in batches:
@@ -108,7 +108,7 @@ def _time_decode(
     add_decoding(engine, batch, context, STEPS + WARM_STEPS + 8)
     for _ in range(WARM_STEPS):
         engine.step()
-    on_gpu = engine.kv_cache.is_cuda
+    on_gpu = engine.kv_memory.tensor.is_cuda
     if on_gpu:
         timer.take_ms()
     first, started = engine.num_steps, time.perf_counter()
@@ -129,7 +129,7 @@ def _mean(values: list[float]) -> float:
 
 def _weight_bytes(engine: Engine) -> int:
     """What every step reads: all weights, but for an embedding that is no output head."""
-    model = engine._runner._model
+    model = engine.executor.worker.runner._model
     assert isinstance(model, torch.nn.Module)
     weights = {name: p.numel() * p.itemsize for name, p in model.named_parameters()}
     tied = engine.model_config.tie_word_embeddings
@@ -138,7 +138,7 @@ def _weight_bytes(engine: Engine) -> int:
 
 def _kv_bytes(engine: Engine) -> float:
     """Per token."""
-    return engine.kv_cache_spec.block_bytes / engine.kv_cache_spec.block_size
+    return engine.kv_memory.spec.block_bytes / engine.kv_memory.spec.block_size
 
 
 def measure_nano(device: str, report: Report) -> bool:
@@ -163,7 +163,7 @@ def measure_nano(device: str, report: Report) -> bool:
         **({} if on_gpu else {"num_blocks": 64}),
     )
     report["KV blocks"] = engine.num_blocks
-    report["graphs"] = len(engine._runner.graph_sizes)
+    report["graphs"] = len(engine.executor.worker.runner.graph_sizes)
     report["prompt tokens"], report["output tokens"] = sum(map(len, prompts)), sum(lengths)
     _run(engine, [prompts[0]], [8])  # compiles what prompts need
     timer = ReplayTimer(engine)
@@ -174,7 +174,7 @@ def measure_nano(device: str, report: Report) -> bool:
         replays, _ = timer.take_ms()
         report["replayed steps"] = len(replays)
         report["replays, share of the time"] = sum(replays) / 1e3 / wall_s
-    return bool(engine._runner.graph_sizes) or not on_gpu
+    return bool(engine.executor.worker.runner.graph_sizes) or not on_gpu
 
 
 def _run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:

@@ -11,10 +11,12 @@ import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+import engine.worker.worker
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from engine.core.request import Request
@@ -75,7 +77,8 @@ def make_engine(shape: str, device: str, **options: Any) -> Engine:
     with tempfile.TemporaryDirectory() as folder:
         config = json.dumps(SHAPES[shape])
         Path(folder, "config.json").write_text(config, encoding="utf-8")
-        return Engine(Path(folder), EngineConfig(device=device, **options), load=_load)
+        with mock.patch.object(engine.worker.worker, "load_model", _load):
+            return Engine(Path(folder), EngineConfig(device=device, **options))
 
 
 def make_request(

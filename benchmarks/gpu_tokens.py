@@ -99,7 +99,7 @@ def check_graphs(device: str, report: Report) -> bool:
             found = [llm.generate(prompts, params) for params in _params()]
             pairs = list(zip(chain(*expected), chain(*found), strict=True))
             equal = sum(a.token_ids == b.token_ids for a, b in pairs)
-            sizes = llm.engine._runner.graph_sizes
+            sizes = llm.engine.executor.worker.runner.graph_sizes
             report[f"{dtype}, {name}"] = f"{equal} of {len(pairs)} equal, {len(sizes)} graphs"
             captured = bool(sizes) or not graphs or device == "cpu"
             right = right and captured and (equal == len(pairs) or dtype != "float32")

@@ -61,7 +61,7 @@ def measure_control(num_requests: int) -> dict[int, dict[str, dict[str, float]]]
     """{prompt tokens: milliseconds from commit to token 2, rested and busy}; nothing travels."""
     config = EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**28)
     engine = Engine(MODEL, config)
-    engine.kv_cache.zero_()
+    engine.kv_memory.tensor.zero_()
     draw = random.Random(1)
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     samples: dict[int, dict[str, list[float]]] = {

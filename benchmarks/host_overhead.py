@@ -81,9 +81,10 @@ class Engines:
             async_scheduling=runs_ahead,
         )  # fmt: skip
         engine = Engine(MODEL, config)
-        engine._device = self._gpu.device  # type: ignore[assignment]
-        engine._runner = runner = make_model_runner(
-            engine._runner._model, engine.kv_cache, engine.kv_cache_spec, config, "triton",
+        engine.executor.worker.device = self._gpu.device  # type: ignore
+        engine.executor.worker.runner = runner = make_model_runner(
+            engine.executor.worker.runner._model, engine.kv_memory.tensor,
+            engine.kv_memory.spec, config, "triton",
             engine.max_model_len, with_graphs=True, samples_on_device=True,
         )  # fmt: skip
         runner.capture_graphs(self._gpu.capture)
@@ -104,7 +105,7 @@ class Engines:
 def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
     """Median and others of a step's microseconds, and of the runner's in it."""
     engine = engines.decoding(batch)
-    runner = engine._runner
+    runner = engine.executor.worker.runner
     whole, inside = [], []
     with without_collections(), timed((runner, "prepare"), (runner, "launch")) as calls:
         for _ in range(WARM_UP_STEPS + STEPS):
@@ -113,7 +114,7 @@ def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
             whole.append(time.process_time() - start)
             inside.append(sum(calls))
             calls.clear()
-    engine._worker.shutdown()
+    engine.executor.thread.shutdown()
     return {"whole": quantiles(whole[WARM_UP_STEPS:]), "runner": quantiles(inside[WARM_UP_STEPS:])}
 
 
@@ -280,7 +281,7 @@ def idle_share(gpu: FakeGPU, engines: Engines, burst_ms: float) -> float:
     stop.set()
     if burst_ms:
         other.join()
-    engine._worker.shutdown()
+    engine.executor.thread.shutdown()
     gpu.timeline.step_s = 0.0
     return round(share, 4)
 

@@ -100,7 +100,7 @@ def compare_schedules(num_requests: int) -> dict[str, int]:
 def demo_logits(num_rows: int) -> Tensor:
     """What the demo model gives while it completes random prompts."""
     llm = LLM(MODEL, dtype="float32", num_threads=1, **SCHEDULES[0])
-    model = llm.engine._runner._model
+    model = llm.engine.executor.worker.runner._model
     collected: list[Tensor] = []
     compute_logits = model.compute_logits
 

@@ -50,7 +50,7 @@ class GrantQueue:
     def __init__(self, engine: Engine, *, max_requests: int, max_tokens: int) -> None:
         self._engine = engine
         self._max_requests = max_requests
-        spec = engine.kv_cache_spec
+        spec = engine.kv_memory.spec
         num_logical_blocks = engine.num_blocks // spec.num_groups
         self._max_tokens = max_tokens or num_logical_blocks * spec.block_size // 2
         self._waiting: deque[tuple[Key, Request]] = deque()

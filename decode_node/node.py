@@ -220,7 +220,7 @@ class DecodeNode:
             return False
         num_cached, _ = self.engine.find_initial_prefix(request)
         if num_cached == request.num_initial_tokens:  # its last token's logits are not cached
-            num_cached -= self.engine.kv_cache_spec.block_size
+            num_cached -= self.engine.kv_memory.spec.block_size
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
         # A prompt that is short as a whole is no hit: computing prompts is not done here.

@@ -7,19 +7,14 @@ asynchronous     schedule N+1, launch N+1 | wait, update N | schedule N+2, launc
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-
-import torch
 
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash, BlockHasher
 from baton.engine_config import EngineConfig
-from baton_kernels.attention import choose_attention_backend
 from engine.core.block_pool import KVCacheEvent
 from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
@@ -27,96 +22,47 @@ from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.step_plan import StepHooks
+from engine.executors import EXECUTORS
+from engine.executors.base import PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.worker.cores import use_cores
-from engine.worker.device_choice import (
-    choose_device,
-    choose_dtype,
-    choose_kv_cache_dtype,
-    fit_to_device,
-    make_current,
-)
-from engine.worker.graph_capture import make_captured_runner
-from engine.worker.kv_cache import (
-    allocate_kv_cache,
-    choose_max_model_len,
-    choose_num_blocks,
-    kv_cache_spec,
-)
-from engine.worker.memory_profile import measure_kv_cache_bytes
-from engine.worker.model_runner import AnyPreparedStep, LaunchedStep
-from engine.worker.warm_up import warm_up
-from models import load_model
-from models.base import CausalLM
-from models.config import ModelConfig
-
-logger = logging.getLogger(__name__)
 
 AfterLayer = Callable[[int], None]
-_StepInFlight = tuple[SchedulerOutput, Future[LaunchedStep]]
+_StepInFlight = tuple[SchedulerOutput, PendingStep]
 
 
 class Engine:
     """A model, its KV cache and the scheduler over them.
 
     Attributes:
-        kv_cache: `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`.
+        executor: computes the steps.
+        kv_memory: where the KV is; see `KVMemory`.
+        dtype: of the model's weights, by name.
         max_model_len: most tokens of one request.
         eos_token_ids: what ends an output unless a request ignores it.
         num_steps: steps that computed something and have ended, since the start.
         last_scheduled: what the latest one computed, or computes, for whoever asks why it failed.
     """
 
-    def __init__(
-        self,
-        model_folder: Path,
-        config: EngineConfig,
-        *,
-        load: Callable[..., CausalLM] = load_model,
-    ) -> None:
+    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
         """Load the model and allocate the cache.
-
-        Args:
-            load: as `models.load_model`; benchmarks make weights up.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
             ConfigError: an option does not fit the model or the machine.
         """
-        device = choose_device(config.device)
-        config = config.for_device(device.type)
-        use_cores(config)
-        self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
-        model = load(
-            model_folder, dtype=self.dtype, device=device, max_model_len=config.max_model_len
-        )
-        fit_to_device(model, config, device)
-        self.model_config = model.config
-        self.kv_cache_spec = spec = kv_cache_spec(
-            self.model_config,
-            model.sliding_windows,
-            config.block_size,
-            choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
-        )
-        override = None if config.attention_backend == "auto" else config.attention_backend
-        backend_name, reason = choose_attention_backend(
-            device, override, config.block_size, fp8=config.kv_cache_dtype == "fp8"
-        )
-        logger.info("attention backend %s: %s", backend_name, reason)
-        self.num_blocks = choose_num_blocks(
-            spec,
-            config,
-            lambda: measure_kv_cache_bytes(model, spec, config, device, backend_name),
-        )
-        self.max_model_len = choose_max_model_len(self.model_config, config, spec, self.num_blocks)
-        if device.type == "cuda":
-            warm_up(model, spec, config, device, backend_name, self.max_model_len)
+        self.executor = executor = EXECUTORS.load("uniproc")(model_folder, config)
+        config = executor.config
+        self.model_config, self.dtype = executor.model_config, executor.dtype
+        self.kv_memory, self.max_model_len = executor.kv_memory, executor.max_model_len
+        self.num_blocks = self.kv_memory.num_blocks
         self.eos_token_ids = self.model_config.eos_token_ids
-        self.kv_cache = allocate_kv_cache(spec, self.num_blocks, device)
-        hasher = BlockHasher(config.block_size, config.prefix_hash) if config.prefix_cache else None
         kv_cache_manager = KVCacheManager(
-            self.num_blocks, config.block_size, sliding_windows=spec.sliding_windows, hasher=hasher
+            self.num_blocks,
+            config.block_size,
+            sliding_windows=self.kv_memory.spec.sliding_windows,
+            hasher=BlockHasher(config.block_size, config.prefix_hash)
+            if config.prefix_cache
+            else None,
         )
         self._block_pool = kv_cache_manager.block_pool
         self._scheduler = Scheduler(
@@ -127,9 +73,6 @@ class Engine:
             policy=config.scheduling_policy,
             preemption=config.preemption,
         )
-        self._runner = make_captured_runner(
-            model, self.kv_cache, spec, config, backend_name, self.max_model_len
-        )
         self._has_prefix_cache = config.prefix_cache
         self._made_at = time.monotonic()
         self._grammars = GrammarCompiler(
@@ -137,10 +80,6 @@ class Engine:
         )
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
-        self._device, runs_ahead = device, config.async_scheduling
-        if runs_ahead is None:  # on a CPU the scheduler would take time from the forward
-            runs_ahead = device.type == "cuda"
-        self._worker = ThreadPoolExecutor(1, "model-runner") if runs_ahead else None
         self._in_flight: _StepInFlight | None = None
         self._busy_until = 0.0  # when the device had computed the step before
 
@@ -271,10 +210,10 @@ class Engine:
 
         Args:
             after_layer: called, on the thread that computes, after each layer of what was
-                scheduled; `fence` says when a GPU has done it. It must be quick.
+                scheduled; `KVMemory.fence` says when a GPU has done it. It must be quick.
         """
         started = time.monotonic()
-        compute = self._compute if self._worker is None else self._begin
+        compute = self._begin if self.executor.runs_ahead else self._compute
         result = compute(scheduled, after_layer)
         self._scheduler.counters.step_s += time.monotonic() - started
         return result
@@ -285,12 +224,10 @@ class Engine:
             return StepResult()
         self.last_scheduled = scheduled
         plan, hooks = self._scheduler.plan(scheduled, after_layer)
-        prepared = self._runner.prepare(plan, eager=after_layer is not None)
-        return self._end(scheduled, self._launch(prepared, hooks))
+        return self._end(scheduled, self.executor.submit(plan, hooks))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
         """Begin one step, before the end of the one in flight if it can be, and end that one."""
-        assert self._worker is not None
         result, before = StepResult(), self._in_flight
         if before is not None:
             scheduled = scheduled.without_finished()
@@ -300,44 +237,27 @@ class Engine:
         if scheduled.scheduled:
             self.last_scheduled = scheduled
             plan, hooks = self._scheduler.plan(scheduled, after_layer)
-            prepared = self._runner.prepare(plan, eager=after_layer is not None)
             self._scheduler.begin(scheduled)
-            launch = self._worker.submit(self._launch, prepared, hooks)
-            self._in_flight = scheduled, launch
+            self._in_flight = scheduled, self.executor.submit(plan, hooks)
             if before is not None:
                 result = self._end_in_flight(before)
                 self.last_scheduled = scheduled
         return result
 
-    def _launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
-        make_current(self._device)  # of this thread, which need not be the one that loaded
-        return self._runner.launch(step, hooks)
-
     def _end_in_flight(self, step: _StepInFlight) -> StepResult:
-        scheduled, launch = step
+        scheduled, pending = step
         self.last_scheduled = scheduled
-        return self._end(scheduled, launch.result())
+        return self._end(scheduled, pending)
 
-    def _end(self, scheduled: SchedulerOutput, launched: LaunchedStep) -> StepResult:
+    def _end(self, scheduled: SchedulerOutput, pending: PendingStep) -> StepResult:
         """Wait for a step and write down what came of it."""
-        output = launched.wait()
-        assert launched.ended_at is not None
+        output = pending.wait()
         # A step that was launched ahead has waited for the one before it.
-        computed_s = launched.ended_at - max(launched.started_at, self._busy_until)
+        computed_s = output.ended_at - max(output.started_at, self._busy_until)
         self._scheduler.counters.forward_s += computed_s
-        self._busy_until = launched.ended_at
+        self._busy_until = output.ended_at
         self.num_steps += 1
         return self._scheduler.update(scheduled, output)
-
-    def fence(self) -> Callable[[], bool] | None:
-        """Asks whether a GPU has done what this thread has launched so far; None: it is done.
-
-        To be called on the thread that computes; the answer may be asked for on any.
-        """
-        if not self.kv_cache.is_cuda:
-            return None
-        event: torch.Event = torch.cuda.current_stream(self.kv_cache.device).record_event()
-        return event.query
 
     @property
     def step_in_flight(self) -> bool:

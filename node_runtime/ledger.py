@@ -32,7 +32,7 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
         scheduled = (item.request for item in engine.last_scheduled.scheduled)
         own += [_hold(r, BlockOwner.STEP) for r in scheduled if r.status.is_finished]
     # A null block stands in many block tables, and is held once.
-    null_blocks = tuple(range(engine.kv_cache_spec.num_null_blocks))
+    null_blocks = tuple(range(engine.kv_memory.spec.num_null_blocks))
     holdings = [BlockHolding(owner=BlockOwner.NULL_BLOCK, block_ids=null_blocks)]
     for holding in [*own, *others]:
         block_ids = tuple(b for b in holding.block_ids if b not in null_blocks)

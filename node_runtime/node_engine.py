@@ -38,7 +38,7 @@ class LoadedEngine:
         self, node_name: str, role: NodeRole, address: str, peer_info: bytes
     ) -> NodeRegistration:
         """What the node tells the router of itself."""
-        spec = self.engine.kv_cache_spec
+        spec = self.engine.kv_memory.spec
         return NodeRegistration(
             node_name=node_name,
             engine_id=self.engine_id,
@@ -63,16 +63,16 @@ def load_engine(
     started = time.perf_counter()
     folder = find_model_folder(model)
     engine = Engine(folder, config)
-    spec = engine.kv_cache_spec
+    spec = engine.kv_memory.spec
     logger.info(
         "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens in %s (%.0f MiB), %d threads",
         model,
         time.perf_counter() - started,
-        str(engine.dtype).removeprefix("torch."),
-        engine.kv_cache.device,
+        engine.dtype,
+        engine.kv_memory.tensor.device,
         engine.num_blocks,
         spec.block_size,
-        str(spec.dtype).removeprefix("torch."),
+        engine.kv_memory.dtype,
         engine.num_blocks * spec.block_bytes / 2**20,
         torch.get_num_threads(),
     )
@@ -82,8 +82,8 @@ def load_engine(
     compatibility = {
         **identity,
         "adapters": NONE,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "kv_cache_dtype": str(spec.dtype).removeprefix("torch."),
+        "dtype": engine.dtype,
+        "kv_cache_dtype": engine.kv_memory.dtype,
         "block_size": str(spec.block_size),
         "kv_connector": kv_connector,
         "kv_digests": "on" if kv_digests else "off",

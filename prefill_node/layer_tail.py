@@ -18,7 +18,7 @@ class LayerTail:
     Args:
         sender: where the pushes go.
         layer_groups: ranges of layers, in order; each is pushed when its last layer is computed.
-        fence: asks whether a GPU has computed what was launched so far; see `Engine.fence`.
+        fence: asks whether a GPU has computed what was launched so far; see `KVMemory.fence`.
 
     Attributes:
         num_groups_pushed: of the layer groups.

@@ -100,10 +100,10 @@ class PushTracker:
         self._engine = engine
         self._sender = sender
         self._mode = mode
-        self._layer_groups = layer_groups(engine.kv_cache.shape[1], num_layer_groups)
-        self._has_tail = mode is PushMode.LAYERS and engine.kv_cache_spec.num_groups == 1
-        self._block_size = engine.kv_cache_spec.block_size
-        self._num_groups = engine.kv_cache_spec.num_groups
+        self._layer_groups = layer_groups(engine.kv_memory.layers_per_group, num_layer_groups)
+        self._has_tail = mode is PushMode.LAYERS and engine.kv_memory.spec.num_groups == 1
+        self._block_size = engine.kv_memory.spec.block_size
+        self._num_groups = engine.kv_memory.spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
         # Ended on our side, not yet quiet on the wire; by (request_id, epoch).
         self._draining: dict[tuple[str, int], _Handoff] = {}
@@ -160,7 +160,9 @@ class PushTracker:
             if is_first and self._mode is not PushMode.AFTER_PREFILL:  # its cached prefix
                 self._push(handoff, request.num_computed_tokens // self._block_size, None)
             if self._has_tail and _ends_prompt(item):
-                tail = tail or LayerTail(self._sender, self._layer_groups, self._engine.fence)
+                tail = tail or LayerTail(
+                    self._sender, self._layer_groups, self._engine.kv_memory.fence
+                )
                 self._add_tail(handoff, tail)
         return None if tail is None else tail.after_layer
 

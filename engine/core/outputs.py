@@ -67,11 +67,14 @@ class ModelRunnerOutput:
         sampled_token_ids: of the scheduled requests that sample, in their order.
         logprobs: of those tokens, where a request asks for them.
         prompt_logprobs: of the prompt tokens that this step predicts, likewise.
+        started_at, ended_at: when it was computed, by the monotonic clock.
     """
 
     sampled_token_ids: dict[str, int]
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    started_at: float = field(default=0.0, compare=False)
+    ended_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,43 @@ class KVCacheSpec:
         return math.prod(self.block_shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KVMemory:
+    """The KV cache of one worker, as nodes see it.
+
+    Attributes:
+        tensor: `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`; never
+            moves. For a connector, which registers it.
+    """
+
+    spec: KVCacheSpec
+    tensor: torch.Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def layers_per_group(self) -> int:
+        """Layers in a block."""
+        return self.spec.block_shape[0]
+
+    @property
+    def dtype(self) -> str:
+        """Of its elements, by name."""
+        return str(self.spec.dtype).removeprefix("torch.")
+
+    def fence(self) -> Callable[[], bool] | None:
+        """Asks whether a GPU has done what this thread has launched so far; None: it is done.
+
+        To be called on the thread that computes; the answer may be asked for on any.
+        """
+        if not self.tensor.is_cuda:
+            return None
+        event: torch.Event = torch.cuda.current_stream(self.tensor.device).record_event()
+        return event.query
+
+
 def kv_cache_spec(
     model: ModelConfig,
     sliding_windows: tuple[int | None, ...],

@@ -51,11 +51,16 @@ class LaunchedStep:
         """What came of it, when its KV is in the cache and its tokens are here."""
         if self.done is not None:
             self.done.synchronize()
-        self.ended_at = self.ended_at or time.monotonic()
-        if self.token_ids is None:
-            return self.output
-        sampled = dict(zip(self.request_ids, self.token_ids.tolist(), strict=True))
-        return ModelRunnerOutput(sampled, {}, self.output.prompt_logprobs)
+        output, sampled = self.output, self.output.sampled_token_ids
+        if self.token_ids is not None:
+            sampled = dict(zip(self.request_ids, self.token_ids.tolist(), strict=True))
+        return ModelRunnerOutput(
+            sampled,
+            output.logprobs,
+            output.prompt_logprobs,
+            self.started_at,
+            self.ended_at or time.monotonic(),
+        )
 
 
 class ModelRunner:

@@ -30,7 +30,7 @@ def check_cache(engine: Engine, contents: Mapping[BlockHash, torch.Tensor]) -> N
         if (name := block.block_hash) is not None and name in contents
     ]
     if named:
-        found = engine.kv_cache[[block_id for block_id, _ in named]]
+        found = engine.kv_memory.tensor[[block_id for block_id, _ in named]]
         expected = torch.stack([content for _, content in named])
         is_right = torch.isclose(found, expected, rtol=1e-4, atol=1e-4).flatten(1).all(dim=1)
         wrong = [

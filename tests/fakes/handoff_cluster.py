@@ -116,9 +116,9 @@ class CheckedEngine(Engine):
 
 def kv_of(engine: Engine, block_ids: list[int], num_tokens: int) -> torch.Tensor:
     """``[num_blocks, ...]``: what a token behind the first ``num_tokens`` looks at."""
-    num_groups = engine.kv_cache_spec.num_groups
+    num_groups = engine.kv_memory.spec.num_groups
     places = engine.handoff_indices(num_tokens)
-    kv = engine.kv_cache[[block_ids[place] for place in places]]  # a copy
+    kv = engine.kv_memory.tensor[[block_ids[place] for place in places]]  # a copy
     for block, place in zip(kv, places, strict=True):
         num_written = min(num_tokens - place // num_groups * BLOCK_SIZE, BLOCK_SIZE)
         block[..., num_written:, :] = 0  # whatever is there, nobody looks at it
@@ -415,8 +415,8 @@ def make_prefill_node(
     kv_digests: bool,
 ) -> PrefillNode:
     """A node without threads; see `Cluster` for the arguments."""
-    transport = ScriptedTransport(engine_id, engine.kv_cache, network)
-    digests = BlockDigests(engine.kv_cache) if kv_digests else None
+    transport = ScriptedTransport(engine_id, engine.kv_memory.tensor, network)
+    digests = BlockDigests(engine.kv_memory.tensor) if kv_digests else None
     sender = RecordingSender(transport, lambda: None, _never, clock, digests)
     transport.channels = sender.loop.channels
     return PrefillNode(engine, sender, emit, push_mode, clock=clock)
@@ -433,8 +433,8 @@ def make_decode_node(
     kv_digests: bool,
 ) -> DecodeNode:
     """A node without threads; see `Cluster` for the arguments."""
-    transport = ScriptedTransport(engine_id, engine.kv_cache, network)
-    digests = BlockDigests(engine.kv_cache) if kv_digests else None
+    transport = ScriptedTransport(engine_id, engine.kv_memory.tensor, network)
+    digests = BlockDigests(engine.kv_memory.tensor) if kv_digests else None
     receiver = RecordingReceiver(transport, lambda: None, _never, clock, digests)
     transport.channels = receiver.loop.channels
     return DecodeNode(engine, receiver, emit, options, clock)

@@ -38,6 +38,7 @@ from baton.link.words import (
 )
 from baton.v1 import node_pb2
 from decode_node.node import DecodeNode
+from engine.executors.uniproc import LaunchAhead
 from node_runtime.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from router.fleet.node import Node
@@ -153,7 +154,9 @@ class NodeProcess:
         if self.link is None:
             assert self.node.requests() == [], "it works for a router that is gone"
         if engine._in_flight is not None:  # how fast this machine computes must not matter
-            wait([engine._in_flight[1]])
+            pending = engine._in_flight[1]
+            assert isinstance(pending, LaunchAhead)
+            wait([pending.launch])
         self._kv_events.after_step(busy=busy)
         if engine.requests and (engine.num_steps != num_steps or engine.step_in_flight):
             self._computes_until = self._clock() + self._chunk_s

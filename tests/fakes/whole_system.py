@@ -457,7 +457,7 @@ class System:
             assert engine.requests == {}
             assert process.node.requests() == []
             held = engine.block_ref_counts()
-            assert len(held) == engine.kv_cache_spec.num_null_blocks, held
+            assert len(held) == engine.kv_memory.spec.num_null_blocks, held
             if isinstance(process.node, PrefillNode):
                 sender = sender_of(process.node)
                 assert sender.machine.transfers == {}

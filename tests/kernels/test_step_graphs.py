@@ -45,10 +45,10 @@ def make_llm(device: torch.device, *, graphs: bool, asynchronous: bool) -> LLM:
     options = {**SMALL, "device": str(device), "async_scheduling": asynchronous}
     llm = LLM(MODEL, cuda_graphs=False, **options)
     engine = llm.engine
-    engine._runner = runner = make_model_runner(
-        engine._runner._model,
-        engine.kv_cache,
-        engine.kv_cache_spec,
+    engine.executor.worker.runner = runner = make_model_runner(
+        engine.executor.worker.runner._model,
+        engine.kv_memory.tensor,
+        engine.kv_memory.spec,
         EngineConfig(**options),
         "triton",
         engine.max_model_len,

@@ -148,7 +148,7 @@ def run(llm: LLM, requests: Sequence[Request]) -> list[list[int]]:
     while llm.engine.has_work:
         llm.engine.step()
         llm.engine.check()
-    spec = llm.engine.kv_cache_spec
+    spec = llm.engine.kv_memory.spec
     assert llm.engine.num_free_blocks == llm.engine.num_blocks - spec.num_null_blocks
     return [request.output_token_ids for request in requests]
 
@@ -306,7 +306,7 @@ def test_priorities_change_who_ends_first_and_no_token(checkpoint: Checkpoint) -
 def test_a_long_output_holds_what_each_group_of_layers_looks_at(checkpoint: Checkpoint) -> None:
     block_size = 4
     llm = make_llm(checkpoint, block_size=block_size, long_prefill_token_threshold=8)
-    windows = llm.engine.kv_cache_spec.sliding_windows
+    windows = llm.engine.kv_memory.spec.sliding_windows
     num_free = llm.engine.num_free_blocks
     [request] = make_requests(llm, [PROMPT[:5]], 120)
     llm.engine.add(request)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
-import engine.engine
+import engine.worker.worker
 from baton.api.errors import DeadlineExceededError, OverloadedError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
@@ -100,12 +100,12 @@ class SystemMachine(RuleBasedStateMachine):
         self.restarts_at_end = restarts_at_end
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(secrets, "randbelow", lambda limit: limit // 2)
-        self.patch.setattr(engine.engine, "load_model", shared_model)
+        self.patch.setattr(engine.worker.worker, "load_model", shared_model)
         self.system = System(
             Setup(
                 folder=folder(mixed=mixed),
                 expected_kv=lambda prompt: reference_kv(tuple(prompt), mixed=mixed),
-                num_groups=reference(mixed=mixed).engine.kv_cache_spec.num_groups,
+                num_groups=reference(mixed=mixed).engine.kv_memory.spec.num_groups,
                 kv_digests=kv_digests,
                 options=DecodeOptions(
                     max_receiving_requests=max_receiving_requests,

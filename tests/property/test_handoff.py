@@ -106,7 +106,7 @@ def make_cluster(
         folder(mixed=mixed),
         lambda prompt: reference_kv(tuple(prompt), mixed=mixed),
         num_blocks,
-        reference(mixed=mixed).engine.kv_cache_spec.num_groups,
+        reference(mixed=mixed).engine.kv_memory.spec.num_groups,
         async_scheduling=async_scheduling,
         push_mode=push_mode,
         kv_digests=kv_digests,
@@ -117,7 +117,7 @@ def make_cluster(
 
 def num_references(engine: Engine) -> int:
     """Of requests, pushes and quarantine; not the null block's own."""
-    return engine._block_pool.num_references() - engine.kv_cache_spec.num_null_blocks
+    return engine._block_pool.num_references() - engine.kv_memory.spec.num_null_blocks
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:

@@ -6,14 +6,22 @@ import pkgutil
 import subprocess
 import sys
 
+import pytest
+
 import engine.core
 
 _UNWANTED = ("torch", "grpc", "baton.link", "engine.worker", "engine.sampling", "baton_kernels")
 
 
-def test_the_core_loads_no_torch_and_no_link() -> None:
-    modules = [f"engine.core.{found.name}" for found in pkgutil.iter_modules(engine.core.__path__)]
-    assert "engine.core.scheduler" in modules
+CORE = [f"engine.core.{found.name}" for found in pkgutil.iter_modules(engine.core.__path__)]
+
+
+def test_there_is_a_core() -> None:
+    assert "engine.core.scheduler" in CORE
+
+
+@pytest.mark.parametrize("modules", [CORE, ["engine.executors", "engine.executors.base"]])
+def test_the_core_loads_no_torch_and_no_link(modules: list[str]) -> None:
     code = f"""
 import importlib, sys
 for name in {modules!r}:

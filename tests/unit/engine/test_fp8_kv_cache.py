@@ -45,13 +45,13 @@ def test_a_block_takes_a_byte_for_each_number(folder: Path) -> None:
         LLM(str(folder), **options, dtype=dtype, kv_cache_dtype=kv_cache_dtype).engine
         for dtype, kv_cache_dtype in (("float32", "auto"), ("bfloat16", "auto"), ("float32", "fp8"))
     )
-    assert small.kv_cache.dtype == FP8
+    assert small.kv_memory.tensor.dtype == FP8
     assert small.dtype == torch.float32
-    assert small.kv_cache_spec.block_bytes == 2 * 2 * 2 * 4 * 8  # layers, K and V, heads, tokens
-    assert wide.kv_cache_spec.block_bytes == 4 * small.kv_cache_spec.block_bytes
-    assert half.kv_cache_spec.block_bytes == 2 * small.kv_cache_spec.block_bytes
-    assert small.num_blocks == memory // small.kv_cache_spec.block_bytes
-    assert small.kv_cache.nbytes == small.num_blocks * small.kv_cache_spec.block_bytes
+    assert small.kv_memory.spec.block_bytes == 2 * 2 * 2 * 4 * 8  # layers, K and V, heads, tokens
+    assert wide.kv_memory.spec.block_bytes == 4 * small.kv_memory.spec.block_bytes
+    assert half.kv_memory.spec.block_bytes == 2 * small.kv_memory.spec.block_bytes
+    assert small.num_blocks == memory // small.kv_memory.spec.block_bytes
+    assert small.kv_memory.tensor.nbytes == small.num_blocks * small.kv_memory.spec.block_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -187,7 +187,7 @@ def test_a_checkpoint_with_a_tokenizer_takes_and_gives_text(tmp_path: Path, thei
 
 def test_the_cache_is_block_major_and_starts_as_zeros(folder: str) -> None:
     llm = LLM(folder, **OPTIONS)
-    cache = llm.engine.kv_cache
+    cache = llm.engine.kv_memory.tensor
     assert tuple(cache.shape) == (24, 2, 2, 2, 4, 8)
     assert cache.is_contiguous()
     assert cache.dtype is torch.float32

@@ -74,7 +74,7 @@ def test_a_step_that_fails_is_dumped_and_ends_the_engine(
     def fail(*_: object) -> None:
         raise RuntimeError("a kernel failed")
 
-    monkeypatch.setattr(broken.engine._runner, "launch", fail)
+    monkeypatch.setattr(broken.engine.executor.worker.runner, "launch", fail)
     with pytest.raises(EngineDeadError, match="a kernel failed"):
         broken.generate("import os", GREEDY)
     assert len(list(tmp_path.glob("baton-crash-*.json"))) == 1

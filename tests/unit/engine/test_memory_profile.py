@@ -55,7 +55,7 @@ def test_by_default_a_cpus_cache_is_a_gibibyte_at_most(tmp_path: Path) -> None:
     engine = make_llm(
         str(tmp_path), device="cpu", max_num_requests=40, max_num_batched_tokens=64
     ).engine
-    num_bytes = engine.num_blocks * engine.kv_cache_spec.block_bytes
+    num_bytes = engine.num_blocks * engine.kv_memory.spec.block_bytes
     assert num_bytes == MAX_CPU_CACHE_BYTES == GIB
 
 
@@ -106,7 +106,7 @@ def test_one_line_says_where_the_memory_goes(tmp_path: Path) -> None:
 
 def test_the_dummy_step_leaves_no_trace(folder: str) -> None:
     measured, told = make_llm(folder, device="cpu"), make_llm(folder, device="cpu", num_blocks=60)
-    assert not measured.engine.kv_cache.any()
+    assert not measured.engine.kv_memory.tensor.any()
     assert measured.engine.num_steps == 0
     found = measured.generate(PROMPTS, GREEDY)
     assert [c.token_ids for c in found] == [c.token_ids for c in told.generate(PROMPTS, GREEDY)]

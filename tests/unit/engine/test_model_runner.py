@@ -40,12 +40,14 @@ def start() -> tuple[Engine, list[Request]]:
 
 def on_a_thread(engine: Engine, scheduled: SchedulerOutput, meanwhile: list[Request]) -> object:
     """Prepare here, change the requests for the worse, run there."""
-    prepared = engine._runner.prepare(engine._scheduler.plan(scheduled)[0])
+    prepared = engine.executor.worker.runner.prepare(engine._scheduler.plan(scheduled)[0])
     saved = [(r.token_ids, r.block_ids, r.num_computed_tokens) for r in meanwhile]
     for request in meanwhile:
         request.token_ids, request.block_ids, request.num_computed_tokens = [0] * 30, [], 17
     outputs: list[ModelRunnerOutput] = []
-    thread = threading.Thread(target=lambda: outputs.append(engine._runner.launch(prepared).wait()))
+    thread = threading.Thread(
+        target=lambda: outputs.append(engine.executor.worker.runner.launch(prepared).wait())
+    )
     thread.start()
     thread.join()
     for request, (token_ids, block_ids, num_computed_tokens) in zip(meanwhile, saved, strict=True):
@@ -58,7 +60,7 @@ def test_launch_on_another_thread_reads_no_request() -> None:
     (plain, _), (other, requests) = start(), start()
     for _ in range(4):
         scheduled, again = plain._scheduler.schedule(), other._scheduler.schedule()
-        expected = plain._runner.execute(plain._scheduler.plan(scheduled)[0])
+        expected = plain.executor.worker.runner.execute(plain._scheduler.plan(scheduled)[0])
         found = on_a_thread(other, again, requests)
         assert found == expected
         plain._scheduler.update(scheduled, expected)

@@ -10,11 +10,11 @@ import torch
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from engine import engine as engine_module
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import SHARE, StepPlan
 from engine.engine import Engine
-from engine.worker import warm_up
+from engine.executors.uniproc import UniprocExecutor
+from engine.worker import warm_up, worker
 from engine.worker.kv_cache import allocate_kv_cache
 from engine.worker.model_runner import ModelRunner
 from models.base import CausalLM
@@ -27,9 +27,13 @@ def load_demo(**options: Any) -> Engine:
     return Engine(DEMO, EngineConfig(device="cpu", max_num_requests=20, **options))
 
 
+def model_of(engine: Engine) -> CausalLM:
+    assert isinstance(engine.executor, UniprocExecutor)
+    return engine.executor.worker.runner._model
+
+
 def warm(engine: Engine, config: EngineConfig) -> None:
-    model: CausalLM = engine._runner._model
-    warm_up.warm_up(model, engine.kv_cache_spec, config, CPU, "reference", 64)
+    warm_up.warm_up(model_of(engine), engine.kv_memory.spec, config, CPU, "reference", 64)
 
 
 def test_the_largest_step_is_computed_and_small_ones_of_all_kinds(
@@ -56,7 +60,7 @@ def test_the_largest_step_is_computed_and_small_ones_of_all_kinds(
         for index in range(0, len(step.shares), SHARE):
             _, start, num_tokens, num_known = step.shares[index : index + SHARE]
             assert start + num_tokens == num_known
-    assert not engine.kv_cache.any()
+    assert not engine.kv_memory.tensor.any()
 
 
 def test_a_largest_step_that_does_not_fit_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +79,9 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
     options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, warmed = torch.device("cuda", 0), []
-    model = load_demo(num_blocks=8)._runner._model
+    model = model_of(load_demo(num_blocks=8))
     for name, stand_in in {
+        "load_model": lambda *_, **__: model,
         "choose_device": lambda name: gpu,
         "choose_attention_backend": lambda *_, **__: ("reference", "of this test"),
         "fit_to_device": lambda *_: None,
@@ -85,6 +90,6 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
         ),
         "warm_up": lambda *arguments: warmed.append(arguments[3:]),
     }.items():
-        monkeypatch.setattr(engine_module, name, stand_in)
-    engine = Engine(DEMO, EngineConfig(**options), load=lambda *_, **__: model)  # type: ignore[arg-type]
+        monkeypatch.setattr(worker, name, stand_in)
+    engine = Engine(DEMO, EngineConfig(**options))  # type: ignore[arg-type]
     assert warmed == [(gpu, "reference", engine.max_model_len)]

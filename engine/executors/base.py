@@ -1,0 +1,63 @@
+"""Executor: what the engine needs of whoever computes its steps, wherever that is. No tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from baton.engine_config import EngineConfig
+from engine.core.outputs import ModelRunnerOutput
+from engine.core.step_plan import StepHooks, StepPlan
+from models.config import ModelConfig
+
+if TYPE_CHECKING:  # nodes hand its memory to a connector; the engine looks at numbers alone
+    from engine.worker.kv_cache import KVMemory
+
+
+class PendingStep(Protocol):
+    """A step that was submitted."""
+
+    def wait(self) -> ModelRunnerOutput:
+        """What came of it, when its KV is in the cache; raises what computing it raised."""
+
+
+class Executor(Protocol):
+    """Workers, each with a model or a part of it and with KV memory. The engine's thread owns it.
+
+    Attributes:
+        config: as it is for the workers' devices.
+        model_config: of the model that they have loaded.
+        dtype: of its weights, by name.
+        max_model_len: most tokens of one request.
+        kv_memory: of the worker in this process.
+        runs_ahead: whether a step may be submitted before the one before has ended; then
+            `submit` returns at once.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    dtype: str
+    max_model_len: int
+    kv_memory: KVMemory
+    runs_ahead: bool
+
+    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+        """Start the workers and load the model; raises ModelLoadError or ConfigError."""
+
+    def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
+        """Have a step computed, behind those that were submitted before."""
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call a method of every worker between steps; what each of them returns, by rank.
+
+        Raises TimeoutError when one has not answered in time.
+        """
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError when a worker is gone."""
+
+    def on_failure(self, call: Callable[[Exception], None]) -> None:
+        """Have ``call`` called, on any thread and once, when a worker goes that nobody ended."""

@@ -1,0 +1,95 @@
+"""Worker: one device and what lies on it: the model, the KV memory, the rows and the graphs.
+
+Refuses to know: requests, schedulers, what a plan is for.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from baton.engine_config import EngineConfig
+from baton_kernels.attention import choose_attention_backend
+from engine.core.step_plan import StepHooks, StepPlan
+from engine.worker.cores import use_cores
+from engine.worker.device_choice import (
+    choose_device,
+    choose_dtype,
+    choose_kv_cache_dtype,
+    fit_to_device,
+    make_current,
+)
+from engine.worker.graph_capture import make_captured_runner
+from engine.worker.kv_cache import (
+    KVMemory,
+    allocate_kv_cache,
+    choose_max_model_len,
+    choose_num_blocks,
+    kv_cache_spec,
+)
+from engine.worker.memory_profile import measure_kv_cache_bytes
+from engine.worker.model_runner import AnyPreparedStep, LaunchedStep
+from engine.worker.warm_up import warm_up
+from models import load_model
+from models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Computes the steps of a model on one device.
+
+    Attributes:
+        config: as it is for the device.
+        max_model_len: most tokens of one request, by the model and by the KV memory.
+        runner: of the steps.
+    """
+
+    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+        """Load the model, allocate its KV memory, and compute what is compiled in doing so.
+
+        Raises:
+            ModelLoadError: the folder is missing, incomplete or unsupported.
+            ConfigError: an option does not fit the model or the machine.
+        """
+        self.device = device = choose_device(config.device)
+        self.config = config = config.for_device(device.type)
+        use_cores(config)
+        self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
+        model = load_model(
+            model_folder, dtype=self.dtype, device=device, max_model_len=config.max_model_len
+        )
+        fit_to_device(model, config, device)
+        self.model_config = model.config
+        spec = kv_cache_spec(
+            model.config,
+            model.sliding_windows,
+            config.block_size,
+            choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
+        )
+        override = None if config.attention_backend == "auto" else config.attention_backend
+        backend_name, reason = choose_attention_backend(
+            device, override, config.block_size, fp8=config.kv_cache_dtype == "fp8"
+        )
+        logger.info("attention backend %s: %s", backend_name, reason)
+        num_blocks = choose_num_blocks(
+            spec,
+            config,
+            lambda: measure_kv_cache_bytes(model, spec, config, device, backend_name),
+        )
+        self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
+        if device.type == "cuda":
+            warm_up(model, spec, config, device, backend_name, self.max_model_len)
+        self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
+        self.runner = make_captured_runner(
+            model, self.kv_memory.tensor, spec, config, backend_name, self.max_model_len
+        )
+
+    def prepare(self, plan: StepPlan, hooks: StepHooks) -> AnyPreparedStep:
+        """Write a step into rows and buffers; see `ModelRunner`."""
+        return self.runner.prepare(plan, eager=hooks.after_layer is not None)
+
+    def launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
+        """Begin to compute a prepared step, on whichever thread."""
+        make_current(self.device)  # of this thread, which need not be the one that loaded
+        return self.runner.launch(step, hooks)

@@ -1,0 +1,71 @@
+"""Contract of every executor: steps in order, calls of workers, and what a broken step does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.api.sampling_params import SamplingParams
+from baton.engine_config import EngineConfig
+from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
+from engine.executors import EXECUTORS
+from engine.executors.base import Executor
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(
+    scope="module", params=[(name, ahead) for name in EXECUTORS.names() for ahead in (False, True)]
+)
+def executor(request: pytest.FixtureRequest) -> Executor:
+    name, ahead = request.param
+    config = EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**22, async_scheduling=ahead)
+    return EXECUTORS.load(name)(DEMO, config)
+
+
+def prompt(request_id: str, token_ids: list[int]) -> StepPlan:
+    """A step that computes a prompt in row 0, and samples."""
+    num_tokens = len(token_ids)
+    new = NewRow(0, request_id, GREEDY, 0, num_tokens, frozenset(), [])
+    return StepPlan((new,), (NewBlocks(0, [1, 2]),), [0, 0, num_tokens, num_tokens], token_ids)
+
+
+def test_a_row_goes_on_from_what_it_holds(executor: Executor) -> None:
+    first = executor.submit(prompt("a", [5, 6, 7]), StepHooks()).wait().sampled_token_ids["a"]
+    behind = StepPlan((), (), [0, 3, 1, 4], [first])
+    second = executor.submit(behind, StepHooks()).wait().sampled_token_ids["a"]
+    whole = executor.submit(prompt("b", [5, 6, 7, first]), StepHooks()).wait()
+    assert whole.sampled_token_ids == {"b": second}
+    assert whole.ended_at >= whole.started_at > 0
+
+
+def test_a_step_may_be_submitted_before_the_one_before_has_ended(executor: Executor) -> None:
+    if not executor.runs_ahead:
+        return
+    before = executor.submit(prompt("a", [5, 6, 7]), StepHooks())
+    behind = executor.submit(StepPlan((), (), [0, 3, 1, 4], [-1]), StepHooks())
+    first = before.wait().sampled_token_ids["a"]
+    whole = executor.submit(prompt("b", [5, 6, 7, first]), StepHooks()).wait()
+    assert behind.wait().sampled_token_ids["a"] == whole.sampled_token_ids["b"]
+
+
+def test_a_hook_is_called_after_each_layer_and_what_it_raises_is_raised(executor: Executor) -> None:
+    layers: list[int] = []
+    executor.submit(prompt("a", [5, 6]), StepHooks(after_layer=layers.append)).wait()
+    assert layers == list(range(executor.model_config.num_layers))
+
+    def fail(layer: int) -> None:
+        raise RuntimeError("a kernel failed")
+
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        executor.submit(prompt("a", [5, 6]), StepHooks(after_layer=fail)).wait()
+
+
+def test_workers_are_called_and_are_well(executor: Executor) -> None:
+    plan, hooks = prompt("a", [5, 6]), StepHooks()
+    (prepared,) = executor.collective_rpc("prepare", (plan, hooks), timeout_s=60)
+    assert prepared.sampling.request_ids == ("a",)
+    executor.check_health()
+    executor.on_failure(lambda error: pytest.fail(str(error)))
