@@ -113,7 +113,7 @@ class Load:
             async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
                 async for item in outputs:
                     ttft_s = ttft_s or clock() - sent_at
-                    num_tokens += len(item.output.token_ids)
+                    num_tokens += len(item.token_ids)
         except OverloadedError:
             outcome = "refused"
         except BatonError as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from baton.link.words import NodeRegistration, NodeRole
 from router.fleet.fleet import Fleet
-from router.fleet.load.node_load import NodeLoad, SharedRates
+from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 from router.policies.base import Placement, RouteQuery
 
 KV_BYTES_PER_TOKEN = 131_072
@@ -58,17 +58,20 @@ def make_fleet(
     return Fleet(prefills, decodes, reach, self_prefilling=alone)
 
 
-def open_legs(placement: Placement, query: RouteQuery, loads: dict[str, NodeLoad]) -> int:
-    """Count a placement as the router does; returns the prompt tokens that are to be computed."""
+def open_legs(
+    placement: Placement, query: RouteQuery, loads: dict[str, NodeLoad]
+) -> list[tuple[NodeLoad, Account]]:
+    """Count a placement as the router does; returns what it counts for, on each of its nodes."""
     num_tokens = query.num_prompt_tokens
     num_uncomputed = max(num_tokens - placement.num_cached_tokens, 1)
+    opened = []
     if placement.prefill is not None:
-        loads[placement.prefill.engine_id].note_opened(
-            num_uncomputed, num_uncomputed=num_uncomputed
-        )
-    loads[placement.decode.engine_id].note_opened(
+        prefill = loads[placement.prefill.engine_id]
+        opened.append((prefill, prefill.note_opened(num_uncomputed, num_uncomputed=num_uncomputed)))
+    decode = loads[placement.decode.engine_id]
+    account = decode.note_opened(
         num_tokens + query.max_tokens,
         num_uncomputed=0 if placement.prefill else num_uncomputed,
         num_arriving=num_tokens,
     )
-    return num_uncomputed
+    return [*opened, (decode, account)]

@@ -148,7 +148,7 @@ class Load:
             async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
                 async for item in outputs:
                     answer.ttft_s = answer.ttft_s or clock() - answer.sent_at
-                    answer.num_tokens += len(item.output.token_ids)
+                    answer.num_tokens += len(item.token_ids)
                     receipt = item.receipt
         except OverloadedError:
             answer.outcome = "refused"

@@ -19,8 +19,9 @@ from rich.table import Table
 
 from environment import record_environment, write_results
 from fleet_parts import make_fleet, make_loads, open_legs
+from router.fleet.load.node_load import Account, NodeLoad
 from router.policies import POLICIES
-from router.policies.base import Placement, RouteQuery
+from router.policies.base import RouteQuery
 
 SIZES = (16, 64, 512)
 HIT_SHARE = 0.3
@@ -34,7 +35,7 @@ def measure(name: str, num_nodes: int, num_decisions: int) -> dict[str, float]:
     fleet = make_fleet(prefills, decodes, lambda: draw.uniform(30e9, 41e9))
     loads = {load.engine_id: load for load in (*prefills, *decodes)}
     policy = POLICIES.load(name)()
-    placed: collections.deque[tuple[Placement, RouteQuery, int]] = collections.deque()
+    placed: collections.deque[list[tuple[NodeLoad, Account]]] = collections.deque()
     walls, cpus = [], []
     for number in range(num_decisions + num_nodes):  # the first ones fill the fleet
         query = make_query(draw, list(loads), number)
@@ -43,17 +44,10 @@ def measure(name: str, num_nodes: int, num_decisions: int) -> dict[str, float]:
         cpus.append((time.thread_time() - cpu) * 1e6)
         walls.append((time.perf_counter() - wall) * 1e6)
         assert placement is not None
-        placed.append((placement, query, open_legs(placement, query, loads)))
+        placed.append(open_legs(placement, query, loads))
         if len(placed) > NUM_OPEN_PER_NODE * num_nodes:
-            placement, query, num_uncomputed = placed.popleft()
-            if placement.prefill is not None:
-                prefill = loads[placement.prefill.engine_id]
-                prefill.note_closed(num_uncomputed, num_uncomputed=num_uncomputed)
-            loads[placement.decode.engine_id].note_closed(
-                query.num_prompt_tokens + query.max_tokens,
-                num_uncomputed=0 if placement.prefill else num_uncomputed,
-                num_arriving=query.num_prompt_tokens,
-            )
+            for load, account in placed.popleft():
+                load.note_closed(account)
     return {
         "p50_us": _percentile(walls[num_nodes:], 50),
         "p99_us": _percentile(walls[num_nodes:], 99),

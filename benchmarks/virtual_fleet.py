@@ -108,7 +108,7 @@ async def _read(dispatcher: Dispatcher, call: Call) -> Outcome:
             async for item in outputs:
                 if first_s is None:
                     first_s = clock()
-                num_tokens += len(item.output.token_ids)
+                num_tokens += len(item.token_ids)
                 receipt = item.receipt
     now = clock()
     first_s = now if first_s is None else first_s

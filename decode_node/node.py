@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.api.errors import InvalidRequestError, TransferError
-from baton.api.outputs import DecodeReceipt, RequestOutput
+from baton.api.outputs import DecodeReceipt
 from baton.api.prompt import check_prompt, check_sampling_params
 from baton.block_hash import extra_keys_of
 from baton.decode_options import DecodeOptions
@@ -30,6 +30,7 @@ from baton.link.words import (
     RequestError,
     RequestView,
     RouterCommand,
+    failed_delta,
 )
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
@@ -37,7 +38,8 @@ from decode_node.reservations import Reservation, Reservations, ReservationState
 from engine.core.outputs import StepResult
 from engine.core.request import Request, RequestStatus, view_request
 from engine.engine import Engine
-from kvconnector.base import KVReceiver, TransferEvent, TransferEventKind
+from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
 
@@ -72,7 +74,7 @@ class DecodeNode:
     def __init__(
         self,
         engine: Engine,
-        receiver: KVReceiver,
+        receiver: Receiver,
         emit: Callable[[NodeEvent], None],
         options: DecodeOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
@@ -225,9 +227,8 @@ class DecodeNode:
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, problem: str) -> None:
-        output = RequestOutput(command.request_id, 0, ())
         error = RequestError("INVALID_ARGUMENT", problem)
-        self._deltas.append(RequestDelta(output, command.epoch, error=error))
+        self._deltas.append(failed_delta(command.request_id, command.epoch, error))
 
     def _connect(self, update: PeerUpdate) -> None:
         try:
@@ -298,8 +299,7 @@ class DecodeNode:
         self._jobs.pop(request_id, None)
         logger.debug("%s: %s", code, reason, extra={"request_id": request_id})
         error = RequestError(code, f"decode: {reason}")
-        output = RequestOutput(request_id, 0, ())
-        self._deltas.append(RequestDelta(output, reservation.epoch, error=error))
+        self._deltas.append(failed_delta(request_id, reservation.epoch, error))
 
     def _end(self, request_id: str) -> None:
         """Forget a request: no one wants it any more."""

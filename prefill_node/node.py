@@ -31,6 +31,7 @@ from baton.link.words import (
     RequestError,
     RequestView,
     RouterCommand,
+    failed_delta,
 )
 from baton.push_mode import PushMode
 from baton.telemetry.ledger import Ledger
@@ -38,7 +39,8 @@ from baton.telemetry.node_metrics import HandoffMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request, view_request
 from engine.engine import Engine
-from kvconnector.base import KVSender, TransferEvent, TransferEventKind
+from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
 from prefill_node.push_tracker import NUM_LAYER_GROUPS, PushTracker
@@ -74,7 +76,7 @@ class PrefillNode:
     def __init__(
         self,
         engine: Engine,
-        sender: KVSender,
+        sender: Sender,
         emit: Callable[[NodeEvent], None],
         push_mode: PushMode = PushMode.LAYERS,
         num_layer_groups: int = NUM_LAYER_GROUPS,
@@ -292,7 +294,7 @@ class PrefillNode:
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
         logger.debug("%s: %s", code, message, extra={"request_id": request_id})
         error = RequestError(code, message)
-        self._deltas.append(RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error))
+        self._deltas.append(failed_delta(request_id, epoch, error))
         self._jobs.pop(request_id, None)
         self.engine.abort(request_id)
 

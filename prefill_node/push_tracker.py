@@ -21,8 +21,9 @@ from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request, view_request
 from engine.engine import Engine
-from kvconnector.base import BlockPush, KVSender, TransferEvent, TransferEventKind
+from kvconnector.base import BlockPush, TransferEvent, TransferEventKind
 from kvconnector.blocks import layer_groups
+from kvconnector.ends import Sender
 from prefill_node.layer_tail import LayerTail
 
 NUM_LAYER_GROUPS = 4
@@ -92,7 +93,7 @@ class PushTracker:
     def __init__(
         self,
         engine: Engine,
-        sender: KVSender,
+        sender: Sender,
         mode: PushMode = PushMode.LAYERS,
         num_layer_groups: int = NUM_LAYER_GROUPS,
         clock: Callable[[], float] = time.monotonic,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.api.errors import InvalidRequestError
-from baton.api.outputs import RequestOutput
 from baton.api.prompt import check_prompt, check_sampling_params
 from baton.block_hash import BlockHash, BlockHasher, extra_keys_of
 from baton.link.words import (
@@ -17,8 +16,8 @@ from baton.link.words import (
     NodeBeat,
     NodeEvent,
     PrefillCommand,
-    RequestDelta,
     RequestError,
+    failed_delta,
 )
 from sim_node.clock import NodeClock
 from sim_node.kv_cache import SimKVCache
@@ -83,7 +82,7 @@ class NodeParts:
     def fail(self, request_id: str, epoch: int, code: str, message: str) -> None:
         """Tell the router that a request ended here."""
         error = RequestError(code, message)
-        self.emit((RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error),))
+        self.emit((failed_delta(request_id, epoch, error),))
 
 
 class SimEngine(Protocol):

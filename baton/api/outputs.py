@@ -5,7 +5,6 @@ Torch-free and protobuf-free, so that the engine, the nodes, the router and the 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -180,11 +179,15 @@ class RequestMetrics:
         return (self.total_s - self.ttft_s) / after_first if after_first > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """One streamed piece of a completion, as a client sees it; see RequestOutput.
 
+    A struct, for one is made per piece. (`msgspec.structs` has ``replace`` and ``asdict``.)
+
     Attributes:
+        text: that ``token_ids`` add; empty when there is no tokenizer, and in the router until
+            they are text.
+        receipt: with the last one.
         choice_index: which of a prompt's ``n`` outputs it belongs to.
         prompt_index: which prompt of a batch.
         stop_string: with the last one, the stop string that ended the text, if one did.
@@ -193,7 +196,7 @@ class TextDelta:
     request_id: str
     output_index: int
     token_ids: tuple[int, ...]
-    text: str
+    text: str = ""
     finish_reason: FinishReason | None = None
     receipt: Receipt | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -213,7 +216,7 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
         return first
     logprobs = tuple(one for delta in deltas for one in delta.logprobs)
     token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         last,
         output_index=first.output_index,
         token_ids=token_ids,

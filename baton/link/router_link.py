@@ -22,7 +22,6 @@ import grpc.aio
 from baton.access.tls import NO_TLS, TlsOptions, read_tls
 from baton.access.tls_refusal import why_refused
 from baton.api.errors import ConfigError, InvalidRequestError, NodeUnavailableError
-from baton.api.outputs import RequestOutput
 from baton.link import wire
 from baton.link.admin_answers import AdminAnswers, Answer
 from baton.link.message_cuts import cut_message
@@ -37,10 +36,10 @@ from baton.link.words import (
     NodeRegistration,
     PrefillCommand,
     Refusal,
-    RequestDelta,
     RequestError,
     RouterBeat,
     RouterCommand,
+    failed_delta,
     node_request_id,
     split_request_id,
 )
@@ -278,9 +277,5 @@ class RouterLink:
         kind = message.WhichOneof("message")
         command = message.prefill if kind == "prefill" else message.decode
         name = node_request_id(command.request_id, self.router_id)
-        delta = RequestDelta(
-            RequestOutput(name, 0, ()),
-            command.epoch,
-            error=RequestError("INVALID_ARGUMENT", problem),
-        )
-        self._events.put_nowait((delta,))
+        error = RequestError("INVALID_ARGUMENT", problem)
+        self._events.put_nowait((failed_delta(name, command.epoch, error),))

@@ -80,6 +80,11 @@ class RequestDelta(msgspec.Struct, frozen=True, gc=False):
     error: RequestError | None = None
 
 
+def failed_delta(request_id: str, epoch: int, error: RequestError) -> RequestDelta:
+    """Make the delta that ends a request on a node: an error, and no token."""
+    return RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error)
+
+
 class ServingState(Enum):
     """Whether a node takes requests; a node that is to leave ends what it has first."""
 

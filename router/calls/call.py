@@ -1,13 +1,10 @@
-"""Call: a checked request and what its client is told; plain values."""
+"""Call: a checked request; plain values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from baton.access.identity import ANYBODY, Principal
-from baton.api.outputs import Receipt, RequestOutput
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import scoped_id
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
@@ -55,10 +52,3 @@ class Call:
     def scoped_id(self) -> str:
         """Its name among the requests of all tenants."""
         return scoped_id(self.request_id, self.principal.tenant)
-
-
-class CallOutput(msgspec.Struct, frozen=True, gc=False):
-    """New tokens, strictly in order; the last one carries the receipt."""
-
-    output: RequestOutput
-    receipt: Receipt | None = None

@@ -10,11 +10,11 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from baton.api.errors import BatonError, InvalidRequestError, RequestCancelledError
-from baton.api.outputs import FinishReason, Receipt
+from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.link.words import RequestError
-from router.calls.call import Call, CallOutput
-from router.calls.decisions import DecisionLog
+from router.calls.call import Call
 from router.calls.open_call import OpenCall
+from router.calls.placing import Placer
 from router.calls.request_log import Following, RequestLog
 from router.calls.retry_budget import RetryBudget, RetryOptions
 from router.calls.suspects import Suspects
@@ -84,7 +84,7 @@ class Dispatcher:
         admission: says when a call may begin; the usual one if not given.
 
     Attributes:
-        decisions: where the last calls went, and why.
+        placer: picks nodes; has the policy, and why calls went where they went.
         log: what became of the last calls.
         suspects: which calls may be why nodes die.
     """
@@ -98,13 +98,12 @@ class Dispatcher:
         admission: Admission | None = None,
     ) -> None:
         self.pool = pool
-        self.policy = policy
         self.options = options or RetryOptions()
         self.budget = budget or RetryBudget()
-        self.decisions = DecisionLog()
         self.log = RequestLog()
         self.wake_ups = WakeUps()
         self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
+        self.placer = Placer(pool, policy, lambda: self.admission.num_queued)
         self.suspects = Suspects(pool.lost_nodes, clock=pool.clock)
         self._running = RunningCalls()
         self._open: dict[str, OpenCall] = {}  # by `Call.scoped_id`
@@ -118,8 +117,8 @@ class Dispatcher:
         """Requests that wait or are in progress."""
         return len(self._running)
 
-    async def run(self, call: Call) -> AsyncGenerator[CallOutput, None]:
-        """Stream a call's tokens; ending the iteration early cancels it on both nodes.
+    async def run(self, call: Call) -> AsyncGenerator[TextDelta, None]:
+        """Stream a call's tokens, without text. Ending the iteration early cancels it everywhere.
 
         Raises:
             NodeUnavailableError: there is no pair, or attempts failed and none is left.
@@ -134,13 +133,13 @@ class Dispatcher:
         try:
             with self.log.follow(call) as following:
                 async with self._admitted(call) as (admitted, ticket):
-                    outputs = self._run(admitted, ticket, following)
-                    async with contextlib.aclosing(outputs):
-                        async for output in outputs:
-                            if output.output.output_index == 0:
-                                self.admission.note_first_token(ticket)
-                            following.note_output(output)
-                            yield output
+                    with self._opened(admitted, ticket, following) as opened:
+                        async with contextlib.aclosing(opened.outputs()) as outputs:
+                            async for output in outputs:
+                                if output.output_index == 0:
+                                    self.admission.note_first_token(ticket)
+                                following.note_output(output)
+                                yield output
         finally:
             self._running.remove(call)
 
@@ -163,15 +162,23 @@ class Dispatcher:
         """How much of a prompt some node has in its prefix cache."""
         return max(self.pool.prefix_index.match_tokens(call.hashes).values(), default=0)
 
-    async def _run(
-        self, call: Call, ticket: Ticket, following: Following
-    ) -> AsyncGenerator[CallOutput, None]:
+    @contextlib.contextmanager
+    def _opened(self, call: Call, ticket: Ticket, following: Following) -> Iterator[OpenCall]:
+        """The call as it is tried on nodes; with the receipt in whatever error ends it."""
         self.budget.note_call()
-        opened = self._open[call.scoped_id] = OpenCall(self, call, following)
+        opened = self._open[call.scoped_id] = OpenCall(
+            call,
+            following,
+            pool=self.pool,
+            placer=self.placer,
+            suspects=self.suspects,
+            options=self.options,
+            budget=self.budget,
+            wake_ups=self.wake_ups,
+            epochs=self.epochs,
+        )
         try:
-            async with contextlib.aclosing(opened.outputs()) as outputs:
-                async for output in outputs:
-                    yield output
+            yield opened
         except BatonError as error:
             error.receipt = opened.receipt()
             raise

@@ -8,30 +8,29 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Iterator
 
-from baton.api.errors import (
-    NodeUnavailableError,
-)
-from baton.api.outputs import Receipt, RequestOutput
+import msgspec
+
+from baton.api.errors import NodeUnavailableError
+from baton.api.outputs import Receipt, TextDelta
 from baton.checkpoint.model_identity import Identity
-from baton.link.words import BEAT_INTERVAL_S, NodeRole, RequestDelta, RequestError
+from baton.link.words import BEAT_INTERVAL_S, NodeRole, RequestError, failed_delta
 from router.calls.attempt import Attempt
-from router.calls.call import Call, CallOutput
+from router.calls.call import Call
 from router.calls.output_buffer import OutputBuffer
 from router.calls.pair_choice import PairChoice
+from router.calls.placing import Placer
 from router.calls.request_log import Following
-from router.calls.retry_budget import CallRetries
-from router.calls.suspects import WINDOW_S
+from router.calls.retry_budget import CallRetries, RetryBudget, RetryOptions
+from router.calls.suspects import WINDOW_S, Suspects
 from router.calls.suspicion import Suspicion, had_begun
+from router.calls.wake_ups import WakeUps
 from router.fleet.call_errors import error_of
+from router.fleet.fleet import Fleet
 from router.fleet.node import LegDelta
-from router.fleet.prefix.prompt_hashes import PromptHashes
-from router.policies.base import Placement, RouteQuery
-
-if TYPE_CHECKING:
-    from router.calls.dispatcher import Dispatcher
+from router.fleet.node_pool import NodePool
+from router.policies.base import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +44,32 @@ _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
 class OpenCall:
     """A call, its attempts one after the other, and the one stream that they make."""
 
-    def __init__(self, dispatcher: Dispatcher, call: Call, following: Following) -> None:
+    def __init__(
+        self,
+        call: Call,
+        following: Following,
+        *,
+        pool: NodePool,
+        placer: Placer,
+        suspects: Suspects,
+        options: RetryOptions,
+        budget: RetryBudget,
+        wake_ups: WakeUps,
+        epochs: Iterator[int],
+    ) -> None:
         self.following = following
-        self._dispatcher = dispatcher
-        self._options = dispatcher.options
+        self._pool = pool
+        self._placer = placer
+        self._suspects = suspects
+        self._options = options
+        self._budget = budget
+        self._epochs = epochs
         self._call = call
-        self._buffer = OutputBuffer(call.request_id, dispatcher.wake_ups)
+        self._buffer = OutputBuffer(call.request_id, wake_ups)
         self._output_token_ids = self._buffer.token_ids
         self._attempt: Attempt | None = None
         self._num_attempts = 0
-        self._retries = CallRetries(self._options, dispatcher.budget)
+        self._retries = CallRetries(options, budget)
         self._choice = PairChoice()
         self._suspicion: Suspicion | None = None  # since the first loss of a node
         self._identity: Identity = ()  # of the nodes that its tokens are of
@@ -65,8 +80,8 @@ class OpenCall:
         self._expires_at = loop.time() + call.timeout_s
         self._deadline = loop.call_at(self._expires_at, self.end, _DEADLINE)
 
-    async def outputs(self) -> AsyncGenerator[CallOutput, None]:
-        """What the legs of all attempts say, strictly by output index.
+    async def outputs(self) -> AsyncGenerator[TextDelta, None]:
+        """Yield what the legs of all attempts say, strictly by output index; no texts.
 
         All that came while the reader was busy is one output.
         """
@@ -81,9 +96,9 @@ class OpenCall:
                 if output.output_index == 0:
                     self._ttft_s = time.perf_counter() - self._call.received_at
                 if output.finish_reason is not None:
-                    yield CallOutput(output, self.receipt())
+                    yield msgspec.structs.replace(output, receipt=self.receipt())
                     return
-                yield CallOutput(output)
+                yield output
             elif buffer.failure is not None:
                 failure, buffer.failure = buffer.failure, None
                 assert failure.delta.error is not None
@@ -121,8 +136,7 @@ class OpenCall:
         """End the call from outside, whatever it is doing."""
         self._ended_by = error
         if self._attempt is not None:
-            output = RequestOutput(self._call.request_id, 0, ())
-            delta = RequestDelta(output, self._attempt.epoch, error=error)
+            delta = failed_delta(self._call.request_id, self._attempt.epoch, error)
             self._attempt.fail(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
 
     # ------------------------------------------------------------------ attempts
@@ -147,7 +161,7 @@ class OpenCall:
 
         What a silent node cannot have begun to compute does not wait for that: it is no suspect.
         """
-        pool, budget = self._dispatcher.pool, self._dispatcher.budget
+        pool, budget = self._pool, self._budget
         known_by = asyncio.get_running_loop().time() + _VERDICT_S
         while had_begun(attempt, self._silent_of(attempt)):
             until = min(known_by, self._expires_at)
@@ -171,7 +185,7 @@ class OpenCall:
 
     def _silent_of(self, attempt: Attempt) -> set[str]:
         """Engine ids of an attempt's nodes of which nothing is heard, and not known to be lost."""
-        pool = self._dispatcher.pool
+        pool = self._pool
         nodes = filter(None, (attempt.prefill, attempt.decode))
         return {
             node.engine_id for node in nodes if node.is_silent and pool.node(node.engine_id) is node
@@ -179,7 +193,7 @@ class OpenCall:
 
     def _is_loss(self, attempt: Attempt, item: LegDelta) -> bool:
         """Whether an attempt failed because one of its nodes is gone or silent, whoever said so."""
-        error, pool = item.delta.error, self._dispatcher.pool
+        error, pool = item.delta.error, self._pool
         nodes = [node for node in (attempt.prefill, attempt.decode) if node is not None]
         is_gone = any(
             pool.node(node.engine_id) is not node or node.is_stuck or node.is_silent
@@ -189,7 +203,7 @@ class OpenCall:
 
     def _suspect(self, attempt: Attempt) -> None:
         """Note which nodes died under an attempt; raises PoisonRequestError if it is why."""
-        pool, suspects = self._dispatcher.pool, self._dispatcher.suspects
+        pool, suspects = self._pool, self._suspects
         lost = {
             node.engine_id
             for node in filter(None, (attempt.prefill, attempt.decode))
@@ -227,15 +241,15 @@ class OpenCall:
         Args:
             failure: of the attempt before.
         """
-        dispatcher, call = self._dispatcher, self._call
+        call, pool = self._call, self._pool
         placement = await self._wait_for_placement(failure)
         if self._choice.has_failed(placement):  # nothing better is left: give it some time
             await self._pause()
             placement = await self._wait_for_placement(failure)
         if self._suspicion is not None:
             self._suspicion.begin(placement)
-        prefill = dispatcher.pool.node(placement.prefill.engine_id) if placement.prefill else None
-        decode = dispatcher.pool.node(placement.decode.engine_id)
+        prefill = pool.node(placement.prefill.engine_id) if placement.prefill else None
+        decode = pool.node(placement.decode.engine_id)
         assert decode is not None
         assert prefill is not None or placement.prefill is None
         if self._output_token_ids and decode.identity != self._identity:
@@ -245,10 +259,9 @@ class OpenCall:
             )
         self._identity = decode.identity
         # The prefill node samples the next token: when there is none behind, nobody else is asked.
-        num_tokens = len(call.prompt_token_ids) + len(self._output_token_ids)
         num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
         nodes = filter(None, (placement.prefill, placement.decode))
-        room = dispatcher.pool.max_len_at(nodes) - num_tokens
+        room = pool.max_len_at(nodes) - self._num_tokens
         ends_with_next = min(num_left, room) <= 1
         self._num_attempts += 1
         if not self._output_token_ids:
@@ -262,7 +275,7 @@ class OpenCall:
             prefill,
             used_decode,
             num_cached_tokens=placement.num_cached_tokens,
-            epoch=next(dispatcher.epochs) % 2**32,
+            epoch=next(self._epochs) % 2**32,
             timeout_s=self._remaining_s(),
             buffer=self._buffer,
         )
@@ -270,51 +283,35 @@ class OpenCall:
 
     async def _wait_for_placement(self, failure: str) -> Placement:
         """Where the next attempt goes; waits for nodes if there are none now."""
-        pool = self._dispatcher.pool
-        loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._options.pair_timeout_s
-        num_tokens = len(self._call.prompt_token_ids) + len(self._output_token_ids) + 1
+        loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
+        give_up_at = min(loop.time() + self._options.pair_timeout_s, self._expires_at)
         if self._suspicion is not None:
-            while (wait_s := self._suspicion.wait_s(pool.fleet)) > 0:  # noqa: ASYNC110  # its end is a time
+            while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # its end is a time
                 await asyncio.sleep(min(wait_s, self._remaining_s()))
         while (placement := self._place()) is None:
             self._remaining_s()
-            why = "; ".join(filter(None, (failure, pool.why_no_pair(num_tokens))))
-            if not pool.has_had_both_roles or loop.time() >= give_up_at:
-                raise NodeUnavailableError(why)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(min(give_up_at, self._expires_at)):
-                    await pool.wait_for_change()
+            await self._placer.wait_for_change(failure, num_tokens, give_up_at)
         self._remaining_s()
         return placement
 
     def _place(self) -> Placement | None:
-        call, dispatcher = self._call, self._dispatcher
-        pool = dispatcher.pool
-        token_ids = [*call.prompt_token_ids, *self._output_token_ids]
-        hashes = call.hashes
-        if self._output_token_ids:
-            hashes = PromptHashes(token_ids, call.cache_salt)
-        query = RouteQuery(
-            num_prompt_tokens=len(token_ids),
-            max_tokens=call.sampling_params.max_tokens - len(self._output_token_ids),
-            session_id=call.session_id,
-            timeout_s=self._expires_at - asyncio.get_running_loop().time(),
-            num_waiting=dispatcher.admission.num_queued,
-            now=pool.clock(),
-            find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
+        return self._placer.place(
+            self._call,
+            self._output_token_ids,
+            remaining_s=self._expires_at - asyncio.get_running_loop().time(),
+            narrow=self._narrow,
+            is_first=self._num_attempts == 0,
         )
-        num_tokens = query.num_prompt_tokens
-        fleet = pool.fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
+
+    def _narrow(self, fleet: Fleet) -> Fleet:
         if self._suspicion is not None:
             fleet = self._suspicion.narrow(fleet)
-        placement = dispatcher.policy.pick(query, self._choice.narrow(fleet))
-        if placement is not None:
-            is_first = self._num_attempts == 0
-            dispatcher.decisions.note(call.scoped_id, query, placement, is_first=is_first)
-            for node in filter(None, (placement.prefill, placement.decode)):
-                pool.prefix_index.note_placement(node.engine_id, hashes)
-        return placement
+        return self._choice.narrow(fleet)
+
+    @property
+    def _num_tokens(self) -> int:
+        """Of prompt and output."""
+        return len(self._call.prompt_token_ids) + len(self._output_token_ids)
 
     async def _pause(self) -> None:
         """Back off, the longer the more often this call failed; not past the deadline."""

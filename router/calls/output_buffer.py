@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 
-from baton.api.outputs import DecodeReceipt, FinishReason, RequestOutput, TokenLogprobs
+from baton.api.outputs import DecodeReceipt, FinishReason, TextDelta, TokenLogprobs
 from baton.link.words import RequestDelta
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
@@ -89,8 +89,8 @@ class OutputBuffer:
         finally:
             self._waiter = self._sleeper = None
 
-    def take(self) -> RequestOutput | None:
-        """All that came since the last time, as one; None if nothing did."""
+    def take(self) -> TextDelta | None:
+        """Take all that came since the last time, as one, without text; None if nothing did."""
         if not self._num_pending and self._finish_reason is None:
             return None
         first = self._num_taken
@@ -101,8 +101,13 @@ class OutputBuffer:
             self._logprobs, self._prompt_logprobs = [], ()
         if len(logprobs) != len(token_ids):  # a node gave some tokens without
             logprobs = ()
-        return RequestOutput(
-            self._request_id, first, token_ids, self._finish_reason, logprobs, prompt_logprobs
+        return TextDelta(
+            self._request_id,
+            first,
+            token_ids,
+            finish_reason=self._finish_reason,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     @property

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from baton.api.errors import BatonError, status_name
-from baton.api.outputs import FinishReason, Receipt
-from router.calls.call import Call, CallOutput
+from baton.api.outputs import FinishReason, Receipt, TextDelta
+from router.calls.call import Call
 
 
 @dataclass(slots=True)
@@ -193,14 +193,14 @@ class Following:
         attempt = self._record.attempts[-1]
         attempt.failed_s, attempt.error_code, attempt.error = self._now_s(), code, message
 
-    def note_output(self, item: CallOutput) -> None:
-        """Tokens are on their way to the client."""
-        record, output = self._record, item.output
+    def note_output(self, output: TextDelta) -> None:
+        """Note tokens that are on their way to the client."""
+        record = self._record
         if record.first_token_s is None and output.token_ids:
             record.first_token_s = self._now_s()
         record.num_output_tokens = output.output_index + len(output.token_ids)
-        if output.finish_reason is not None and item.receipt is not None:
-            self.finish(output.finish_reason, item.receipt)
+        if output.finish_reason is not None and output.receipt is not None:
+            self.finish(output.finish_reason, output.receipt)
 
     def finish(self, reason: FinishReason, receipt: Receipt) -> None:
         """The call ended well."""

@@ -1,6 +1,6 @@
-"""Which of the nodes that may get requests do: all but those that are spared. Knows no request.
+"""Which of the nodes that may get requests do: all but those that are ejected. Knows no request.
 
-Never spares more than half of the nodes of a role: when most seem ill, it is not the nodes, and
+Never ejects more than half of the nodes of a role: when most seem ill, it is not the nodes, and
 somebody has to do the work.
 """
 
@@ -27,7 +27,7 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
     prefills, decodes = (
         [node for node in nodes if node.registration.role is role] for role in NodeRole
     )
-    unwanted = {node.engine_id for some in (prefills, decodes) for node in spared(some)}
+    unwanted = {node.engine_id for some in (prefills, decodes) for node in ejected(some)}
 
     def make(without: Set[str]) -> Fleet:
         alone = [node for node in decodes if node.registration.computes_prompts]
@@ -42,10 +42,10 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
     return make(unwanted) or make(set())
 
 
-def spared(nodes: Sequence[Node]) -> Sequence[Node]:
+def ejected(nodes: Sequence[Node]) -> Sequence[Node]:
     """Which nodes of one role get nothing now: those that failed before those that are new."""
     unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
-    unwanted.sort(key=lambda node: (node.health.state is not HealthState.SPARED, node.name))
+    unwanted.sort(key=lambda node: (node.health.state is not HealthState.EJECTED, node.name))
     return unwanted[: len(nodes) // 2]
 
 

@@ -1,8 +1,8 @@
-"""NodeHealth: whether a node is spared for a while, and how much one that is new may get.
+"""NodeHealth: whether a node is ejected for a while, and how much one that is new may get.
 
-    SERVING -- failures, or no progress --> SPARED -- after a pause that doubles --> CANARY
-       ^                                                                               |
-       `-- more and more for 10 s -- WARMING <-- it answered ------ one request at a time
+    SERVING -- failures, or no progress --> EJECTED -- after a pause that doubles --> CANARY
+       ^                                                                                |
+       `-- more and more for 10 s -- WARMING <-- it answered ------- one request at a time
 
 A node that joins others at work begins as a canary, too. Says whether this one should get requests;
 which of all of them do is chosen in `fleet_choice.py`.
@@ -27,7 +27,7 @@ class HealthState(Enum):
     """Of one node, as this router sees it."""
 
     SERVING = "serving"
-    SPARED = "spared"
+    EJECTED = "ejected"
     CANARY = "canary"
     WARMING = "warming"
 
@@ -42,7 +42,7 @@ class NodeHealth:
         clock: seconds that never go back.
 
     Attributes:
-        why: it was spared last.
+        why: it was ejected last.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class NodeHealth:
         """Whether another node should get the next request, with so many open on this one."""
         if self.state is HealthState.CANARY:
             return num_open > 0
-        return self.state is HealthState.SPARED
+        return self.state is HealthState.EJECTED
 
     def note_open(self, num_open: int) -> None:
         """A request was placed there, or left it; so many are open."""
@@ -97,20 +97,20 @@ class NodeHealth:
                 node is blamed for what passes between two only when it happens with several.
                 Empty: this node is at fault alone.
         """
-        if self.state is HealthState.SPARED:
+        if self.state is HealthState.EJECTED:
             return
         self._partners.append(partner)
         is_blamed = "" in self._partners or len(set(self._partners)) > 1
         if is_blamed and (self.state is HealthState.CANARY or len(self._partners) >= FAILURES):
-            self.spare(why)
+            self.eject(why)
 
-    def spare(self, why: str) -> None:
+    def eject(self, why: str) -> None:
         """Have others do its work for a while, each time for longer."""
         pause_s = min(FIRST_PAUSE_S * 2**self._num_pauses, LONGEST_PAUSE_S)
         self._num_pauses += 1
         self.why = why
         logger.warning("%s gets no requests for %g s: %s", self._name, pause_s, why)
-        self._set(HealthState.SPARED, pause_s)
+        self._set(HealthState.EJECTED, pause_s)
 
     def tick(self) -> None:
         """End a pause, or the warming up, when it is time; to be called now and then."""
@@ -119,7 +119,7 @@ class NodeHealth:
             self._num_pauses = 0
         if now < self._until:
             return
-        if self.state is HealthState.SPARED:
+        if self.state is HealthState.EJECTED:
             self._partners.clear()
             self._set(HealthState.CANARY, 0.0)
         elif self.state is HealthState.WARMING:

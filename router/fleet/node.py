@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from baton.api.outputs import FinishReason, RequestOutput
+from baton.api.outputs import FinishReason
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.link.words import (
     NodeBeat,
@@ -25,10 +25,11 @@ from baton.link.words import (
     RouterCommand,
     ServingState,
     StepDeltas,
+    failed_delta,
 )
 from router.fleet.admin_replies import AdminReplies
 from router.fleet.health import NodeHealth
-from router.fleet.load.node_load import NodeLoad, SharedRates
+from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 
 # A prefill node that has not got on for so long, and so many times as long as its work should take.
 STALLED_S, STALLED_FACTOR = 5.0, 10.0
@@ -72,15 +73,11 @@ def num_bytes_of(registration: NodeRegistration) -> int:
 
 @dataclass(slots=True)
 class _Leg:
-    """An open attempt on a node; see `NodeLoad.note_opened`."""
+    """An open attempt on a node, and what it counts for there."""
 
     request_id: str
     reader: LegReader
-    num_tokens: int
-    num_uncomputed: int
-    num_arriving: int
-    begun_at: float | None = None  # its first token on a decode node came
-    num_decoding: int = 0  # tokens that had arrived by then
+    account: Account
 
 
 @dataclass(slots=True, eq=False)
@@ -158,11 +155,9 @@ class Node:
     def watch(self) -> None:
         """Look at the node's health; to be called once per beat interval."""
         load = self.load
-        if load.num_uncomputed_requests:  # when other routers' are computed is not heard here
-            stalled_s = self.clock() - load.prefill_progress_at
-            if stalled_s > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
-                self.health.spare(f"no progress for {stalled_s:.0f} s")
-                load.prefill_progress_at = self.clock()
+        if (stalled_s := load.stalled_s) > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
+            self.health.eject(f"no progress for {stalled_s:.0f} s")
+            load.note_stalled()
         self.health.tick()
         load.weight = self.health.weight
 
@@ -178,8 +173,7 @@ class Node:
             "UNAVAILABLE", f"{self.registration.role.value} node {self.name} {why}"
         )
         for epoch, leg in list(self.legs.items()):
-            delta = RequestDelta(RequestOutput(leg.request_id, 0, ()), epoch, error=error)
-            self.deliver(delta, node_lost=True)
+            self.deliver(failed_delta(leg.request_id, epoch, error), node_lost=True)
 
     def open_leg(
         self,
@@ -194,39 +188,34 @@ class Node:
         timeout_s: float = math.inf,
         arrives_s: float = 0.0,
     ) -> None:
-        """Have this node's deltas of an attempt given to ``reader``; see `NodeLoad.note_opened`.
+        """Have this node's deltas of an attempt given to ``reader``; see `Account`.
 
         Args:
             max_tokens: to be decoded here within ``timeout_s``.
             arrives_s: until the KV of its prompt is expected.
         """
-        self.legs[epoch] = _Leg(request_id, reader, num_tokens, num_uncomputed, num_arriving)
-        self.load.note_opened(num_tokens, num_uncomputed=num_uncomputed, num_arriving=num_arriving)
-        self.health.note_open(len(self.legs))
+        load, promise = self.load, None
         if max_tokens:
-            num_steps, now = min(max_tokens, self.load.shared.long_output_tokens), self.clock()
-            self.load.promises.open(epoch, now + timeout_s, num_steps, now + arrives_s)
+            num_steps, now = min(max_tokens, load.shared.long_output_tokens), self.clock()
+            promise = load.promises.open(now + timeout_s, num_steps, now + arrives_s)
+        account = load.note_opened(
+            num_tokens, num_uncomputed=num_uncomputed, num_arriving=num_arriving, promise=promise
+        )
+        self.legs[epoch] = _Leg(request_id, reader, account)
+        self.health.note_open(len(self.legs))
 
     def relieve_leg(self, epoch: int) -> None:
         """Count a leg's tokens as done, while it may still have something to say."""
         leg = self.legs.get(epoch)
         if leg is not None:
-            self.load.note_computed(leg.num_tokens, leg.num_uncomputed)
-            leg.num_tokens = leg.num_uncomputed = 0
+            self.load.note_computed(leg.account)
 
     def close_leg(self, epoch: int) -> None:
         """Drop what the node still says of an attempt; harmless when closed already."""
         leg = self.legs.pop(epoch, None)
         if leg is not None:
-            self.load.promises.close(epoch)
             self.health.note_open(len(self.legs))
-            self.load.note_closed(
-                leg.num_tokens,
-                num_uncomputed=leg.num_uncomputed,
-                num_arriving=leg.num_arriving,
-                num_decoding=leg.num_decoding,
-                begun=leg.begun_at is not None,
-            )
+            self.load.note_closed(leg.account)
 
     def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
         """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
@@ -247,8 +236,8 @@ class Node:
         for epoch, output_index, token_id in rows:
             leg = legs.get(epoch)
             if leg is not None:
-                if leg.begun_at is None and is_decode:
-                    self._begin(leg, epoch)
+                if leg.account.begun_at is None and is_decode:
+                    self._begin(leg)
                 leg.reader.take_token(role, output_index, token_id)
         self._note_prefilled(step.deltas)
         for delta in step.deltas:
@@ -272,17 +261,14 @@ class Node:
             self.health.note_success()
         if self.registration.role is NodeRole.PREFILL or delta.error is not None:
             return
-        begun_at = self._begin(leg, delta.epoch) if leg.begun_at is None else leg.begun_at
-        if delta.decode is not None:
+        if leg.account.begun_at is None:
+            self._begin(leg)
+        begun_at = leg.account.begun_at
+        if delta.decode is not None and begun_at is not None:
             is_cut = delta.output.finish_reason is FinishReason.LENGTH
             self.load.note_decoded(delta.decode, self.clock() - begun_at, is_cut=is_cut)
 
-    def _begin(self, leg: _Leg, epoch: int) -> float:
-        """An attempt's first token on a decode node came."""
-        leg.begun_at = self.clock()
+    def _begin(self, leg: _Leg) -> None:
+        """Note an attempt's first token on a decode node."""
         self.health.note_success()
-        self.load.note_begun(leg.num_arriving, leg.num_uncomputed)
-        self.load.promises.begin(epoch)
-        leg.num_decoding = leg.num_arriving
-        leg.num_arriving = leg.num_uncomputed = 0
-        return leg.begun_at
+        self.load.note_begun(leg.account)

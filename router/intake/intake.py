@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.outputs import FinishReason, TextDelta
@@ -30,7 +32,7 @@ from baton.text.detokenizer import Detokenizer
 from baton.text.grammar_trials import GrammarTrials
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions, OutputText
 from baton.text.tokenizer import Tokenizer
-from router.calls.call import Call, CallOutput
+from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.gate.rate_limits import Rate
 from router.intake.cache_salts import CacheSalts
@@ -219,7 +221,8 @@ class Intake:
                             continue
                         record.finish(delta)  # not always the nodes' end: they know no text
                         assert delta.receipt is not None
-                        yield dataclasses.replace(delta, receipt=told(delta.receipt, num_own))
+                        receipt = told(delta.receipt, num_own)
+                        yield msgspec.structs.replace(delta, receipt=receipt)
                         return
         except BatonError as error:
             if error.receipt is not None:
@@ -302,10 +305,9 @@ class Intake:
             await asyncio.sleep(0)
         return "".join([*texts, detokenizer.push((), last=True)])
 
-    def _text_delta(self, call: Call, item: CallOutput, text: OutputText | None) -> TextDelta:
-        """New tokens with what they add to the text; ends the output where a stop string does."""
-        output = item.output
-        finish_reason, receipt = output.finish_reason, item.receipt
+    def _text_delta(self, call: Call, output: TextDelta, text: OutputText | None) -> TextDelta:
+        """Add what new tokens make of the text; ends the output where a stop string does."""
+        finish_reason, receipt = output.finish_reason, output.receipt
         token_ids = output.token_ids
         piece = ""
         if text is not None:

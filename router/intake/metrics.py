@@ -28,7 +28,7 @@ _PREFIX = "baton_router"
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_NODE_STATES = ("ready", "joined", "draining", "spared", "not_serving", "lost")
+_NODE_STATES = ("ready", "joined", "draining", "ejected", "not_serving", "lost")
 
 
 class RequestRecord:
@@ -175,7 +175,7 @@ class _NodeCollector(Collector):
             counts[registration.role, "lost"] += 1
         family = GaugeMetricFamily(
             f"{_PREFIX}_nodes",
-            "Nodes; ready: requests can go there; joined: they reach no other node yet; spared: "
+            "Nodes; ready: requests can go there; joined: they reach no other node yet; ejected: "
             "they failed lately, or are new and have a first request; not_serving: their model "
             "is not the one that is served.",
             labels=["role", "state"],
@@ -195,7 +195,7 @@ def _state(node: Node, ready: Set[str]) -> str:
         return "draining"
     if node.engine_id in ready:
         return "ready"
-    return "spared" if node.health.is_unwanted(node.num_open) else "joined"
+    return "ejected" if node.health.is_unwanted(node.num_open) else "joined"
 
 
 class _SuspectsCollector(Collector):

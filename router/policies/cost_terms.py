@@ -285,7 +285,7 @@ def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
     """
     compute_s, node = place.terms_s["prefill_ms"], place.decode.node
     needed_s = place.terms_s["local_queue_ms"] + compute_s + terms.most_steps * node.step_base_s
-    return needed_s <= terms.timeout_s and compute_s <= node.spare_s(terms.now)
+    return needed_s <= terms.timeout_s and compute_s <= node.slack_s(terms.now)
 
 
 def room_wait_s(node: NodeLoad, num_tokens: int) -> float:

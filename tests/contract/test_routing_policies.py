@@ -97,12 +97,8 @@ def test_a_node_that_joins_gets_its_share_and_not_all_that_it_missed(name: str) 
     policy, book = POLICIES.load(name)(), FleetBook(3, 3)
     for _ in range(30):
         book.place(policy, QUERY, book.fleet(without=["p2", "d2"]))
-    for node in (*book.prefills, *book.decodes):  # all is done
-        while node.num_open_requests:
-            if node in book.prefills:
-                node.note_closed(100, num_uncomputed=100)
-            else:
-                node.note_closed(120, num_arriving=100)
+    for node, account in book.accounts:  # all is done
+        node.note_closed(account)
     book.num_placed.clear()
     for _ in range(30):
         book.place(policy, QUERY, book.fleet())

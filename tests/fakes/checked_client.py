@@ -43,10 +43,10 @@ class Client:
             async with contextlib.aclosing(dispatcher.run(self.call)) as outputs:
                 async for item in outputs:
                     assert self.finish_reason is None, "an output behind the last"
-                    assert item.output.request_id == self.call.request_id
-                    assert item.output.output_index == len(self.token_ids), "a gap or a repeat"
-                    self.token_ids += item.output.token_ids
-                    self.finish_reason = item.output.finish_reason
+                    assert item.request_id == self.call.request_id
+                    assert item.output_index == len(self.token_ids), "a gap or a repeat"
+                    self.token_ids += item.token_ids
+                    self.finish_reason = item.finish_reason
                     found, (expected, _) = tuple(self.token_ids), self.expected
                     assert found == expected[: len(found)], f"{found} of {expected}"
                     assert (item.receipt is None) == (self.finish_reason is None)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from baton.link.words import NodeRole
 from router.fleet.fleet import Fleet
-from router.fleet.load.node_load import NodeLoad, SharedRates
+from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 from tests.fakes.nodes import make_registration
 
@@ -25,6 +25,7 @@ class FleetBook:
             p.engine_id: {d.engine_id: 0.0 for d in self.decodes} for p in self.prefills
         }
         self.num_placed: Counter[str] = Counter()
+        self.accounts: list[tuple[NodeLoad, Account]] = []
 
     def _node(self, name: str, role: NodeRole) -> NodeLoad:
         registration = dataclasses.replace(
@@ -59,14 +60,16 @@ class FleetBook:
         num_uncomputed = num_tokens - placement.num_cached_tokens
         for node in (*self.prefills, *self.decodes):
             if node is placement.prefill:
-                node.note_opened(num_uncomputed, num_uncomputed=num_uncomputed)
+                account = node.note_opened(num_uncomputed, num_uncomputed=num_uncomputed)
+                self.accounts.append((node, account))
                 self.num_placed[node.node_name] += 1
             if node is placement.decode:
-                node.note_opened(
+                account = node.note_opened(
                     num_tokens + query.max_tokens,
                     num_uncomputed=0 if placement.prefill else num_uncomputed,
                     num_arriving=num_tokens,
                 )
+                self.accounts.append((node, account))
                 self.num_placed[node.node_name] += 1
         return placement
 

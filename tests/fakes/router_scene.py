@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from baton.access.identity import Principal
+from baton.api.outputs import TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import NodeRole, PrefillCommand
-from router.calls.call import Call, CallOutput
+from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.calls.retry_budget import RetryBudget, RetryOptions
 from router.policies.cost import Cost
@@ -30,7 +31,7 @@ class RecordingDispatcher(Dispatcher):
         super().__init__(*arguments)
         self.calls: list[Call] = []
 
-    def run(self, call: Call) -> AsyncGenerator[CallOutput, None]:
+    def run(self, call: Call) -> AsyncGenerator[TextDelta, None]:
         self.calls.append(call)
         return super().run(call)
 
@@ -63,7 +64,7 @@ class Scene:
         self.dispatcher = Dispatcher(
             self.pool, Cost() if may_self_prefill else LeastTokens(), options, budget
         )
-        self.outputs: list[CallOutput] = []
+        self.outputs: list[TextDelta] = []
         self.reads = asyncio.Event()
         self.reads.set()
         self.task: asyncio.Task[None] | None = None
@@ -125,7 +126,7 @@ class Scene:
 
     @property
     def token_ids(self) -> list[int]:
-        return [token_id for item in self.outputs for token_id in item.output.token_ids]
+        return [token_id for item in self.outputs for token_id in item.token_ids]
 
     @staticmethod
     async def pause() -> None:

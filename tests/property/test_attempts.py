@@ -144,11 +144,11 @@ def test_whatever_fails_the_stream_has_no_gap_and_no_repeat_and_ends_once(
         assert error is None or isinstance(error, BatonError)
         # The value of each token is its index.
         assert scene.token_ids == list(range(len(scene.token_ids)))
-        starts = [item.output.output_index for item in scene.outputs]
-        sizes = [len(item.output.token_ids) for item in scene.outputs]
+        starts = [item.output_index for item in scene.outputs]
+        sizes = [len(item.token_ids) for item in scene.outputs]
         assert starts == [sum(sizes[:number]) for number in range(len(sizes))]
         assert 0 not in sizes
-        finished = [item for item in scene.outputs if item.output.finish_reason is not None]
+        finished = [item for item in scene.outputs if item.finish_reason is not None]
         receipts = [item for item in scene.outputs if item.receipt is not None]
         assert finished == receipts == ([] if error else scene.outputs[-1:])
         if error is None:

@@ -51,14 +51,14 @@ def explain_now(
         find_cached_tokens=find_cached_tokens,
     )
     fleet = pool.fleet.with_room_for(num_prompt_tokens + 1)
-    placement = dispatcher.policy.pick(query, fleet)
+    placement = dispatcher.placer.policy.pick(query, fleet)
     if placement is None:
         raise NodeUnavailableError(pool.why_no_pair(num_prompt_tokens + 1))
     prefill = placement.prefill.node_name if placement.prefill else ""
     decode = placement.decode.node_name
     candidates = placement.explain()
-    if hasattr(dispatcher.policy, "explain"):
-        every = cast("_ListsAll", dispatcher.policy).explain(query, fleet)
+    if hasattr(dispatcher.placer.policy, "explain"):
+        every = cast("_ListsAll", dispatcher.placer.policy).explain(query, fleet)
         # (Stable: what was chosen, then by cost.)
         candidates = sorted(every, key=lambda one: (one.prefill, one.decode) != (prefill, decode))
     return Decision(

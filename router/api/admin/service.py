@@ -175,7 +175,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         match what:
             case "request_id":
                 record = self._record(request.request_id, tenant)
-                decisions = dispatcher.decisions.get(scoped_id(record.request_id, record.tenant))
+                decisions = dispatcher.placer.decisions.get(
+                    scoped_id(record.request_id, record.tenant)
+                )
             case "prompt":
                 token_ids = await self._intake.tokenize_only(request.prompt, context.principal)
                 whose = Principal(tenant=tenant) if tenant else context.principal
@@ -234,7 +236,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         except ConfigError as error:
             raise InvalidRequestError("policy", str(error)) from None
         _note(context, f"policy set {request.policy}, was {self._policy}")
-        self._dispatcher.policy, self._policy = policy, request.policy
+        self._dispatcher.placer.policy, self._policy = policy, request.policy
         self._on_policy(request.policy)
         return await self.GetPolicy(admin_pb2.GetPolicyRequest(), context)
 

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
+import msgspec
 import structlog
 
 from baton.access.identity import Principal
@@ -102,7 +103,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 context.entry.note_tokens(len(delta.token_ids))
                 prompt_index, choice_index = divmod(number, request.n or 1)
                 yield await self._to_proto(
-                    dataclasses.replace(delta, prompt_index=prompt_index, choice_index=choice_index)
+                    msgspec.structs.replace(
+                        delta, prompt_index=prompt_index, choice_index=choice_index
+                    )
                 )
 
     async def Tokenize(  # gRPC's naming

@@ -11,16 +11,15 @@ from baton.access.access import Access
 from baton.access.audit_log import AuditKind
 from baton.access.certificates import certificate_identity
 from baton.api.errors import InvalidRequestError
-from baton.api.outputs import RequestOutput
 from baton.link import wire
 from baton.link.message_cuts import parts_problem
 from baton.link.words import (
     DecodeCommand,
     NodeRegistration,
     PrefillCommand,
-    RequestDelta,
     RequestError,
     RouterCommand,
+    failed_delta,
 )
 from baton.serving.call_gate import Context
 from baton.serving.rpc import MAX_MESSAGE_BYTES
@@ -182,8 +181,7 @@ def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | No
         logger.error("dropped a command to %s that cannot be sent: %s", node.name, error)
     if isinstance(command, PrefillCommand | DecodeCommand):
         problem = RequestError("INVALID_ARGUMENT", "request: cannot be sent to a node")
-        output = RequestOutput(command.request_id, 0, ())
-        node.deliver(RequestDelta(output, command.epoch, error=problem))
+        node.deliver(failed_delta(command.request_id, command.epoch, problem))
     return None
 
 

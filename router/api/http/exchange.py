@@ -369,7 +369,7 @@ async def without_output(
     """What an output of one token says of its prompt."""
     async with contextlib.aclosing(stream) as deltas:
         async for delta in deltas:
-            yield dataclasses.replace(
+            yield msgspec.structs.replace(
                 delta,
                 token_ids=(),
                 text="",

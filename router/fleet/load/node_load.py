@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from baton.api.outputs import DecodeReceipt, PrefillReceipt
 from baton.link.words import NodeBeat, NodeRegistration, NodeRole
 from router.fleet.load.line_fit import LineFit
-from router.fleet.load.promises import Promises
+from router.fleet.load.promises import Promise, Promises
 
 # Until something is measured: one mid-range GPU with a model of some 8B parameters.
 _PREFILL_GUESS = ((0.0, 0.01), (8000.0, 0.81))
@@ -46,6 +46,27 @@ class SharedRates:
     long_output_tokens: float = 200.0
     residence_s: float = 4.0
     kv_bytes_per_token: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """What one open request counts for on one node; its `NodeLoad` alone writes here.
+
+    Attributes:
+        num_tokens: that count as open.
+        num_uncomputed: prompt tokens that are to be computed here.
+        num_arriving: prompt tokens whose KV takes room here and may come from elsewhere.
+        num_decoding: of these, since it decodes here.
+        begun_at: when its first token on this decode node came; None before.
+        promise: by when it has to end here, if it decodes here.
+    """
+
+    num_tokens: int
+    num_uncomputed: int = 0
+    num_arriving: int = 0
+    num_decoding: int = 0
+    begun_at: float | None = None
+    promise: Promise | None = None
 
 
 class NodeLoad:
@@ -134,15 +155,14 @@ class NodeLoad:
     # ------------------------------------------------------------------ counted
 
     def note_opened(
-        self, num_tokens: int, *, num_uncomputed: int = 0, num_arriving: int = 0
-    ) -> None:
-        """A request was placed here.
-
-        Args:
-            num_tokens: that count as open.
-            num_uncomputed: prompt tokens that are to be computed here.
-            num_arriving: prompt tokens whose KV takes room here and may come from elsewhere.
-        """
+        self,
+        num_tokens: int,
+        *,
+        num_uncomputed: int = 0,
+        num_arriving: int = 0,
+        promise: Promise | None = None,
+    ) -> Account:
+        """Count a request that was placed here; see `Account`."""
         if num_uncomputed:
             if not self.num_uncomputed_requests:
                 self.prefill_progress_at = self._clock()
@@ -153,54 +173,63 @@ class NodeLoad:
         self.num_placed_tokens += num_tokens
         self.num_arriving_tokens += num_arriving
         self._derive()
+        return Account(num_tokens, num_uncomputed, num_arriving, promise=promise)
 
-    def note_computed(self, num_tokens: int, num_uncomputed: int) -> None:
-        """So many tokens of an open request are no longer before this node."""
-        self.num_open_tokens -= num_tokens
-        self._drop_uncomputed(num_uncomputed)
+    def note_computed(self, account: Account) -> None:
+        """Count an open request's prompt as computed: it is no longer before this node."""
+        self.num_open_tokens -= account.num_tokens
+        account.num_tokens = 0
+        self._drop_uncomputed(account)
         self._derive()
 
-    def note_begun(self, num_arriving: int, num_uncomputed: int) -> None:
-        """A request's KV is here: its first token on this decode node came."""
-        if num_uncomputed:
-            busy_s = max(self._clock() - self.prefill_progress_at, 0.0)
-            self.prefill.measure(num_uncomputed, busy_s)
+    def note_begun(self, account: Account) -> None:
+        """Count a request as decoding: its KV is here, and its first token on this node came."""
+        account.begun_at = self._clock()
+        if account.num_uncomputed:
+            busy_s = max(account.begun_at - self.prefill_progress_at, 0.0)
+            self.prefill.measure(account.num_uncomputed, busy_s)
             self.prefill.refresh()
+        if account.promise is not None:
+            self.promises.begin(account.promise)
+        account.num_decoding, account.num_arriving = account.num_arriving, 0
         self._num_decoding += 1
-        self._num_decoding_tokens += num_arriving
-        self.num_arriving_tokens -= num_arriving
-        self._drop_uncomputed(num_uncomputed)
+        self._num_decoding_tokens += account.num_decoding
+        self.num_arriving_tokens -= account.num_decoding
+        self._drop_uncomputed(account)
         self._derive()
 
-    def note_closed(
-        self,
-        num_tokens: int,
-        *,
-        num_uncomputed: int = 0,
-        num_arriving: int = 0,
-        num_decoding: int = 0,
-        begun: bool = False,
-    ) -> None:
-        """A request ended here, with so many tokens left.
-
-        Args:
-            num_decoding: that arrived when it began, if it did.
-        """
+    def note_closed(self, account: Account) -> None:
+        """Take back all that a request still counts for: it ended here."""
         self.num_open_requests -= 1
-        self.num_open_tokens -= num_tokens
-        self.num_arriving_tokens -= num_arriving
-        self._num_decoding -= begun
-        self._num_decoding_tokens -= num_decoding
+        self.num_open_tokens -= account.num_tokens
+        self.num_arriving_tokens -= account.num_arriving
+        self._num_decoding -= account.begun_at is not None
+        self._num_decoding_tokens -= account.num_decoding
+        if account.promise is not None:
+            self.promises.close(account.promise)
         if not self._num_decoding:
             self._stepped_at = None  # a pause begins: the time until the next step is none
-        self._drop_uncomputed(num_uncomputed)
+        self._drop_uncomputed(account)
         self._derive()
 
-    def _drop_uncomputed(self, num_uncomputed: int) -> None:
-        if num_uncomputed:
-            self._num_uncomputed -= num_uncomputed
+    def _drop_uncomputed(self, account: Account) -> None:
+        if account.num_uncomputed:
+            self._num_uncomputed -= account.num_uncomputed
+            account.num_uncomputed = 0
             self.num_uncomputed_requests -= 1
             self.prefill_progress_at = self._clock()
+
+    def note_stalled(self) -> None:
+        """Look for progress from now on: what did not come until now has had its consequences."""
+        self.prefill_progress_at = self._clock()
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the prompts placed from here have not got on; 0 where there are none.
+
+        Of other routers' prompts is not heard here when they are computed.
+        """
+        return self._clock() - self.prefill_progress_at if self.num_uncomputed_requests else 0.0
 
     # ------------------------------------------------------------------ reported and measured
 
@@ -274,12 +303,12 @@ class NodeLoad:
 
     # ------------------------------------------------------------------ derived
 
-    def spare_s(self, now: float) -> float:
+    def slack_s(self, now: float) -> float:
         """How long steps may pause for one prompt more before a deadline here is missed.
 
         Besides for the prompts that are before it. O(requests here).
         """
-        return self.promises.spare_s(now, self.step_base_s) - self.prefill_queue_s
+        return self.promises.slack_s(now, self.step_base_s) - self.prefill_queue_s
 
     def _derive(self) -> None:
         """What policies read; made when something changes, as more is read than changes."""

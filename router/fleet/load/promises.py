@@ -12,8 +12,8 @@ from dataclasses import dataclass
 _MARGIN = 1.15
 
 
-@dataclass(slots=True)
-class _Promise:
+@dataclass(slots=True, eq=False)
+class Promise:
     """Of one request; times by the node's clock.
 
     Attributes:
@@ -29,7 +29,7 @@ class _Promise:
 
 
 class Promises:
-    """Of the requests on one decode node, by epoch.
+    """Of the requests on one decode node.
 
     Attributes:
         num_steps: that the node has made.
@@ -37,35 +37,35 @@ class Promises:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self._open: dict[int, _Promise] = {}
+        self._open: set[Promise] = set()
 
-    def open(self, epoch: int, finish_by: float, num_steps: float, arrives_at: float) -> None:
-        """A request was placed: see `_Promise`."""
-        self._open[epoch] = _Promise(finish_by, num_steps, arrives_at)
+    def open(self, finish_by: float, num_steps: float, arrives_at: float) -> Promise:
+        """Add that of a request that was placed; see `Promise`."""
+        promise = Promise(finish_by, num_steps, arrives_at)
+        self._open.add(promise)
+        return promise
 
-    def begin(self, epoch: int) -> None:
-        """Its first token on this node came."""
-        promise = self._open.get(epoch)
-        if promise is not None:
-            promise.ends_with = self.num_steps + promise.num_steps
+    def begin(self, promise: Promise) -> None:
+        """Count its steps from now on: its first token on this node came."""
+        promise.ends_with = self.num_steps + promise.num_steps
 
-    def close(self, epoch: int) -> None:
-        """It ended; harmless when it is not there."""
-        self._open.pop(epoch, None)
+    def close(self, promise: Promise) -> None:
+        """Drop it: the request ended; harmless when it is not there."""
+        self._open.discard(promise)
 
-    def spare_s(self, now: float, step_s: float) -> float:
+    def slack_s(self, now: float, step_s: float) -> float:
         """How long all steps may pause before the first promise is broken; below 0: one will be.
 
         Args:
             step_s: of a step without prompts. O(requests).
         """
         step_s *= _MARGIN
-        spare_s = math.inf
-        for promise in self._open.values():
+        slack_s = math.inf
+        for promise in self._open:
             begins_at, num_steps = now, promise.num_steps
             if promise.ends_with is None:
                 begins_at = max(promise.arrives_at, now)
             else:
                 num_steps = max(promise.ends_with - self.num_steps, 0.0)
-            spare_s = min(spare_s, promise.finish_by - begins_at - num_steps * step_s)
-        return spare_s
+            slack_s = min(slack_s, promise.finish_by - begins_at - num_steps * step_s)
+        return slack_s

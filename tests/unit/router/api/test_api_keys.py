@@ -194,7 +194,7 @@ def test_an_id_that_is_used_again_and_again_is_one_request_in_the_log_of_decisio
         async with served() as (scene, client):
             for _ in range(50):
                 await all_of(client, [1], params(1), "same")
-            assert len(scene.dispatcher.decisions.get("same")) == 1
+            assert len(scene.dispatcher.placer.decisions.get("same")) == 1
 
     run()
 

@@ -245,14 +245,14 @@ def test_neither_strangers_nor_clients_see_or_change_what_is_not_theirs(
             code, _ = await ask(channel, path, "", request_.SerializeToString())
             assert code is grpc.StatusCode.UNAUTHENTICATED
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-            policy = scene.dispatcher.policy
+            policy = scene.dispatcher.placer.policy
             if call == "ListRequests":  # those of its own: none
                 listed = await stub.ListRequests(request_, metadata=bearer("bob's"), timeout=5)
                 assert list(listed.requests) == []
             else:
                 code, _ = await ask(channel, path, "bob's", request_.SerializeToString())
                 assert code is grpc.StatusCode.PERMISSION_DENIED
-            assert scene.dispatcher.policy is policy
+            assert scene.dispatcher.placer.policy is policy
 
     run()
 

@@ -17,10 +17,9 @@ from baton.api.errors import (
     OverloadedError,
     RequestCancelledError,
 )
-from baton.api.outputs import FinishReason
+from baton.api.outputs import FinishReason, TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand
-from router.calls.call import CallOutput
 from tests.fakes.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,
@@ -101,7 +100,7 @@ async def test_tokens_that_overtake_token_1_wait_for_it() -> None:
     scene.prefill.say(token_1("a", 10, epoch=scene.epoch))
     await scene.end()
     [output] = scene.outputs
-    assert (output.output.output_index, output.output.token_ids) == (0, (10, 11, 12))
+    assert (output.output_index, output.token_ids) == (0, (10, 11, 12))
     assert output.receipt is not None
 
 
@@ -333,7 +332,7 @@ async def test_calls_at_once_are_spread_and_do_not_mix() -> None:
     p1, d1 = join_pair(scene.pool, 1)
     p1.reach(scene.decode)
     scene.prefill.reach(d1)
-    streams: dict[str, AsyncIterator[CallOutput]] = {}
+    streams: dict[str, AsyncIterator[TextDelta]] = {}
     firsts = {}
     for name in ("a", "b"):
         streams[name] = scene.dispatcher.run(scene.make(name))
@@ -346,7 +345,7 @@ async def test_calls_at_once_are_spread_and_do_not_mix() -> None:
         value = ord(command.request_id)
         hand.say(token_1(command.request_id, value, epoch=command.epoch, finish=STOP))
     for name, first in firsts.items():
-        assert (await first).output.token_ids == (ord(name),)
+        assert (await first).token_ids == (ord(name),)
         with pytest.raises(StopAsyncIteration):
             await anext(streams[name])
     assert scene.dispatcher.num_open == 0

@@ -7,7 +7,7 @@ import tracemalloc
 
 import msgspec
 
-from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.api.outputs import FinishReason, TextDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import NodeRole
 from router.calls.output_buffer import OutputBuffer
@@ -24,11 +24,11 @@ def test_all_that_came_since_the_last_time_is_one_piece() -> None:
     assert buffer.take() is None
     buffer.add(token_1("a", 10, epoch=1))
     buffer.add_token(11)
-    assert buffer.take() == RequestOutput("a", 0, (10, 11))
+    assert buffer.take() == TextDelta("a", 0, (10, 11))
     assert buffer.take() is None
     buffer.add_token(12)
     buffer.add(token("a", 3, 13, epoch=1, finish=FinishReason.STOP))
-    assert buffer.take() == RequestOutput("a", 2, (12, 13), FinishReason.STOP)
+    assert buffer.take() == TextDelta("a", 2, (12, 13), finish_reason=FinishReason.STOP)
     assert buffer.decode_receipt == DECODE_RECEIPT
     assert list(buffer.token_ids) == [10, 11, 12, 13]
 
@@ -43,10 +43,12 @@ def test_logprobs_stay_with_their_tokens_and_those_of_the_prompt_come_once() -> 
     )
     second = token("a", 1, 11, epoch=1)
     buffer.add(replace(second, output=replace(second.output, logprobs=(two,))))
-    assert buffer.take() == RequestOutput("a", 0, (10, 11), None, (one, two), (None, two))
+    assert buffer.take() == TextDelta(
+        "a", 0, (10, 11), logprobs=(one, two), prompt_logprobs=(None, two)
+    )
     third = token("a", 2, 12, epoch=1)
     buffer.add(replace(third, output=replace(third.output, logprobs=(three,))))
-    assert buffer.take() == RequestOutput("a", 2, (12,), None, (three,))
+    assert buffer.take() == TextDelta("a", 2, (12,), logprobs=(three,))
 
 
 @asynchronous
@@ -99,7 +101,7 @@ def test_a_client_that_does_not_read_costs_four_bytes_a_token_and_holds_up_nobod
         assert used_bytes < 8 * num_tokens  # an array grows by more than it needs
         scene.reads.set()
         await scene.pause()
-        assert [len(item.output.token_ids) for item in scene.outputs] == [1, num_tokens - 1]
+        assert [len(item.token_ids) for item in scene.outputs] == [1, num_tokens - 1]
         scene.decode.say(token("slow", num_tokens, 1, epoch=scene.epoch, finish=FinishReason.STOP))
         await scene.end()
         assert len(scene.token_ids) == num_tokens + 1

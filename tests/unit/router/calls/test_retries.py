@@ -79,8 +79,8 @@ async def test_a_lost_decode_node_costs_no_token_and_no_doubles() -> None:
     other.say(token("a", 3, 13, epoch=second.epoch), token("a", 4, 14, epoch=second.epoch,
               finish=LENGTH))  # fmt: skip
     await scene.end()
-    assert [item.output.token_ids for item in scene.outputs] == [(10, 11), (12,), (13, 14)]
-    assert [item.output.output_index for item in scene.outputs] == [0, 2, 3]
+    assert [item.token_ids for item in scene.outputs] == [(10, 11), (12,), (13, 14)]
+    assert [item.output_index for item in scene.outputs] == [0, 2, 3]
     receipt = scene.outputs[-1].receipt
     assert receipt is not None
     assert (receipt.num_attempts, receipt.decode_node) == (2, other.node.name)
@@ -168,7 +168,7 @@ async def test_a_delta_that_overlaps_what_was_told_is_cut() -> None:
     delta = token("a", 0, 10, epoch=command.epoch, finish=LENGTH)
     decode.say(_wider(delta, (10, 11, 12)))
     await scene.end()
-    assert [item.output.token_ids for item in scene.outputs] == [(10,), (11, 12)]
+    assert [item.token_ids for item in scene.outputs] == [(10,), (11, 12)]
 
 
 def _wider(delta: RequestDelta, token_ids: tuple[int, ...]) -> RequestDelta:

@@ -98,7 +98,7 @@ class Cluster:
         params = SamplingParams(max_tokens=MAX_TOKENS, seed=1)
         call = dataclasses.replace(Scene.make(request_id, params), prompt_token_ids=prompt)
         async with contextlib.aclosing(self.dispatcher.run(call)) as outputs:
-            token_ids = [t async for one in outputs for t in one.output.token_ids]
+            token_ids = [t async for one in outputs for t in one.token_ids]
         assert token_ids == list(range(MAX_TOKENS))
 
 

@@ -1,4 +1,4 @@
-"""Health: who is spared, for how long, and how it comes back."""
+"""Health: who is ejected, for how long, and how it comes back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from baton.link.words import NodeRole
 from router.calls.retry_budget import RetryOptions
-from router.fleet.fleet_choice import spared
+from router.fleet.fleet_choice import ejected
 from router.fleet.health import (
     FAILURES,
     FIRST_PAUSE_S,
@@ -45,13 +45,13 @@ class Watched:
         return self.health.state
 
 
-def test_a_node_that_fails_again_and_again_is_spared_and_comes_back_as_a_canary() -> None:
+def test_a_node_that_fails_again_and_again_is_ejected_and_comes_back_as_a_canary() -> None:
     node = Watched()
     assert node.fail(FAILURES - 1) is HealthState.SERVING
-    assert node.fail(1) is HealthState.SPARED
+    assert node.fail(1) is HealthState.EJECTED
     assert node.health.why == "it broke"
     assert node.health.is_unwanted(0)
-    assert node.pass_time(FIRST_PAUSE_S - 0.01) is HealthState.SPARED
+    assert node.pass_time(FIRST_PAUSE_S - 0.01) is HealthState.EJECTED
     assert node.pass_time(0.01) is HealthState.CANARY
     assert not node.health.is_unwanted(0)
     assert node.health.is_unwanted(1)
@@ -73,14 +73,14 @@ def test_a_success_in_between_forgives() -> None:
         node.health.note_success()
 
 
-def test_a_canary_is_spared_at_its_first_failure_and_each_pause_is_longer() -> None:
+def test_a_canary_is_ejected_at_its_first_failure_and_each_pause_is_longer() -> None:
     node = Watched()
     node.fail()
     pause_s = FIRST_PAUSE_S
     for _ in range(8):
-        assert node.pass_time(pause_s - 0.01) is HealthState.SPARED
+        assert node.pass_time(pause_s - 0.01) is HealthState.EJECTED
         assert node.pass_time(0.01) is HealthState.CANARY
-        assert node.fail(1) is HealthState.SPARED
+        assert node.fail(1) is HealthState.EJECTED
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     assert pause_s == LONGEST_PAUSE_S
 
@@ -99,17 +99,17 @@ def test_pauses_are_short_again_after_it_was_well_for_long() -> None:
 def test_what_passes_between_two_is_blamed_only_on_who_has_it_with_several() -> None:
     node = Watched()
     assert node.fail(10, partner="d0") is HealthState.SERVING
-    assert node.fail(1, partner="d1") is HealthState.SPARED
+    assert node.fail(1, partner="d1") is HealthState.EJECTED
 
 
-def test_never_more_than_half_are_spared_those_that_failed_first() -> None:
+def test_never_more_than_half_are_ejected_those_that_failed_first() -> None:
     pool = make_pool()
     nodes = [HandNode(pool, make_registration(f"p{i}", NodeRole.PREFILL)).node for i in range(5)]
     for node in nodes[1:]:
-        node.health.spare("ill")
+        node.health.eject("ill")
     nodes[0].health.state = HealthState.CANARY
-    assert [node.name for node in spared(nodes)] == ["p1", "p2"]
-    assert [node.name for node in spared(nodes[:1])] == []
+    assert [node.name for node in ejected(nodes)] == ["p1", "p2"]
+    assert [node.name for node in ejected(nodes[:1])] == []
 
 
 def test_a_new_node_among_busy_ones_gets_one_request_at_a_time_until_it_answers() -> None:
@@ -133,12 +133,12 @@ def test_a_new_node_among_busy_ones_gets_one_request_at_a_time_until_it_answers(
     assert p2.node.load.weight < 1
 
 
-def test_spared_nodes_are_used_when_the_others_reach_nobody() -> None:
+def test_ejected_nodes_are_used_when_the_others_reach_nobody() -> None:
     pool = make_pool()
     (p0, d0), _ = join_pair(pool, 0), join_pair(pool, 1)  # p0-d0 and p1-d1, nothing else
-    p0.node.health.spare("ill")
+    p0.node.health.eject("ill")
     assert names(pool.fleet.prefills) == ["p1"]
-    pool.nodes[1].health.spare("ill, too")  # d1
+    pool.nodes[1].health.eject("ill, too")  # d1
     assert names(pool.fleet.prefills) == ["p0", "p1"]
     d0.leave()
     assert names(pool.fleet.prefills) == ["p1"]
@@ -153,7 +153,7 @@ async def test_nodes_that_break_are_blamed_by_what_they_say() -> None:
         epoch = scene.epoch
         scene.prefill.say(failure("a", "INTERNAL", "prefill: the engine broke", epoch=epoch))
         await scene.pause()
-    assert scene.prefill.node.health.state is HealthState.SPARED
+    assert scene.prefill.node.health.state is HealthState.EJECTED
     assert scene.decode.node.health.state is HealthState.SERVING
     assert scene.prefill.node.health.why == "prefill: the engine broke"
     assert scene.task is not None

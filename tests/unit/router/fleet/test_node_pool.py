@@ -428,7 +428,7 @@ def test_with_a_node_goes_what_it_had_and_its_next_start_is_asked_anew() -> None
     assert pool.prefix_index.match([1]) == {}
 
 
-def test_a_node_whose_prompts_get_no_further_is_spared() -> None:
+def test_a_node_whose_prompts_get_no_further_is_ejected() -> None:
     clock = VirtualClock(100_000.0)
     pool = make_pool(clock=clock)
     prefill, _ = join_pair(pool)
@@ -441,7 +441,7 @@ def test_a_node_whose_prompts_get_no_further_is_spared() -> None:
     assert prefill.node.health.is_unwanted(0)
 
 
-def test_a_node_that_computes_prompts_of_other_routers_is_not_spared() -> None:
+def test_a_node_that_computes_prompts_of_other_routers_is_not_ejected() -> None:
     clock = VirtualClock(100_000.0)
     pool = make_pool(clock=clock)
     prefill, _ = join_pair(pool)

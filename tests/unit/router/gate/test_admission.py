@@ -86,11 +86,11 @@ class Gate:
             async with self.enter(priority=priority, timeout_s=timeout_s, principal=who):
                 self.order.append(name)
                 node = min(self.book.prefills, key=lambda node: node.num_open_tokens)
-                node.note_opened(PROMPT, num_uncomputed=PROMPT)
+                account = node.note_opened(PROMPT, num_uncomputed=PROMPT)
                 try:
                     await asyncio.Event().wait()
                 finally:
-                    node.note_closed(PROMPT, num_uncomputed=PROMPT)
+                    node.note_closed(account)
 
         self.tasks[name] = asyncio.create_task(run())
 
@@ -241,12 +241,12 @@ async def test_it_waits_for_kv_memory_too_but_not_for_an_empty_node() -> None:
     room = node.num_blocks * node.block_size
     async with gate.enter(num_prompt_tokens=2 * room):  # its node will say what is wrong with it
         pass
-    node.note_opened(room, num_arriving=room)
+    account = node.note_opened(room, num_arriving=room)
     gate.begin("waits")
     await gate.pause()
     assert gate.order == []
     assert gate.admission.state().expected_wait_s > 0
-    node.note_closed(room, num_arriving=room)
+    node.note_closed(account)
     await gate.pause()
     assert gate.order == ["waits"]
     await gate.close()
@@ -410,10 +410,12 @@ async def test_it_keeps_some_kv_memory_for_others_too() -> None:
     gate = Gate()
     node = gate.book["d0"]
     room = node.num_blocks * node.block_size
-    node.note_opened(room, num_arriving=int(0.93 * room))  # 7 % are free: 5 % are nobody's
+    account = node.note_opened(
+        room, num_arriving=int(0.93 * room)
+    )  # 7 % are free: 5 % are nobody's
     assert gate.admission._capacity.has_room(PROMPT, 0)
     assert not gate.admission._capacity.has_room(int(0.01 * room), 0, shares=True)
-    node.note_closed(room, num_arriving=int(0.93 * room))
+    node.note_closed(account)
     await gate.close()
 
 

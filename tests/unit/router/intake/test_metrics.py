@@ -125,13 +125,13 @@ def test_nodes_are_counted_by_role_and_state_as_of_now() -> None:
     assert found['nodes{role="decode",state="ready"}'] == 0
 
 
-def test_a_node_that_failed_is_counted_as_spared() -> None:
+def test_a_node_that_failed_is_counted_as_ejected() -> None:
     pool = make_pool()
     join_pair(pool, 0)
     (p1, d1) = join_pair(pool, 1)
-    p1.node.health.spare("ill")
+    p1.node.health.eject("ill")
     found = values(RouterMetrics(pool))
-    assert found['nodes{role="prefill",state="spared"}'] == 1
+    assert found['nodes{role="prefill",state="ejected"}'] == 1
     assert found['nodes{role="prefill",state="ready"}'] == 1
     assert d1.engine_id in [node.engine_id for node in pool.nodes]
 

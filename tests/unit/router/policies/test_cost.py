@@ -216,10 +216,11 @@ def test_a_prompt_is_computed_on_d_only_if_all_there_keep_their_deadlines() -> N
         return names(Cost().pick(query, book.fleet(may_self_prefill=True)))[0]
 
     assert prefill() == ""
-    book["d0"].promises.open(1, finish_by=2.0, num_steps=150, arrives_at=0.0)  # of 10 ms each
+    steps_s = 0.010
+    promise = book["d0"].promises.open(finish_by=2.0, num_steps=1.5 / steps_s, arrives_at=0.0)
     assert prefill() == "p0"
     assert all(c.prefill for c in Cost().explain(query, book.fleet(may_self_prefill=True)))
-    book["d0"].promises.close(1)
+    book["d0"].promises.close(promise)
     assert prefill() == ""
     query = dataclasses.replace(query, timeout_s=2.0)  # 0.4 s, and 200 steps of its own
     assert prefill() == "p0"
@@ -227,7 +228,7 @@ def test_a_prompt_is_computed_on_d_only_if_all_there_keep_their_deadlines() -> N
 
 def test_where_no_prefill_node_is_deadlines_leave_no_choice() -> None:
     book = FleetBook(0, 1)
-    book["d0"].promises.open(1, finish_by=0.5, num_steps=100, arrives_at=0.0)
+    book["d0"].promises.open(finish_by=0.5, num_steps=100, arrives_at=0.0)
     fleet = book.fleet(may_self_prefill=True)
     assert names(Cost().pick(query_of(4000), fleet)) == ("", "d0")
 

@@ -167,7 +167,7 @@ async def test_trace_requests_stats_and_abort_go_by_the_log() -> None:
 @asynchronous
 async def test_explain_tells_of_the_past_and_of_now() -> None:
     scene = Scene(num_decode=2)
-    scene.dispatcher.policy = Cost()
+    scene.dispatcher.placer.policy = Cost()
     await scene.call("a")
     async with served(scene) as call:
         [decision] = (await call("Explain", request_id="a")).decisions
@@ -196,11 +196,11 @@ async def test_the_policy_of_the_next_request_can_be_chosen() -> None:
     scene = Scene()
     async with served(scene) as call:
         assert (await call("SetPolicy", policy="cost")).policy == "cost"
-        assert isinstance(scene.dispatcher.policy, Cost)
+        assert isinstance(scene.dispatcher.placer.policy, Cost)
         code, details = await code_of(call, "SetPolicy", policy="best")
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert details.startswith("policy: unknown routing policy 'best'; known: cost,")
-        assert isinstance(scene.dispatcher.policy, Cost)
+        assert isinstance(scene.dispatcher.placer.policy, Cost)
         assert (await call("GetStats")).policy == "cost"
 
 

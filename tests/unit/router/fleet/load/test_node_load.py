@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -26,13 +27,13 @@ def queue_tokens(load: NodeLoad, num_requests: int) -> float:
 def test_prompts_that_are_open_are_a_queue_until_they_are_computed(book: FleetBook) -> None:
     load = book["p0"]
     assert load.prefill_queue_s == 0
-    load.note_opened(1000, num_uncomputed=1000)
-    load.note_opened(500, num_uncomputed=500)
+    long = load.note_opened(1000, num_uncomputed=1000)
+    short = load.note_opened(500, num_uncomputed=500)
     assert queue_tokens(load, 2) == pytest.approx(1500)
-    load.note_computed(1000, 1000)
+    load.note_computed(long)
     assert queue_tokens(load, 1) == pytest.approx(500)
-    load.note_closed(0)
-    load.note_closed(500, num_uncomputed=500)
+    load.note_closed(long)
+    load.note_closed(short)
     assert (load.prefill_queue_s, load.num_open_requests, load.num_open_tokens) == (0, 0, 0)
 
 
@@ -50,12 +51,12 @@ def test_room_is_what_is_free_without_what_is_on_its_way(book: FleetBook) -> Non
     load = book["d0"]
     total = load.num_blocks * load.block_size
     assert load.num_free_tokens == total
-    load.note_opened(1200, num_arriving=1000)
+    account = load.note_opened(1200, num_arriving=1000)
     assert load.num_free_tokens == total - 1000
-    load.note_begun(1000, 0)
+    load.note_begun(account)
     load.note_beat(NodeBeat(num_running=1, num_free_blocks=100))
     assert load.num_free_tokens == 1600
-    load.note_closed(1200, begun=True)
+    load.note_closed(account)
     assert load.num_batch == 1  # as it said last; the next beat knows
 
 
@@ -90,18 +91,17 @@ def test_prompts_that_share_steps_are_charged_with_the_time_once(book: FleetBook
 
 def test_a_step_is_the_time_between_messages_and_a_pause_is_none(book: FleetBook) -> None:
     load = book["d0"]
-    load.note_opened(120, num_arriving=100)
-    load.note_begun(100, 0)
+    account = load.note_opened(120, num_arriving=100)
+    load.note_begun(account)
     for _ in range(200):
         book.now += 0.05
         load.note_step()
     load.step.refresh()
     assert load.step.base + load.step.per_unit * load.step_units == pytest.approx(0.05, rel=0.1)
     measured = load.step.num_measured
-    load.note_closed(120, begun=True)
+    load.note_closed(account)
     book.now += 0.5
-    load.note_opened(120, num_arriving=100)
-    load.note_begun(100, 0)
+    load.note_begun(load.note_opened(120, num_arriving=100))
     load.note_step()
     assert load.step.num_measured == measured
 
@@ -114,8 +114,7 @@ def test_what_is_on_its_way_does_not_flatten_the_line_of_steps(book: FleetBook) 
         for _ in range(draw.randint(0, 3)):  # these wait for their prompts all the time
             load.note_opened(1000, num_arriving=1000)
         if num_decoding < 30 and draw.random() < 0.2:
-            load.note_opened(1000, num_arriving=1000)
-            load.note_begun(1000, 0)
+            load.note_begun(load.note_opened(1000, num_arriving=1000))
             num_decoding += 1
         book.now += 0.010 + 0.0005 * num_decoding
         load.note_step()
@@ -126,8 +125,7 @@ def test_what_is_on_its_way_does_not_flatten_the_line_of_steps(book: FleetBook) 
 
 def test_steps_in_which_a_prompt_is_computed_are_not_measured(book: FleetBook) -> None:
     load = book["d0"]
-    load.note_opened(120, num_arriving=100)
-    load.note_begun(100, 0)
+    load.note_begun(load.note_opened(120, num_arriving=100))
     load.note_step()
     load.note_opened(5000, num_uncomputed=5000, num_arriving=5000)
     book.now += 0.4
@@ -147,10 +145,10 @@ def test_other_routers_requests_make_steps_longer_too(book: FleetBook) -> None:
 
 def test_a_prompt_computed_on_a_decode_node_is_measured_there(book: FleetBook) -> None:
     load = book["d0"]
-    load.note_opened(120, num_uncomputed=100, num_arriving=100)
+    account = load.note_opened(120, num_uncomputed=100, num_arriving=100)
     assert load.prefill_queue_s > 0
     book.now += 3.0
-    load.note_begun(100, 100)
+    load.note_begun(account)
     assert load.prefill_queue_s == 0
     assert load.prefill.num_measured == 1
 
@@ -160,10 +158,8 @@ def test_a_prompt_that_ends_uncomputed_on_a_busy_decode_node_leaves_its_queue(
 ) -> None:
     """A client leaves, say, while others decode there."""
     load = book["d0"]
-    load.note_opened(120, num_arriving=100)
-    load.note_begun(100, 0)
-    load.note_opened(5020, num_uncomputed=5000, num_arriving=5000)
-    load.note_closed(5020, num_uncomputed=5000, num_arriving=5000)
+    load.note_begun(load.note_opened(120, num_arriving=100))
+    load.note_closed(load.note_opened(5020, num_uncomputed=5000, num_arriving=5000))
     assert (load.prefill_queue_s, load.num_uncomputed_requests) == (0, 0)
 
 
@@ -221,11 +217,38 @@ def test_a_line_sees_tokens_and_not_who_shared_a_step(book: FleetBook) -> None:
             dataclasses.replace(PREFILL_RECEIPT, prefill_s=9.0, num_computed_tokens=num_tokens)
             for num_tokens in draw.choices((400, 1600), k=draw.randint(1, 2))
         ]
-        for receipt in receipts:
-            load.note_opened(1, num_uncomputed=receipt.num_computed_tokens)
+        accounts = [
+            load.note_opened(1, num_uncomputed=receipt.num_computed_tokens) for receipt in receipts
+        ]
         book.now += sum(0.02 + receipt.num_computed_tokens / 5000 for receipt in receipts)
         load.note_prefilled(receipts)
-        for receipt in receipts:
-            load.note_computed(1, receipt.num_computed_tokens)
+        for account in accounts:
+            load.note_computed(account)
     assert load.prefill.per_unit == pytest.approx(1 / 5000, rel=0.05)
     assert load.prefill.base == pytest.approx(0.02, abs=0.01)
+
+
+def test_whatever_became_of_requests_nothing_is_left_when_all_are_closed(book: FleetBook) -> None:
+    load, draw = book["d0"], random.Random(2)
+    empty = (load.step_units, load.num_free_tokens, load.prefill_queue_s)
+    accounts = []
+    for _ in range(300):
+        book.now += draw.random()
+        promise = load.promises.open(book.now + 9, 5, book.now) if draw.random() < 0.5 else None
+        num_tokens, num_uncomputed = draw.randint(1, 500), draw.choice([0, 70])
+        accounts.append(
+            load.note_opened(
+                num_tokens, num_uncomputed=num_uncomputed, num_arriving=num_tokens, promise=promise
+            )
+        )
+        if draw.random() < 0.3:
+            load.note_computed(draw.choice(accounts))
+        if draw.random() < 0.5 and (account := draw.choice(accounts)).begun_at is None:
+            load.note_begun(account)
+        if draw.random() < 0.5:
+            load.note_closed(accounts.pop(draw.randrange(len(accounts))))
+    for account in accounts:
+        load.note_closed(account)
+    assert (load.num_open_requests, load.num_open_tokens, load.num_arriving_tokens) == (0, 0, 0)
+    assert (load.step_units, load.num_free_tokens, load.prefill_queue_s) == empty
+    assert load.promises.slack_s(book.now, 1.0) == math.inf

@@ -1,0 +1,93 @@
+"""Placer: where a call's next attempt goes. Asks the policy, and waits while there is no place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+
+from baton.api.errors import NodeUnavailableError
+from router.calls.call import Call
+from router.calls.decisions import DecisionLog
+from router.fleet.fleet import Fleet
+from router.fleet.node_pool import NodePool
+from router.fleet.prefix.prompt_hashes import PromptHashes
+from router.policies.base import Placement, RouteQuery, RoutingPolicy
+
+
+class Placer:
+    """One per router.
+
+    Args:
+        num_queued: requests that wait at the gate now.
+
+    Attributes:
+        policy: picks the pair; may be exchanged at any time.
+        decisions: where the last calls went, and why.
+    """
+
+    def __init__(
+        self, pool: NodePool, policy: RoutingPolicy, num_queued: Callable[[], int]
+    ) -> None:
+        self.policy = policy
+        self.decisions = DecisionLog()
+        self._pool = pool
+        self._num_queued = num_queued
+
+    def place(
+        self,
+        call: Call,
+        output_token_ids: Sequence[int],
+        *,
+        remaining_s: float,
+        narrow: Callable[[Fleet], Fleet],
+        is_first: bool,
+    ) -> Placement | None:
+        """Pick the nodes of one attempt; None where there are none.
+
+        Args:
+            output_token_ids: that the call has already; they are computed with its prompt.
+            remaining_s: until the call's deadline.
+            narrow: leaves the nodes that suit this call, if any do.
+            is_first: of this call's attempts.
+        """
+        pool = self._pool
+        token_ids = [*call.prompt_token_ids, *output_token_ids]
+        hashes = PromptHashes(token_ids, call.cache_salt) if output_token_ids else call.hashes
+        query = RouteQuery(
+            num_prompt_tokens=len(token_ids),
+            max_tokens=call.sampling_params.max_tokens - len(output_token_ids),
+            session_id=call.session_id,
+            timeout_s=remaining_s,
+            num_waiting=self._num_queued(),
+            now=pool.clock(),
+            find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
+        )
+        num_tokens = query.num_prompt_tokens
+        fleet = pool.fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
+        placement = self.policy.pick(query, narrow(fleet))
+        if placement is not None:
+            self.decisions.note(call.scoped_id, query, placement, is_first=is_first)
+            for node in filter(None, (placement.prefill, placement.decode)):
+                pool.prefix_index.note_placement(node.engine_id, hashes)
+        return placement
+
+    async def wait_for_change(self, failure: str, num_tokens: int, until: float) -> None:
+        """Wait until there may be a place where there was none, or until ``until``.
+
+        Args:
+            failure: why the call is placed once more.
+            num_tokens: that the nodes must have room for.
+            until: by the event loop's clock.
+
+        Raises:
+            NodeUnavailableError: there were never nodes of both roles, or the time is over.
+        """
+        pool = self._pool
+        if not pool.has_had_both_roles or asyncio.get_running_loop().time() >= until:
+            why = "; ".join(filter(None, (failure, pool.why_no_pair(num_tokens))))
+            raise NodeUnavailableError(why)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await pool.wait_for_change()
