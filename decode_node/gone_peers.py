@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from kvconnector.base import KVReceiver
+from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess
 
@@ -22,7 +22,7 @@ class GonePeers:
         receiver: drains and disconnects them.
     """
 
-    def __init__(self, receiver: KVReceiver) -> None:
+    def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._processes: dict[str, PeerProcess] = {}  # of all that were met and not forgotten
         self._peers: dict[str, PeerInfo] = {}

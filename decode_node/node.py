@@ -38,7 +38,8 @@ from decode_node.reservations import Reservation, Reservations, ReservationState
 from engine.core.outputs import StepResult
 from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
-from kvconnector.base import KVReceiver, TransferEvent, TransferEventKind
+from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
 from node_runtime.request_view import view_request
@@ -74,7 +75,7 @@ class DecodeNode:
     def __init__(
         self,
         engine: Engine,
-        receiver: KVReceiver,
+        receiver: Receiver,
         emit: Callable[[NodeEvent], None],
         options: DecodeOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.monotonic,

@@ -26,7 +26,8 @@ from decode_node.grant_queue import GrantQueue, Key
 from decode_node.options import DecodeOptions
 from engine.core.request import Request
 from engine.engine import Engine
-from kvconnector.base import KVReceiver, KVReservation, TransferEvent, TransferEventKind
+from kvconnector.base import KVReservation, TransferEvent, TransferEventKind
+from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Reservations:
     def __init__(
         self,
         engine: Engine,
-        receiver: KVReceiver,
+        receiver: Receiver,
         options: DecodeOptions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

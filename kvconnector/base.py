@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from baton.api.outputs import PushReceipt
-from baton.telemetry.node_metrics import ConnectorMetrics, TransferOutcome
+from baton.telemetry.node_metrics import TransferOutcome
 from kvconnector.blocks import LayerRange
-from kvconnector.peer_info import PeerInfo
 
 TransferKey = tuple[str, int]  # (request_id, epoch)
 NO_TRANSFER: TransferKey = ("", 0)
@@ -97,78 +95,3 @@ class TransferEvent:
         if self.kind is TransferEventKind.COMMITTED:
             return TransferOutcome.COMMITTED
         return TransferOutcome.FAILED if self.reason else TransferOutcome.CANCELLED
-
-
-class KVSender(Protocol):
-    """The prefill node's end. No method blocks; all may be called from one thread of the node.
-
-    Each started request ends in exactly one COMMITTED or FAILED event.
-    """
-
-    def describe(self) -> bytes:
-        """Peer info, encoded, for the nodes of the other role."""
-
-    def connect(self, peer: PeerInfo) -> None:
-        """Meet a decode node; ends in PEER_CONNECTED or PEER_FAILED."""
-
-    def disconnect(self, engine_id: str) -> None:
-        """Forget a decode node that is gone; its transfers fail."""
-
-    def start(
-        self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
-    ) -> None:
-        """Tell the decode node that ``num_tokens`` prompt tokens are being computed for it.
-
-        Args:
-            num_blocks: that will travel, but for those that the decode node has already.
-        """
-
-    def push(self, push: BlockPush) -> None:
-        """Write blocks as soon as they are granted; the caller holds them until the end event.
-
-        May be called from the thread that computes, too.
-        """
-
-    def abort(self, request_id: str, epoch: int, reason: str) -> None:
-        """Write no more of a request; FAILED follows when the wire is quiet."""
-
-    def poll(self) -> list[TransferEvent]:
-        """What happened since the last call."""
-
-    def metrics(self) -> ConnectorMetrics:
-        """What it has done so far; may be called from any thread."""
-
-    def close(self) -> None: ...
-
-
-class KVReceiver(Protocol):
-    """The decode node's end. No method blocks; all may be called from one thread of the node."""
-
-    def describe(self) -> bytes:
-        """Peer info, encoded, for the nodes of the other role."""
-
-    def connect(self, peer: PeerInfo) -> None:
-        """Meet a prefill node; ends in PEER_CONNECTED or PEER_FAILED."""
-
-    def disconnect(self, engine_id: str) -> None:
-        """Forget a prefill node that is gone."""
-
-    def drain(self, engine_id: str) -> None:
-        """Take in what a process that is dead had sent; PEER_DRAINED follows."""
-
-    def grant(self, reservation: KVReservation) -> None:
-        """Allow a started request's blocks to be written."""
-
-    def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
-        """Ask the prefill node to write no more; FAILED follows when the wire is quiet."""
-
-    def expect(self, expecting: bool) -> None:
-        """Whether anything may arrive soon; when not, the connector sleeps."""
-
-    def poll(self) -> list[TransferEvent]:
-        """What happened since the last call."""
-
-    def metrics(self) -> ConnectorMetrics:
-        """What it has done so far; may be called from any thread."""
-
-    def close(self) -> None: ...

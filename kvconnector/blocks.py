@@ -6,8 +6,7 @@ Refuses to know: memory, and what lies in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import pairwise
 
 LayerRange = tuple[int, int]  # from the first layer up to, not including, the second
 
@@ -26,10 +25,9 @@ def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
 def count_runs(local: Sequence[int], remote: Sequence[int]) -> int:
     """Ranges of memory that a copy of blocks ``local[i]`` to ``remote[i]`` consists of, when
     neighbours that follow each other on both sides are one."""
-    if not local:
-        return 0
-    steps_on = (np.diff(local) == 1) & (np.diff(remote) == 1)
-    return len(local) - int(steps_on.sum())
+    steps = zip(pairwise(local), pairwise(remote), strict=True)
+    num_breaks = sum(b - a != 1 or d - c != 1 for (a, b), (c, d) in steps)
+    return num_breaks + 1 if local else 0
 
 
 def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:

@@ -24,7 +24,6 @@ from kvconnector.protocol.digests import (
     DigestTeller,
     DigestVerifier,
     SentDigests,
-    Verifier,
 )
 from kvconnector.protocol.receiver import ReceiveMachine
 from kvconnector.protocol.seals import Channels
@@ -44,7 +43,8 @@ def _describe(transport: KVTransport, channels: Channels) -> PeerInfo:
 
 
 class _End:
-    """What both ends have in common.
+    """What both ends have in common. No method blocks; all may be called from one thread of the
+    node, `metrics` and `rounds` from any.
 
     Attributes:
         loop: to be started, or driven round by round.
@@ -54,15 +54,19 @@ class _End:
     loop: IoLoop
 
     def describe(self) -> bytes:
+        """Peer info, encoded, for the nodes of the other role."""
         return self.peer_info.encode()
 
     def connect(self, peer: PeerInfo) -> None:
+        """Meet a node of the other role; ends in PEER_CONNECTED or PEER_FAILED."""
         self.loop.submit(Meet(peer))
 
     def disconnect(self, engine_id: str) -> None:
+        """Forget a node that is gone; its transfers fail."""
         self.loop.submit(Leave(engine_id))
 
     def poll(self) -> list[TransferEvent]:
+        """What happened since the last call."""
         return self.loop.poll()
 
     @property
@@ -75,7 +79,7 @@ class _End:
 
 
 class Sender(_End):
-    """See `KVSender` for the contract.
+    """The prefill node's end. Each started request ends in exactly one COMMITTED or FAILED event.
 
     Args:
         transport: how bytes travel; owned from now on.
@@ -119,12 +123,22 @@ class Sender(_End):
     def start(
         self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
     ) -> None:
+        """Tell the decode node that ``num_tokens`` prompt tokens are being computed for it.
+
+        Args:
+            num_blocks: that will travel, but for those that the decode node has already.
+        """
         self.loop.submit(Begin((request_id, epoch), engine_id, num_tokens, num_blocks))
 
     def push(self, push: BlockPush) -> None:
+        """Write blocks as soon as they are granted; the caller holds them until the end event.
+
+        May be called from the thread that computes, too.
+        """
         self.loop.submit(Push(push, self._clock()))
 
     def abort(self, request_id: str, epoch: int, reason: str) -> None:
+        """Write no more of a request; FAILED follows when the wire is quiet."""
         self.loop.submit(Abort((request_id, epoch), reason))
 
     def metrics(self) -> ConnectorMetrics:
@@ -132,7 +146,7 @@ class Sender(_End):
 
 
 class Receiver(_End):
-    """See `KVReceiver` for the contract.
+    """The decode node's end.
 
     Args:
         transport: how bytes travel; owned from now on.
@@ -159,8 +173,7 @@ class Receiver(_End):
         self.machine = ReceiveMachine(own)
         self.verifier = None
         if digests is not None:
-            verifier = Verifier(digests)
-            self.verifier = DigestVerifier(self.machine, verifier, own.engine_id, channels)
+            self.verifier = DigestVerifier(self.machine, digests, own.engine_id, channels)
         self.loop = IoLoop(
             transport,
             self.machine,
@@ -172,15 +185,19 @@ class Receiver(_End):
         )
 
     def drain(self, engine_id: str) -> None:
+        """Take in what a process that is dead had sent; PEER_DRAINED follows."""
         self.loop.submit(Drain(engine_id))
 
     def grant(self, reservation: KVReservation) -> None:
+        """Allow a started request's blocks to be written."""
         self.loop.submit(reservation)
 
     def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
+        """Ask the prefill node to write no more; FAILED follows when the wire is quiet."""
         self.loop.submit(Drop((request_id, epoch), engine_id))
 
     def expect(self, expecting: bool) -> None:
+        """Whether anything may arrive soon; when not, the loop sleeps."""
         self.loop.expect(expecting)
 
     def metrics(self) -> ConnectorMetrics:

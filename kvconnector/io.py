@@ -22,7 +22,6 @@ from kvconnector.protocol import messages
 from kvconnector.protocol.actions import (
     Action,
     Allow,
-    AllRead,
     Connect,
     ConnectEnded,
     Disconnect,
@@ -30,6 +29,7 @@ from kvconnector.protocol.actions import (
     Forbidden,
     Input,
     LendSlot,
+    NotRead,
     Pause,
     Posted,
     ProbePosted,
@@ -56,7 +56,6 @@ EXPECTING_POLL_S = 0.0005
 IDLE_POLL_S = 0.025
 MAX_READ_FAILURES = 100  # in a row; then the transport is broken for good
 _WARM_S = 2.0  # polls as if expecting for this long after a peer was learnt
-ALL_READ = AllRead()
 
 
 class Core(StateMachine, Protocol):
@@ -227,9 +226,9 @@ class IoLoop:
             if self._num_read_failures >= MAX_READ_FAILURES:
                 raise
             logger.warning("cannot read messages: %s", error)
+            self._tell(NotRead())
             return
         self._num_read_failures = 0
-        self._tell(ALL_READ)
         for sender, payload in payloads:
             self._inbox.put(sender, payload, self._clock())
 
@@ -253,7 +252,7 @@ class IoLoop:
 
     def _do(self, actions: list[Action]) -> None:
         """Carry actions out, and first what each of them leads to."""
-        actions.reverse()
+        actions.reverse()  # the next one is the last
         while actions:
             result = self._do_one(actions.pop())
             if result is not None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kvconnector.base import BlockPush, KVSender
+from kvconnector.base import BlockPush
 from kvconnector.blocks import LayerRange
+from kvconnector.ends import Sender
 
 
 class LayerTail:
@@ -26,7 +27,7 @@ class LayerTail:
 
     def __init__(
         self,
-        sender: KVSender,
+        sender: Sender,
         layer_groups: Sequence[LayerRange],
         fence: Callable[[], Callable[[], bool] | None],
     ) -> None:

@@ -38,7 +38,8 @@ from baton.telemetry.node_metrics import HandoffMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.engine import Engine
-from kvconnector.base import KVSender, TransferEvent, TransferEventKind
+from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
 from node_runtime.request_view import view_request
@@ -76,7 +77,7 @@ class PrefillNode:
     def __init__(
         self,
         engine: Engine,
-        sender: KVSender,
+        sender: Sender,
         emit: Callable[[NodeEvent], None],
         push_mode: PushMode = PushMode.LAYERS,
         num_layer_groups: int = NUM_LAYER_GROUPS,

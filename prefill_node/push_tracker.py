@@ -20,8 +20,9 @@ from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request
 from engine.engine import Engine
-from kvconnector.base import BlockPush, KVSender, TransferEvent, TransferEventKind
+from kvconnector.base import BlockPush, TransferEvent, TransferEventKind
 from kvconnector.blocks import layer_groups
+from kvconnector.ends import Sender
 from node_runtime.request_view import view_request
 from prefill_node.layer_tail import LayerTail
 from prefill_node.options import NUM_LAYER_GROUPS, PushMode
@@ -91,7 +92,7 @@ class PushTracker:
     def __init__(
         self,
         engine: Engine,
-        sender: KVSender,
+        sender: Sender,
         mode: PushMode = PushMode.LAYERS,
         num_layer_groups: int = NUM_LAYER_GROUPS,
         clock: Callable[[], float] = time.monotonic,

@@ -37,7 +37,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Tell a decode node that its prompt is being computed; see `KVSender.start`."""
+    """Tell a decode node that its prompt is being computed; see `Sender.start`."""
 
     key: TransferKey
     engine_id: str
@@ -77,8 +77,8 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class AllRead:
-    """The transport was read until there was nothing more."""
+class NotRead:
+    """What has come could not be read before the next tick."""
 
 
 # ------------------------------------------------------------------ in: what came of actions
@@ -246,7 +246,7 @@ class Forbid:
 
 Wish = Meet | Leave | Begin | Push | Abort | KVReservation | Drop | Drain
 Result = ConnectEnded | SendEnded | Posted | WriteEnded | ProbePosted | SlotRead | Forbidden | Pause
-Input = Wish | Message | Result | AllRead
+Input = Wish | Message | Result | NotRead
 
 Action = (
     Connect

@@ -205,22 +205,124 @@ class Arrival:
         return [layers for place, layers in self.missing if place == index]
 
 
-class Verifier:
-    """What a decode node has granted and not yet got, and whether its bytes are right.
+class DigestVerifier:
+    """A filter around a receiver: what is not verified has not arrived.
 
     Args:
-        digests: of the decode node's own memory.
+        machine: the receiver's.
+        digests: of its memory.
+        own_engine_id: of the receiver.
+        channels: with the keys of blocks from each peer.
+
+    Attributes:
+        num_wrong_blocks: that arrived with another digest than they were sent with.
     """
 
-    def __init__(self, digests: BlockReader) -> None:
+    def __init__(
+        self, machine: StateMachine, digests: BlockReader, own_engine_id: str, channels: Channels
+    ) -> None:
+        self._machine = machine
         self._digests = digests
         self._all_layers = (1 << digests.num_layers) - 1
         self._arrivals: dict[TransferKey, Arrival] = {}
+        self._own_engine_id = own_engine_id
+        self._channels = channels
+        self.num_wrong_blocks = 0
+        self._said: list[Action] = []
+        self._passed: list[Input] = []
+
+    def take(self, item: Input, now: float) -> list[Action]:
+        self._said, self._passed = [], []
+        self._take(item, now)
+        actions = self._said
+        for passed in self._passed:
+            actions += self._machine.take(passed, now)
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        return self._machine.tick(now)
 
     def __len__(self) -> int:
+        """Transfers that are granted and not verified."""
         return len(self._arrivals)
 
-    def expect(
+    def _take(self, item: Input, now: float) -> None:
+        match item:
+            case Watermark() | Commit():
+                self._keep(item, now)
+                return
+            case Digests():
+                self._check(item)
+            case KVReservation():
+                key = (item.request_id, item.epoch)
+                self._expect(key, item.engine_id, item.block_ids, item.first_block)
+            case Quiet():
+                self._forget((item.request_id, item.epoch))
+            case Drop():
+                self._forget(item.key)
+            case Leave():
+                self._forget_peer(item.engine_id)
+            case _:
+                pass
+        self._passed.append(item)
+
+    def _say(self, engine_id: str, message: Resend | Verified) -> None:
+        self._said.append(Send(engine_id, message))
+
+    def _keep(self, message: Watermark | Commit, now: float) -> None:
+        """Keep it until all it speaks of is verified; a Commit comes again if that takes long."""
+        arrival = self._find((message.request_id, message.epoch), message.engine_id)
+        if isinstance(message, Watermark):
+            if arrival is not None:
+                arrival.watermark = message
+                self._pass_verified(arrival)
+        elif arrival is None:  # what we said of its end was lost
+            self._say_verified(message)
+        elif arrival.commit is None:
+            arrival.commit, arrival.asked_at = message, now
+            self._pass_verified(arrival)
+        elif now - arrival.asked_at >= REPEAT_S / 2:  # not only doubled by the network
+            arrival.asked_at = now
+            for resend in self._ask_again(arrival, message):
+                self._say(message.engine_id, resend)
+
+    def _check(self, message: Digests) -> None:
+        arrival = self._find((message.request_id, message.epoch), message.engine_id)
+        if arrival is None:
+            return
+        key = self._channels[message.engine_id].keys.receive_blocks
+        resend = self._compare(message, key)
+        if resend is not None:
+            self.num_wrong_blocks += len(resend.indices)
+            logger.warning(
+                "%d blocks of request %s arrived wrong, attempt %d",
+                len(resend.indices),
+                message.request_id,
+                resend.attempt,
+            )
+            self._say(message.engine_id, resend)
+        self._pass_verified(arrival)
+
+    def _pass_verified(self, arrival: Arrival) -> None:
+        """Let out what was kept, as far as it may be believed now."""
+        watermark, commit = arrival.watermark, arrival.commit
+        if commit is not None and self._is_verified(arrival, len(arrival.block_ids)):
+            self._forget((commit.request_id, commit.epoch))
+            self._say_verified(commit)
+            self._passed.append(commit)
+        elif watermark is not None and self._is_verified(arrival, watermark.num_blocks):
+            arrival.watermark = None
+            self._passed.append(watermark)
+
+    def _say_verified(self, commit: Commit) -> None:
+        verified = Verified(
+            engine_id=self._own_engine_id, request_id=commit.request_id, epoch=commit.epoch
+        )
+        self._say(commit.engine_id, verified)
+
+    # ------------------------------------------------------------------ what has arrived
+
+    def _expect(
         self, key: TransferKey, engine_id: str, block_ids: Sequence[int], first_block: int = 0
     ) -> None:
         """These blocks were granted to that peer.
@@ -233,19 +335,19 @@ class Verifier:
             engine_id, [*[0] * first_block, *block_ids], here + [0] * len(block_ids)
         )
 
-    def find(self, key: TransferKey, engine_id: str) -> Arrival | None:
+    def _find(self, key: TransferKey, engine_id: str) -> Arrival | None:
         """What that peer was granted, unless it is over."""
         arrival = self._arrivals.get(key)
         return arrival if arrival is not None and arrival.engine_id == engine_id else None
 
-    def forget(self, key: TransferKey) -> None:
+    def _forget(self, key: TransferKey) -> None:
         self._arrivals.pop(key, None)
 
-    def forget_peer(self, engine_id: str) -> None:
+    def _forget_peer(self, engine_id: str) -> None:
         for key in [k for k, arrival in self._arrivals.items() if arrival.engine_id == engine_id]:
             del self._arrivals[key]
 
-    def check(self, message: Digests, own_engine_id: str, key: BlockKey) -> Resend | None:
+    def _compare(self, message: Digests, key: BlockKey) -> Resend | None:
         """Compare digests with our memory; what to ask for again, if anything is wrong.
 
         A message that is late, doubled or does not fit changes nothing.
@@ -253,7 +355,7 @@ class Verifier:
         Args:
             key: of blocks from its sender.
         """
-        arrival = self.find((message.request_id, message.epoch), message.engine_id)
+        arrival = self._find((message.request_id, message.epoch), message.engine_id)
         layers = message.layers or (0, self._digests.num_layers)
         fits = 0 <= layers[0] < layers[1] <= self._digests.num_layers
         if (
@@ -294,7 +396,7 @@ class Verifier:
         if not wrong:
             return None
         return Resend(
-            engine_id=own_engine_id,
+            engine_id=self._own_engine_id,
             request_id=message.request_id,
             epoch=message.epoch,
             indices=wrong,
@@ -302,7 +404,7 @@ class Verifier:
             attempt=message.attempt + 1,
         )
 
-    def ask_again(self, arrival: Arrival, commit: Commit, own_engine_id: str) -> Iterator[Resend]:
+    def _ask_again(self, arrival: Arrival, commit: Commit) -> Iterator[Resend]:
         """What to ask for once more, as the sender has nothing in flight and all is not verified.
 
         Digests were lost, or a Resend was. What was asked for is asked for again by the same name
@@ -322,7 +424,7 @@ class Verifier:
         for (layer_range, attempt), indices in wanted.items():
             for start in range(0, len(indices), MAX_DIGESTS_PER_MESSAGE):
                 yield Resend(
-                    engine_id=own_engine_id,
+                    engine_id=self._own_engine_id,
                     request_id=commit.request_id,
                     epoch=commit.epoch,
                     indices=indices[start : start + MAX_DIGESTS_PER_MESSAGE],
@@ -330,125 +432,11 @@ class Verifier:
                     attempt=attempt,
                 )
 
-    def is_verified(self, arrival: Arrival, num_blocks: int) -> bool:
+    def _is_verified(self, arrival: Arrival, num_blocks: int) -> bool:
         """Whether the first ``num_blocks`` blocks, all layers of them, are right and stay so."""
         if any(index < num_blocks for index, _ in arrival.missing):
             return False
         return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])
-
-
-class DigestVerifier:
-    """A filter around a receiver: what is not verified has not arrived.
-
-    Args:
-        machine: the receiver's.
-        verifier: of its memory.
-        own_engine_id: of the receiver.
-        channels: with the keys of blocks from each peer.
-
-    Attributes:
-        num_wrong_blocks: that arrived with another digest than they were sent with.
-    """
-
-    def __init__(
-        self, machine: StateMachine, verifier: Verifier, own_engine_id: str, channels: Channels
-    ) -> None:
-        self._machine = machine
-        self._verifier = verifier
-        self._own_engine_id = own_engine_id
-        self._channels = channels
-        self.num_wrong_blocks = 0
-        self._said: list[Action] = []
-        self._passed: list[Input] = []
-
-    def take(self, item: Input, now: float) -> list[Action]:
-        self._said, self._passed = [], []
-        self._take(item, now)
-        actions = self._said
-        for passed in self._passed:
-            actions += self._machine.take(passed, now)
-        return actions
-
-    def tick(self, now: float) -> list[Action]:
-        return self._machine.tick(now)
-
-    def __len__(self) -> int:
-        """Transfers that are granted and not verified."""
-        return len(self._verifier)
-
-    def _take(self, item: Input, now: float) -> None:
-        match item:
-            case Watermark() | Commit():
-                self._keep(item, now)
-                return
-            case Digests():
-                self._check(item)
-            case KVReservation():
-                key = (item.request_id, item.epoch)
-                self._verifier.expect(key, item.engine_id, item.block_ids, item.first_block)
-            case Quiet():
-                self._verifier.forget((item.request_id, item.epoch))
-            case Drop():
-                self._verifier.forget(item.key)
-            case Leave():
-                self._verifier.forget_peer(item.engine_id)
-            case _:
-                pass
-        self._passed.append(item)
-
-    def _say(self, engine_id: str, message: Resend | Verified) -> None:
-        self._said.append(Send(engine_id, message))
-
-    def _keep(self, message: Watermark | Commit, now: float) -> None:
-        """Keep it until all it speaks of is verified; a Commit comes again if that takes long."""
-        arrival = self._verifier.find((message.request_id, message.epoch), message.engine_id)
-        if isinstance(message, Watermark):
-            if arrival is not None:
-                arrival.watermark = message
-                self._pass_verified(arrival)
-        elif arrival is None:  # what we said of its end was lost
-            self._say_verified(message)
-        elif arrival.commit is None:
-            arrival.commit, arrival.asked_at = message, now
-            self._pass_verified(arrival)
-        elif now - arrival.asked_at >= REPEAT_S / 2:  # not only doubled by the network
-            arrival.asked_at = now
-            for resend in self._verifier.ask_again(arrival, message, self._own_engine_id):
-                self._say(message.engine_id, resend)
-
-    def _check(self, message: Digests) -> None:
-        arrival = self._verifier.find((message.request_id, message.epoch), message.engine_id)
-        if arrival is None:
-            return
-        key = self._channels[message.engine_id].keys.receive_blocks
-        resend = self._verifier.check(message, self._own_engine_id, key)
-        if resend is not None:
-            self.num_wrong_blocks += len(resend.indices)
-            logger.warning(
-                "%d blocks of request %s arrived wrong, attempt %d",
-                len(resend.indices),
-                message.request_id,
-                resend.attempt,
-            )
-            self._say(message.engine_id, resend)
-        self._pass_verified(arrival)
-
-    def _pass_verified(self, arrival: Arrival) -> None:
-        """Let out what was kept, as far as it may be believed now."""
-        watermark, commit = arrival.watermark, arrival.commit
-        if commit is not None and self._verifier.is_verified(arrival, len(arrival.block_ids)):
-            self._verifier.forget((commit.request_id, commit.epoch))
-            self._say_verified(commit)
-            self._passed.append(commit)
-        elif watermark is not None and self._verifier.is_verified(arrival, watermark.num_blocks):
-            arrival.watermark = None
-            self._passed.append(watermark)
-
-    def _say_verified(self, commit: Commit) -> None:
-        verified = Verified(
-            engine_id=self._own_engine_id, request_id=commit.request_id, epoch=commit.epoch
-        )
-        self._say(commit.engine_id, verified)
 
 
 def _digest(digests: bytes, place: int) -> bytes:

@@ -18,7 +18,6 @@ from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.actions import (
     Action,
     Allow,
-    AllRead,
     ConnectEnded,
     Drain,
     Drop,
@@ -27,6 +26,7 @@ from kvconnector.protocol.actions import (
     Input,
     Leave,
     Meet,
+    NotRead,
     SendEnded,
     SlotRead,
     Turn,
@@ -81,6 +81,7 @@ class ReceiveMachine:
 
     def tick(self, now: float) -> list[Action]:
         self._turn.now = now
+        self._num_reads += 1
         self.peers.tick()
         for engine_id in self._drains.take_done(now, self._num_reads):
             self._report(TransferEventKind.PEER_DRAINED, engine_id)
@@ -105,8 +106,8 @@ class ReceiveMachine:
     def _obey(self, item: Input) -> None:
         """Do as the node wants, or go on from what came of it."""
         match item:
-            case AllRead():
-                self._num_reads += 1
+            case NotRead():
+                self._num_reads -= 1
             case KVReservation():
                 self._grant(item)
             case Drop():

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvconnector.base import TransferKey
 from kvconnector.protocol.messages import Message
 
 REPEAT_S = 1.0
-
-Key = tuple[str, int]  # (request_id, epoch)
 
 
 @dataclass(slots=True)
@@ -29,24 +28,24 @@ class Repeats:
     """All such messages of one end, at most one per transfer."""
 
     def __init__(self) -> None:
-        self._repeats: dict[Key, Repeat] = {}
+        self._repeats: dict[TransferKey, Repeat] = {}
         self._next_at = math.inf  # no message is due before
 
     def __len__(self) -> int:
         return len(self._repeats)
 
-    def add(self, key: Key, engine_id: str, message: Message, now: float) -> None:
+    def add(self, key: TransferKey, engine_id: str, message: Message, now: float) -> None:
         """Say ``message`` again from ``REPEAT_S`` after now on."""
         self._repeats[key] = Repeat(engine_id, message, now + REPEAT_S)
         self._next_at = min(self._next_at, now + REPEAT_S)
 
-    def put_off(self, key: Key, engine_id: str, now: float) -> None:
+    def put_off(self, key: TransferKey, engine_id: str, now: float) -> None:
         """This peer spoke of the transfer: no need to ask soon."""
         repeat = self._repeats.get(key)
         if repeat is not None and repeat.engine_id == engine_id:
             repeat.next_at = now + REPEAT_S
 
-    def remove(self, key: Key, engine_id: str) -> None:
+    def remove(self, key: TransferKey, engine_id: str) -> None:
         """This peer has answered, or nobody waits for it; harmless when it is not here."""
         repeat = self._repeats.get(key)
         if repeat is not None and repeat.engine_id == engine_id:
@@ -57,7 +56,7 @@ class Repeats:
         for key in [k for k, repeat in self._repeats.items() if repeat.engine_id == engine_id]:
             del self._repeats[key]
 
-    def take_due(self, now: float) -> list[tuple[Key, Repeat]]:
+    def take_due(self, now: float) -> list[tuple[TransferKey, Repeat]]:
         """What is to be said again now; O(1) while nothing is due."""
         if now < self._next_at:
             return []

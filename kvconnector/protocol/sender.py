@@ -53,6 +53,7 @@ from kvconnector.protocol.transfer import Portions, PushTotals, Transfer, cut
 
 logger = logging.getLogger(__name__)
 
+PAUSE = Pause()
 UNREACHED = "the decode node cannot be reached"
 
 
@@ -247,6 +248,8 @@ class SendMachine:
 
     def _begin_round(self) -> None:
         """Refill each peer's room, and post, transfer by transfer, what is computed and granted."""
+        if not self.transfers:
+            return
         self._room_bytes.clear()
         for transfer in self.transfers.values():
             room = self._room_bytes.get(transfer.engine_id, self._portions.in_flight_bytes)
@@ -254,8 +257,7 @@ class SendMachine:
                 room -= self._num_bytes(len(piece.block_ids), piece.layers)
             self._room_bytes[transfer.engine_id] = room
         self._to_post = deque(self.transfers.values())
-        if self._to_post:
-            self._turn.ask(Pause())
+        self._turn.ask(PAUSE)
 
     def _post_next(self) -> None:
         """Have the next piece written, if there is one, its peer has room and the lease holds."""
@@ -295,7 +297,7 @@ class SendMachine:
             transfer.writes.append(piece)
             if result.is_done:
                 self._count_off(transfer)
-        self._turn.ask(Pause())
+        self._turn.ask(PAUSE)
 
     def _take_ended(self, result: WriteEnded) -> None:
         if not result.key[0]:
@@ -350,7 +352,7 @@ class SendMachine:
         if transfer.writes or key not in self.transfers:
             return
         if transfer.failure is not None:
-            del self.transfers[key]
+            self._forget(transfer)
             self._say_quiet(transfer.engine_id, *key, transfer.failure)
             self._report(TransferEventKind.FAILED, transfer, transfer.failure)
         elif transfer.is_complete and not transfer.commit_is_sent:
@@ -368,8 +370,13 @@ class SendMachine:
 
     def _end(self, transfer: Transfer | None) -> None:
         if transfer is not None:
-            del self.transfers[transfer.request_id, transfer.epoch]
+            self._forget(transfer)
             self._report(TransferEventKind.COMMITTED, transfer)
+
+    def _forget(self, transfer: Transfer) -> None:
+        key = (transfer.request_id, transfer.epoch)
+        del self.transfers[key]
+        self.repeats.remove(key, transfer.engine_id)
 
     def _fail(self, transfer: Transfer | None, reason: str) -> None:
         """Post nothing more; `_finish_if_quiet` ends it when nothing is in flight."""
