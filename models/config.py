@@ -76,7 +76,7 @@ class ModelConfig:
     def from_dict(
         cls, values: Mapping[str, object], *, max_model_len: int | None = None
     ) -> ModelConfig:
-        """Like :meth:`from_folder`, from the content of a config.json."""
+        """Read the content of a config.json, as :meth:`from_folder` does."""
         return _parse(Fields(values, "config.json"), Fields({}, ""), max_model_len)
 
 
