@@ -16,7 +16,7 @@ SYSTEM_CAS = "system"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """What a program shows of itself, and whom it trusts; nothing given: no TLS.
+    """A program's own certificate and the CAs it trusts; nothing given: no TLS.
 
     Attributes:
         cert: PEM file of its certificate and of those between it and the CA.

@@ -24,5 +24,5 @@ _OF_ONE_PROCESS = frozenset(
 
 
 def fleet_environment() -> dict[str, str]:
-    """What the processes of a fleet inherit of this one's environment."""
+    """Return what a fleet's processes inherit of this one's environment."""
     return {name: text for name, text in os.environ.items() if name not in _OF_ONE_PROCESS}
