@@ -30,7 +30,7 @@ _ROOT = b"baton/1"
 
 
 def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
-    """The first 8 bytes of each hash.
+    """Cut each hash to its first 8 bytes.
 
     That any two of a million blocks share one is a chance of 1 in 30 million. It is harmless: a
     router then misjudges how much of a prompt a node has; the node itself goes by whole hashes.
@@ -43,7 +43,7 @@ def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
 
 
 def extra_keys_of(cache_salt: bytes) -> tuple[bytes, ...]:
-    """What the KV of a request depends on besides its tokens, for `BlockHasher.extend`.
+    """Return what a request's KV depends on besides its tokens, for `BlockHasher.extend`.
 
     Args:
         cache_salt: of the tenant or group that shares it; empty: everybody shares it.

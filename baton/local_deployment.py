@@ -34,7 +34,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDeploymentConfig:
-    """What to start.
+    """The processes to start, and their options.
 
     Attributes:
         listen: of the router.
@@ -67,7 +67,7 @@ class LocalDeploymentConfig:
     insecure: bool = False
 
     def tls_of(self, name: str) -> TlsOptions:
-        """The certificate of the folder that is of this name."""
+        """Return the certificate of this name in the folder."""
         if self.tls_folder is None:
             return NO_TLS
         own = str(self.tls_folder / name)
@@ -94,7 +94,7 @@ class Child:
 
 
 class LocalDeployment:
-    """Use as a context manager: inside, everything runs; after it, nothing is left."""
+    """Runs the processes while it is used as a context manager; none is left after it."""
 
     def __init__(self, config: LocalDeploymentConfig) -> None:
         self.config = config
@@ -178,7 +178,7 @@ class LocalDeployment:
                 raise ConfigError(f"{child.name} ended: {_last_words(child, code)}")
 
     def child(self, name: str) -> Child:
-        """The process of that name: "router", "p0", "d1" and so on."""
+        """Return the process of that name: "router", "p0", "d1" and so on."""
         return next(child for child in self.children if child.name == name)
 
     def restart(self, name: str, *more_arguments: str) -> Child:
@@ -211,7 +211,7 @@ class LocalDeployment:
     # ------------------------------------------------------------------ inside
 
     def _stop_gracefully(self) -> None:
-        """The router first: it takes nothing new, and its nodes end what is open."""
+        """Stop the router first: it takes nothing new, and its nodes end what is open."""
         grace_s = self.config.drain_timeout_s + STOP_GRACE_S
         for group in (self.children[:1], self.children[1:]):
             for child in group:
@@ -309,7 +309,7 @@ class LocalDeployment:
 
 
 def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
-    """What router and nodes take from the environment; a router that asks for keys has both."""
+    """Choose the tokens for router and nodes: both, if the router asks for keys."""
     given = {
         "BATON_ADMIN_TOKEN": config.admin_token or os.environ.get("BATON_ADMIN_TOKEN", ""),
         "BATON_NODE_TOKEN": os.environ.get("BATON_NODE_TOKEN", ""),
@@ -321,7 +321,7 @@ def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
 
 
 def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]]:
-    """Each process's share of the cores: disjoint while there are enough, else one each in turn."""
+    """Share the cores out to processes: disjoint while there are enough, else one each in turn."""
     if not num_processes:
         return
     if num_processes >= len(cores):
@@ -337,7 +337,7 @@ def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]
 
 
 def _options_of(tls: TlsOptions) -> list[str]:
-    """As arguments of a program; none for no TLS."""
+    """Return TLS options as arguments of a program; none without TLS."""
     if not tls:
         return []
     return ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]

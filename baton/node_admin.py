@@ -28,7 +28,7 @@ _CHANGES = ("flush_cache", "set_log_level", "profile")
 
 
 class AskedNode(Protocol):
-    """What this file needs of a node; see `NodeProgram`."""
+    """The part of a node that this file needs; see `NodeProgram`."""
 
     def beat(self) -> NodeBeat: ...
     def requests(self) -> Iterable[RequestView]: ...
@@ -50,7 +50,7 @@ class NodeAdmin:
         self._access = access or Access()
 
     async def answer(self, call: AdminCall) -> Sequence[bytes]:
-        """`NodeAdminResponse`s, which merged are the answer; raises BatonError."""
+        """Yield `NodeAdminResponse`s, which merged are the answer; raises BatonError."""
         try:
             request = admin_pb2.NodeAdminRequest.FromString(call.request)
         except DecodeError:
@@ -100,7 +100,7 @@ class NodeAdmin:
 
 
 def _ledger_parts(ledger: Ledger) -> Sequence[bytes]:
-    """Many small messages: one of megabytes would hold up all threads while it is written."""
+    """Yield the ledger in small messages: one of megabytes would hold up all threads."""
     return [
         admin_pb2.NodeAdminResponse(list_blocks=blocks).SerializeToString()
         for blocks in wire_ledger.ledger_to_protos(ledger, PART_BYTES)

@@ -25,7 +25,7 @@ _PLACES = (_HOME, _HOME / "kernels")
 
 
 class _OwnPackages(MetaPathFinder):
-    """Answers for Baton's names alone."""
+    """Finds Baton's packages, and no others."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -37,7 +37,7 @@ class _OwnPackages(MetaPathFinder):
 
 
 def prefer_own_packages() -> None:
-    """From now on import Baton's packages from where `baton` was imported from.
+    """Import Baton's packages from now on from where `baton` was imported from.
 
     Raises:
         ImportError: something else was imported under one of their names.
@@ -67,7 +67,7 @@ def warn_of_hidden_files() -> None:
 
 
 def _other_origin(spec: ModuleSpec | None) -> str | None:
-    """The file or folder that a name stands for, unless it is ours."""
+    """Return the file or folder that a name stands for, unless it is ours."""
     if spec is None:
         return None
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), spec.name)

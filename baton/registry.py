@@ -27,7 +27,7 @@ class Registry(Generic[T]):
         self._entries = dict(entries)
 
     def names(self) -> list[str]:
-        """All registered names, in the order they were written down."""
+        """List all registered names, in the order they were written down."""
         return list(self._entries)
 
     def load(self, name: str) -> T:

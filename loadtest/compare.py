@@ -27,7 +27,7 @@ from loadtest.targets.base import TargetOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is compared, how often; checked when made, raises ConfigError.
+    """The deployments to compare, and how often; checked when made, raises ConfigError.
 
     Attributes:
         up: model, arguments and cores of all deployments.
@@ -95,7 +95,7 @@ OnTrial = Callable[[Trial], None]
 async def play_comparison(
     comparison: Comparison, options: TargetOptions, stop: asyncio.Event, on_trial: OnTrial
 ) -> list[Trial]:
-    """All trials, or those until one was stopped from outside; raises BatonError."""
+    """Play all trials, or those until one was stopped from outside; raises BatonError."""
     trials: list[Trial] = []
     if comparison.search is not None:
         return await _search(comparison, comparison.search, options, stop, on_trial)
@@ -125,7 +125,7 @@ async def _search(
     stop: asyncio.Event,
     on_trial: OnTrial,
 ) -> list[Trial]:
-    """Of each deployment, the run at the highest rate that it held in each repeat."""
+    """Find each deployment's run at the highest rate that it held, in each repeat."""
     trials: list[Trial] = []
     for deployment in comparison.deployments:
         try:
@@ -156,7 +156,7 @@ async def _search(
 async def _session(
     comparison: Comparison, deployment: Deployment, options: TargetOptions, stop: asyncio.Event
 ) -> AsyncIterator[Session]:
-    """With a deployment that runs until the end of it."""
+    """Open a session with a deployment that runs until the session ends."""
     async with started(comparison.up_options(deployment), stop) as (site, address):
         api_key = options.api_key or site.admin_token
         options = dataclasses.replace(options, url=f"grpc://{address}", api_key=api_key)
@@ -168,6 +168,6 @@ async def _session(
 
 
 def _in_turn(deployments: Sequence[Deployment], repeat: int) -> Sequence[Deployment]:
-    """Another one is the first each time."""
+    """Rotate the deployments, so that each repeat begins with another one."""
     first = repeat % len(deployments)
     return (*deployments[first:], *deployments[:first])

@@ -39,7 +39,7 @@ from loadtest.targets.base import TargetOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """All that a command was asked for; a sweep or a search replaces the plan's load, step by step.
+    """The work of one command; a sweep or a search replaces the plan's load, step by step.
 
     Raises ConfigError when made of what does not go together.
     """
@@ -69,7 +69,7 @@ class Job:
 
 
 async def execute(job: Job) -> int:
-    """Returns the exit code; raises BatonError."""
+    """Run the load test and return the exit code; raises BatonError."""
     job.outputs.check()
     stop = stop_event(asyncio.get_running_loop())
     if job.up is None:
@@ -150,14 +150,14 @@ async def _search(job: Job, session: Session, console: Console, search: Search) 
 
 
 def shown(options: TargetOptions) -> dict[str, Any]:
-    """What reports say of how the server was talked to."""
+    """Return what reports show of the target's options."""
     fields = dataclasses.asdict(options)
     del fields["api_key"]
     return fields
 
 
 def judge(results: Sequence[RunResult]) -> int:
-    """The exit code, and a line for each that is not 0."""
+    """Return the exit code, and print a line for each that is not 0."""
     if any(result.was_stopped for result in results):
         print_error("the run was stopped before its end")
         return EXIT_STOPPED

@@ -20,7 +20,7 @@ from loadtest.targets.base import TargetOptions
 async def execute_comparison(
     comparison: Comparison, options: TargetOptions, outputs: Outputs
 ) -> int:
-    """Returns the exit code; raises BatonError."""
+    """Run the comparison and return the exit code; raises BatonError."""
     outputs.check()
     console = Console(width=WIDTH, highlight=False)
 

@@ -22,7 +22,7 @@ ARRIVALS = ("constant", "poisson", "gamma")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLoop:
-    """Requests per second, however the server does.
+    """An open loop: so many requests per second, however the server does.
 
     Attributes:
         arrivals: one of ARRIVALS.
@@ -49,7 +49,7 @@ class OpenLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """Users who wait for their answers; they begin evenly over the warm-up.
+    """A closed loop: users who wait for their answers; they begin evenly over the warm-up.
 
     Attributes:
         think_s: mean pause between an answer and the next request, exponential.
@@ -83,7 +83,7 @@ Load = OpenLoop | ClosedLoop | TraceReplay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """Checked when made; raises ConfigError naming the option.
+    """The load and its limits; checked when made, raises ConfigError naming the option.
 
     Attributes:
         input_lengths: tokens of prompts, a shared prefix not included; a trace has its own.

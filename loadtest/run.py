@@ -20,7 +20,7 @@ from loadtest.targets.base import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         target: what the server says of itself.
@@ -43,8 +43,8 @@ class RunResult:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """With 2,000 streams a collection takes 5 to 70 ms, all of which would be lag. There is nothing
-    to collect: neither player nor targets make cycles (a test counts them).
+    """Pause garbage collection: with 2,000 streams it takes 5 to 70 ms, all of which would be lag.
+    There is nothing to collect: neither player nor targets make cycles (a test counts them).
     """
     was_enabled = gc.isenabled()
     gc.collect()
@@ -67,7 +67,7 @@ class Run:
         self._target = target
 
     async def execute(self, stop: asyncio.Event, beside: Beside | None = None) -> RunResult:
-        """Play it until it ends or ``stop`` is set; raises ConfigError.
+        """Play the plan until it ends or ``stop`` is set; raises ConfigError.
 
         Args:
             beside: begins with the run and is cancelled at its end.

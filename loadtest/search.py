@@ -24,7 +24,7 @@ _GIVE_UP_AT = 1e-3  # of the rate that the search began with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What is searched for; checked when made, raises ConfigError.
+    """The goal of a search; checked when made, raises ConfigError.
 
     Attributes:
         attainment: share of requests that must keep the SLO.
@@ -47,14 +47,16 @@ class Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Attributes:
-    steps: all trials in their order, with the rate as value.
-    brackets: of each repeat that is whole, the highest rate that held (0: none that was tried did)
-        and the lowest above it that failed: the rate that is searched for is between them.
-    max_rate_per_s: the mean of those that held; its interval has room for the brackets; None: no
-        repeat is whole.
-    goodput_per_s: what was measured at those rates; 0 where there is none.
-    highest: those steps, one per repeat that is whole; None where no rate held.
+    """The result of a search.
+
+    Attributes:
+        steps: all trials in their order, with the rate as value.
+        brackets: of each repeat that is whole, the highest rate that held (0: none that was tried
+            did) and the lowest above it that failed: the rate that is searched for is between them.
+        max_rate_per_s: the mean of those that held; its interval has room for the brackets; None:
+            no repeat is whole.
+        goodput_per_s: what was measured at those rates; 0 where there is none.
+        highest: those steps, one per repeat that is whole; None where no rate held.
     """
 
     search: Search
@@ -71,7 +73,7 @@ class SearchResult:
 
 
 class _StoppedError(Exception):
-    """From outside, in the middle of a search."""
+    """The search was stopped from outside."""
 
 
 class _SilentError(Exception):
@@ -85,7 +87,7 @@ async def find_highest(
     precision: float,
     least: float,
 ) -> tuple[float, float]:
-    """The highest value that holds, if all below it do, and the lowest above it that does not.
+    """Find the highest value that holds, if all below it do, and the lowest above that does not.
 
     0 and that: none that was tried holds. Infinity: none that was tried fails.
 
@@ -111,14 +113,14 @@ async def find_highest(
 
 
 def check_search(plan: LoadPlan) -> OpenLoop:
-    """The load that a search can begin with; raises ConfigError when there is none."""
+    """Make the load that a search begins with; raises ConfigError when there is none."""
     if not plan.slo.limits or not isinstance(plan.load, OpenLoop):
         raise ConfigError("find_max_goodput: needs --slo, and --rate to begin with")
     return plan.load
 
 
 async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnStep) -> SearchResult:
-    """The search, so many times; raises ConfigError."""
+    """Play the search, so many times; raises ConfigError."""
     load = check_search(plan)
     steps: list[Step] = []
     highest: list[Step | None] = []

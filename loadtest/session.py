@@ -26,7 +26,7 @@ class Session:
         self._stop = stop
 
     async def play(self, plan: LoadPlan, beside: Beside | None = None) -> RunResult:
-        """One run, and a line on the terminal meanwhile; raises ConfigError."""
+        """Play one run and show a line on the terminal meanwhile; raises ConfigError."""
         run = Run(plan, self._target)
         showing = asyncio.create_task(show_progress(plan, run.player, Console(stderr=True)))
         try:

@@ -22,7 +22,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """``ttft=0.5,tpot=0.05``; empty: no limits. Raises ConfigError."""
+        """Parse ``ttft=0.5,tpot=0.05``; empty: no limits. Raises ConfigError."""
         limits: dict[str, float] = {}
         for part in filter(None, text.split(",")):
             name, _, number = part.partition("=")
@@ -39,11 +39,11 @@ class Slo:
         return cls(tuple(limits.items()))
 
     def is_kept(self, seconds: Mapping[str, float | None]) -> bool:
-        """Whether what took so long is good; what did not happen (None) took no time."""
+        """Say whether all latencies are within the limits; one that did not happen (None) is 0."""
         return all((seconds[name] or 0.0) <= limit for name, limit in self.limits)
 
     def text(self) -> str:
-        """``ttft 0.5 s, tpot 0.05 s``."""
+        """Format as ``ttft 0.5 s, tpot 0.05 s``."""
         return ", ".join(f"{name} {limit:g} s" for name, limit in self.limits)
 
 

@@ -47,7 +47,7 @@ class Sweep:
 
     @classmethod
     def parse(cls, text: str) -> Sweep:
-        """``rate=1,2,4`` or ``concurrency=1,8``; raises ConfigError."""
+        """Parse ``rate=1,2,4`` or ``concurrency=1,8``; raises ConfigError."""
         variable, _, listed = text.partition("=")
         try:
             values = tuple(float(value) for value in listed.split(","))
@@ -64,7 +64,7 @@ class Sweep:
 
 
 def with_load(plan: LoadPlan, variable: str, value: float, number: int) -> LoadPlan:
-    """The plan of step ``number``, from 0, under another load; the rest of the load stays."""
+    """Return the plan of step ``number``, from 0, under another load; the rest of it stays."""
     load = plan.load
     if variable == "rate":
         assert isinstance(load, OpenLoop)
@@ -78,7 +78,7 @@ def with_load(plan: LoadPlan, variable: str, value: float, number: int) -> LoadP
 
 
 async def play_sweep(play: Play, plan: LoadPlan, sweep: Sweep, on_step: OnStep) -> list[Step]:
-    """All steps, or those until the one that was stopped from outside; raises ConfigError."""
+    """Play all steps, or those until one was stopped from outside; raises ConfigError."""
     steps: list[Step] = []
     for number, value in enumerate(sweep.values):
         result = await play(with_load(plan, sweep.variable, value, number))

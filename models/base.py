@@ -32,7 +32,7 @@ class ForwardContext:
         return self.groups[0][0].max_seq_len
 
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
-        """The step as one layer sees it: metadata, a backend that planned it, and its cache."""
+        """Return the step of one layer: metadata, the backend that planned it, and its cache."""
         attention, backend = self.groups[self.layer_groups[layer_index]]
         return attention, backend, self.layer_caches[layer_index]
 

@@ -47,7 +47,6 @@ class ModelConfig:
     max_window_layers: int
     layer_types: tuple[str, ...] | None
     dtype: str  # the checkpoint's: "float32", "bfloat16" or "float16"
-    bos_token_id: int | None
     eos_token_ids: frozenset[int]
 
     @classmethod
@@ -77,7 +76,7 @@ class ModelConfig:
     def from_dict(
         cls, values: Mapping[str, object], *, max_model_len: int | None = None
     ) -> ModelConfig:
-        """Like :meth:`from_folder`, from the content of a config.json."""
+        """Read the content of a config.json, as :meth:`from_folder` does."""
         return _parse(Fields(values, "config.json"), Fields({}, ""), max_model_len)
 
 
@@ -122,7 +121,6 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         max_window_layers=fields.integer("max_window_layers", 28, minimum=0),
         layer_types=_layer_types(fields, num_layers),
         dtype=_dtype(fields),
-        bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
         eos_token_ids=frozenset(
             fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
         ),
@@ -141,7 +139,7 @@ def _architecture(fields: Fields) -> str:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    """What no code here reads, but would change the result, is an error and not a surprise."""
+    """Raise ModelLoadError for what no code here reads, but would change the result."""
     for name in _UNSUPPORTED:
         if fields.has(name) and not _is_of_kv_cache_only(fields.child(name)):
             raise fields.wrong(name, "not supported, but for scales of an fp8 KV cache")
@@ -151,7 +149,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _is_of_kv_cache_only(quantization: Fields) -> bool:
-    """Whether nothing is quantized but keys and values, in float8 with one scale per layer each.
+    """Say whether only keys and values are quantized: float8, one scale per layer each.
 
     As compressed-tensors writes it; the scales, which the loader finds among the weights, are
     used where the KV cache is one of float8, and do not matter elsewhere.

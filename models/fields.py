@@ -42,66 +42,66 @@ class Fields:
         return cls(values, str(path))
 
     def wrong(self, name: str, problem: str) -> ModelLoadError:
-        """The error to raise about a field."""
+        """Make the error to raise about a field."""
         return ModelLoadError(f"{self._source}: {self._prefix}{name}: {problem}")
 
     def get(self, name: str) -> object:
-        """The raw value, or None."""
+        """Return the raw value, or None."""
         return self._values.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Say whether the field is there and not null."""
         return self._values.get(name) is not None
 
     def names(self) -> list[str]:
-        """The names of all fields."""
+        """List the names of all fields."""
         return list(self._values)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least ``minimum``; required unless there is a default."""
+        """Return an integer of at least ``minimum``; required unless there is a default."""
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.wrong(name, f"expected an integer >= {minimum}, found {_shown(value)}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0; required unless there is a default."""
+        """Return a finite number above 0; required unless there is a default."""
         value = self._required(name, default)
         if not _is_number(value) or not math.isfinite(value) or value <= 0:
             raise self.wrong(name, f"expected a number > 0, found {_shown(value)}")
         return float(value)
 
-    def optional_integer(self, name: str, *, minimum: int = 1) -> int | None:
-        """An integer, or None where the field is absent."""
-        return self.integer(name, minimum=minimum) if self.has(name) else None
+    def optional_integer(self, name: str) -> int | None:
+        """Return an integer, or None where the field is absent."""
+        return self.integer(name) if self.has(name) else None
 
     def optional_number(self, name: str) -> float | None:
-        """A number above 0, or None where the field is absent."""
+        """Return a number above 0, or None where the field is absent."""
         return self.number(name) if self.has(name) else None
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self._required(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, f"expected true or false, found {_shown(value)}")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string; required unless there is a default."""
+        """Return a string; required unless there is a default."""
         value = self._required(name, default)
         if not isinstance(value, str):
             raise self.wrong(name, f"expected a string, found {_shown(value)}")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of strings; required."""
+        """Return a list of strings; required."""
         value = self._required(name, None)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.wrong(name, f"expected a list of strings, found {_shown(value)}")
         return tuple(value)
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of exactly ``length`` numbers; required."""
+        """Return a list of exactly ``length`` numbers; required."""
         value = self._required(name, None)
         if not isinstance(value, list) or not all(_is_number(item) for item in value):
             raise self.wrong(name, f"expected a list of numbers, found {_shown(value)}")
@@ -110,7 +110,7 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One token id or a list of them; empty where the field is absent."""
+        """Return one token id or a list of them as a tuple; empty where the field is absent."""
         value = self.get(name)
         if value is None:
             return ()
@@ -121,7 +121,7 @@ class Fields:
         return tuple(ids)
 
     def child(self, name: str) -> Fields:
-        """A nested object; required."""
+        """Return a nested object; required."""
         value = self._required(name, None)
         if not isinstance(value, dict):
             raise self.wrong(name, f"expected an object, found {_shown(value)}")

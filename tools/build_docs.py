@@ -66,7 +66,7 @@ def stage(mermaid: Path) -> None:
 
 
 def place_of(source: Path) -> str:
-    """Where a file of the repository lies in the site."""
+    """Return where a file of the repository lies in the site."""
     relative = source.relative_to(ROOT)
     if relative.parts[0] == "docs":
         return relative.relative_to("docs").as_posix()
@@ -74,7 +74,7 @@ def place_of(source: Path) -> str:
 
 
 def page(source: Path) -> str:
-    """A document as a page: its links lead to places of the site, its lists are lists."""
+    """Convert a document to a page: its links lead to places of the site, its lists are lists."""
 
     def moved(match: re.Match[str]) -> str:
         words, target, anchor = match[1], match[2], match[3] or ""
@@ -100,7 +100,7 @@ def page(source: Path) -> str:
 
 
 def foreign_loads(site: Path) -> Iterator[str]:
-    """What a page would fetch from another server."""
+    """Find what a page would fetch from another server."""
     for path in sorted(site.rglob("*.html")):
         for found in _FOREIGN.findall(path.read_text(encoding="utf-8")):
             if 'rel="canonical"' not in found:
@@ -108,7 +108,7 @@ def foreign_loads(site: Path) -> Iterator[str]:
 
 
 def dead_links(site: Path) -> Iterator[str]:
-    """Links within the site that lead to no file, or to no place in it."""
+    """Find links within the site that lead to no file, or to no place in it."""
     anchors = {
         path: set(re.findall(r'\bid="([^"]+)"', path.read_text(encoding="utf-8")))
         for path in site.rglob("*.html")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -35,12 +35,15 @@ NO_PACKAGE = ("kernels", "proto", "tests", "benchmarks", "deploy", "docs", "exam
 MAX_FILES = 14  # in a package, beside its sub-packages and its __init__.py
 MAX_DEPTH = 2  # of a package below its room
 CROWDED = {"baton/cli", "sim_node"}  # not divided yet
+DATED = ("CHANGELOG.md", "log.md")  # pages that tell what was
 MAX_TEST_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)")
+_PATH = re.compile(r"`([\w-]+/[\w./-]*\w)/?`")
+_MODULE = re.compile(r"`([a-z_]+(?:\.\w+){2,})`")
 _CHANGELOG_VERSION = re.compile(r"^## \[?(\d+\.\d+\.\d+[^\]\s]*)", re.MULTILINE)
 _VERSION = re.compile(r'^__version__ = "(.+)"', re.MULTILINE)
 
@@ -53,6 +56,7 @@ def main(root: Path) -> int:
         *source_findings(root),
         *names_owned_by_others(),
         *broken_links(root),
+        *unknown_places(root),
         *version_findings(root),
     ]
     for finding in findings:
@@ -61,7 +65,7 @@ def main(root: Path) -> int:
 
 
 def folders_that_are_packages(root: Path) -> Iterator[str]:
-    """Project folders must not be importable."""
+    """Find project folders that are importable."""
     for name in NO_PACKAGE:
         path = root / name / "__init__.py"
         if path.exists():
@@ -69,7 +73,7 @@ def folders_that_are_packages(root: Path) -> Iterator[str]:
 
 
 def package_findings(root: Path) -> Iterator[str]:
-    """Files per package, and how deep packages lie; generated stubs are left out."""
+    """Count files per package, and how deep packages lie; generated stubs are left out."""
     for room in PACKAGES.values():
         for init in sorted((root / room).rglob("__init__.py")):
             package = init.parent
@@ -85,7 +89,7 @@ def package_findings(root: Path) -> Iterator[str]:
 
 
 def source_findings(root: Path) -> Iterator[str]:
-    """Length of functions and of test files, and module docstrings; without generated stubs."""
+    """Check functions' and test files' length, and module docstrings; not of generated stubs."""
     for folder in (*PACKAGES.values(), "tests"):
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
@@ -108,7 +112,7 @@ def _file_findings(name: str, source: str) -> Iterator[str]:
 
 
 def function_lines(function: _Function) -> int:
-    """Lines of a function's own code."""
+    """Count the lines of a function's own code."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     if not body:
         return 0
@@ -121,7 +125,7 @@ def _num_lines(first: ast.stmt, last: ast.stmt) -> int:
 
 
 def names_owned_by_others() -> Iterator[str]:
-    """Another distribution with one of our import names would be imported in our place."""
+    """Find other distributions with one of our import names, imported in our place."""
     owners = packages_distributions()
     for name in PACKAGES:
         for owner in sorted(set(owners.get(name, [])) - {DISTRIBUTION}):
@@ -129,7 +133,7 @@ def names_owned_by_others() -> Iterator[str]:
 
 
 def broken_links(root: Path) -> Iterator[str]:
-    """Relative links in the documents must lead to something."""
+    """Find relative links in the documents that lead to nothing."""
     for path in (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))):
         text = _FENCED.sub("", path.read_text(encoding="utf-8"))
         for target in _LINK.findall(text):
@@ -140,8 +144,40 @@ def broken_links(root: Path) -> Iterator[str]:
                 yield f"{path.relative_to(root)}: the link to {target} leads nowhere"
 
 
+def unknown_places(root: Path) -> Iterator[str]:
+    """Find paths and modules of ours that a page names in backticks and that are not there.
+
+    Pages with a date (decisions, log, changes) may name what was. Names with one dot are left out:
+    they may be an object's attribute (`engine.step`).
+    """
+    for path in (*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))):
+        if path.name in DATED:
+            continue
+        text = _FENCED.sub("", path.read_text(encoding="utf-8"))
+        for name in _PATH.findall(text):
+            is_ours = name.partition("/")[0] in (*PACKAGES, *NO_PACKAGE, "tools")
+            if is_ours and not (root / name).exists():
+                yield f"{path.relative_to(root)}: {name} is not there"
+        for name in _MODULE.findall(text):
+            room, *parts = name.split(".")
+            if room in PACKAGES and not _is_defined(root / PACKAGES[room], parts):
+                yield f"{path.relative_to(root)}: {name} is not there"
+
+
+def _is_defined(place: Path, parts: Sequence[str]) -> bool:
+    """Say whether a package has this module, or this one the next name in its text."""
+    for part in parts:
+        if place.name == "v1":  # names of the protos
+            return True
+        if not place.is_dir():
+            text = place.read_text(encoding="utf-8") if place.exists() else ""
+            return re.search(rf"\b{part}\b", text) is not None
+        place = place / part if (place / part).is_dir() else place / f"{part}.py"
+    return place.exists()
+
+
 def version_findings(root: Path) -> Iterator[str]:
-    """The changelog's newest version is the one that the code says."""
+    """Compare the changelog's newest version with the one that the code says."""
     code = _VERSION.search((root / "baton" / "version.py").read_text(encoding="utf-8"))
     changelog = root / "CHANGELOG.md"
     newest = (

@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def compile_all(only: str) -> Found:
-    """Figures of every case on every architecture."""
+    """Compile every case on every architecture and return its figures."""
     jobs = [
         (module, case.name, architecture)
         for module in modules()
@@ -107,19 +107,19 @@ def compile_all(only: str) -> Found:
 
 
 def modules() -> list[str]:
-    """Every module of the package."""
+    """Import every module of the package."""
     package = import_module(PACKAGE)
     return sorted(f"{PACKAGE}.{module.name}" for module in pkgutil.iter_modules(package.__path__))
 
 
 def cases_of(module: str) -> tuple[AotCase, ...]:
-    """The cases that a module names; none where it has no kernel to launch."""
+    """List the cases that a module names; none where it has no kernel to launch."""
     cases: tuple[AotCase, ...] = getattr(import_module(module), "AOT_CASES", ())
     return cases
 
 
 def _set_up(cache: str) -> None:
-    """A fresh cache: what is taken from one was not compiled, and tells no registers."""
+    """Use a fresh cache: what comes from one was not compiled and shows no registers."""
     os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1")
 
 
@@ -144,7 +144,7 @@ def _compile(module: str, name: str, architecture: str) -> Figures:
 
 
 def compile_case(case: AotCase, capability: int) -> Any:
-    """What Triton makes of it: ``asm["ptx"]``, ``metadata``."""
+    """Compile one case to what Triton makes of it: ``asm["ptx"]``, ``metadata``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -169,7 +169,7 @@ def compile_case(case: AotCase, capability: int) -> Any:
 
 
 def pending_groups(ptx: str) -> int | None:
-    """The least that a loop with matrix products waits with; None: none waits for copies."""
+    """Find the least that a loop with matrix products waits with; None: none waits for copies."""
     labels: dict[str, int] = {}
     found = []
     lines = ptx.splitlines()
@@ -186,7 +186,7 @@ def pending_groups(ptx: str) -> int | None:
 def differences(
     found: Found, recorded: Mapping[str, Mapping[str, Figures]], complete: bool
 ) -> Iterator[str]:
-    """One line per figure that is worse than the recorded one, or has none."""
+    """Report each figure that is worse than the recorded one, or has none."""
     for name, architecture, figures in _rows(found):
         known = recorded.get(name, {}).get(architecture)
         if known is None:
@@ -213,7 +213,7 @@ def differences(
 
 
 def table_of(found: Found) -> Table:
-    """One row per case and architecture."""
+    """Make a table with one row per case and architecture."""
     columns = (
         "registers", "spill_bytes", "stack_bytes", "shared_bytes", "pending_groups", "num_warps",
         "num_stages",
@@ -231,7 +231,7 @@ def _rows(found: Found) -> Iterator[tuple[str, str, Figures]]:
 
 
 def release() -> str:
-    """Of Triton, as records are kept: ``3.6``."""
+    """Return Triton's release, as records are kept: ``3.6``."""
     import triton
 
     return ".".join(triton.__version__.split(".")[:2])
@@ -259,7 +259,7 @@ def code_of(source: str) -> str:
 
 
 def read_releases(record: Path) -> dict[str, Any]:
-    """What is written, by release."""
+    """Read what is recorded, by release."""
     releases: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))["releases"]
     return releases
 

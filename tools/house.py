@@ -60,12 +60,12 @@ class Package:
 
 
 def packages(root: Path) -> list[Package]:
-    """All packages, rooms before what is in them."""
+    """Measure all packages, rooms before what is in them."""
     return [_package(name, sorted((root / name).glob("*.py"))) for name in package_names(root)]
 
 
 def package_names(root: Path) -> list[str]:
-    """Their folders."""
+    """List the packages' folders."""
     found = []
     for room in PACKAGES.values():
         for folder in sorted({path.parent for path in (root / room).rglob("*.py")}):
@@ -110,13 +110,13 @@ def _p90(values: list[int]) -> int:
 
 
 def _first_sentence(file: Path) -> str:
-    """What a module says of itself in its first paragraph."""
+    """Return a module's first paragraph."""
     paragraph = (ast.get_docstring(_tree(file)) or "").partition("\n\n")[0]
     return " ".join(paragraph.split()).replace("``", "`").replace("|", "\\|")
 
 
 def day_path(root: Path) -> Iterator[tuple[str, str, int]]:
-    """Of each file to read: its path, its sentence, its lines; a name that is nowhere raises."""
+    """Find the files to read: path, sentence, lines; raises for a name that is nowhere."""
     seen = set()
     for name in READ:
         file = _file_of(root, *name.split(":"))
@@ -144,7 +144,7 @@ def _file_of(root: Path, name: str, room: str = "") -> Path:
 
 
 def map_table(root: Path) -> str:
-    """The packages as docs/architecture.md has them."""
+    """Write the packages as docs/architecture.md has them."""
     found = packages(root)
     num_files, num_lines = (sum(p.num_files for p in found), sum(p.num_lines for p in found))
     rows = [f"| `{p.name}` | {p.sentence} | {p.num_files} | {p.num_lines:,} |" for p in found]
@@ -156,7 +156,7 @@ def map_table(root: Path) -> str:
 
 
 def day_path_table(root: Path) -> str:
-    """The files of the day path, in the order in which to read them."""
+    """Write the files of the day path, in the order in which to read them."""
     found = list(day_path(root))
     rows = [f"| `{path}` | {sentence} | 1 | {lines:,} |" for path, sentence, lines in found]
     total = sum(lines for *_, lines in found)
@@ -168,7 +168,7 @@ def day_path_table(root: Path) -> str:
 
 
 def decisions(root: Path) -> str:
-    """The decisions, one line each, by number."""
+    """List the decisions, one line each, by number."""
     files = sorted((root / DECISIONS).parent.glob("[0-9]*.md"))
     titles = [file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for file in files]
     return "\n".join(f"* [{title}]({file.name})" for title, file in zip(titles, files, strict=True))
@@ -185,7 +185,7 @@ def write(root: Path) -> None:
 
 
 def _parts(root: Path, page: str) -> tuple[str, str, str]:
-    """A page before, in and behind what this program writes."""
+    """Split a page: before, in and behind what this program writes."""
     text = (root / page).read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     written, end, after = rest.partition(END)
@@ -195,7 +195,7 @@ def _parts(root: Path, page: str) -> tuple[str, str, str]:
 
 
 def findings(root: Path) -> Iterator[str]:
-    """What the pages say that is not so; lines may differ by a tenth."""
+    """Find what the pages say that is not so; lines may differ by a tenth."""
     for page, make in PAGES.items():
         _, written, _ = _parts(root, page)
         old, new = _rows(written), _rows(make(root))
@@ -212,7 +212,7 @@ def findings(root: Path) -> Iterator[str]:
 
 
 def _rows(written: str) -> dict[str, tuple[str, int, int]]:
-    """What a generated part says of what: sentence, files, lines; a list has neither."""
+    """Read sentence, files and lines by name from a generated part; a list has neither."""
     rows = {
         name: (sentence, int(files), int(lines.replace(",", "")))
         for name, sentence, files, lines in _ROW.findall(written)

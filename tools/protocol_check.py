@@ -85,7 +85,7 @@ CONFIGURATIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a search said. ``num_states`` are those visited until its end or the first error."""
+    """The result of a search; ``num_states`` counts states until its end or the first error."""
 
     num_states: int
     seconds: float

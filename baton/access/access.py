@@ -47,7 +47,7 @@ _SAME_LOOK_S = 60.0  # who looks at the same again within a minute (`baton admin
 
 
 class Access:
-    """Who may call one program.
+    """Decides who may call one program.
 
     Args:
         keys_file: API keys; none if not given.
@@ -103,7 +103,7 @@ class Access:
                 logger.warning("no API key has the role %s (baton keys new --role %s)", role, role)
 
     def read_again(self) -> None:
-        """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
+        """Reload the keys and reopen the audit log's file, which may have moved (SIGHUP)."""
         self.reload()
         self.audit.reopen()
 
@@ -174,7 +174,7 @@ class Access:
     def admit(
         self, credentials: Credentials, roles: Roles, call: str, anybody: Principal = ANYBODY
     ) -> Principal:
-        """Find out who calls and whether it may; what does not is told in the audit log.
+        """Find out who calls and whether it may; log refusals in the audit log.
 
         Args:
             roles: any one of them is enough.
@@ -225,7 +225,7 @@ class Access:
         arguments: Mapping[str, Any] | None = None,
         problem: str = "",
     ) -> None:
-        """Tell what somebody did, or tried; the same look is told once a minute."""
+        """Log what somebody did, or tried; the same read access is logged once a minute."""
         is_client = principal.may(Role.INFER)  # (What a router asks of its node has no role there.)
         told = {name: clip(value) for name, value in (arguments or {}).items()}
         if kind is AuditKind.LOOKED:
@@ -270,7 +270,7 @@ class Access:
 
 
 def _network(address: str) -> str:
-    """What one caller may have many of is one: an IPv6 network of 64 bits.
+    """Return the address, or of IPv6 its /64 network: what shares one caller's allowance.
 
     All of IPv4 is in one such network where a listener takes both (``::ffff:10.0.0.7``): there each
     address is one.

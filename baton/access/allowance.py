@@ -40,7 +40,7 @@ class Allowance:
         return len(self._left)
 
     def wait_s(self, name: str) -> float:
-        """Until it may be done again; 0: now."""
+        """Return the seconds until it may be done again; 0: now."""
         with self._lock:
             return max(0.0, (1 - self._now_left(name)) / self._per_second)
 

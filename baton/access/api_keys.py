@@ -74,17 +74,17 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def digest_of(key: str) -> bytes:
-    """What is kept of a key; any text has one."""
+    """Return the digest under which a key is kept; any text has one."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def draw_key() -> str:
-    """A new key: 256 random bits."""
+    """Draw a new key of 256 random bits."""
     return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """All keys of a file; raises ConfigError with one line that tells no key."""
+    """Read all keys of a file; raises ConfigError with one line that shows no key."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -96,7 +96,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def parse_keys(text: str) -> tuple[ApiKey, ...]:
-    """The keys in a file's text; raises ConfigError."""
+    """Parse the keys in a file's text; raises ConfigError."""
     _refuse_old_lines(text)
     try:
         entries = msgspec.convert(tomllib.loads(text), _File, str_keys=True).key
@@ -129,7 +129,7 @@ def _refuse_old_lines(text: str) -> None:
 
 
 def _check(where: str, entry: _Entry) -> ApiKey:
-    """One key of its table; raises ConfigError."""
+    """Check one key of the table and return it; raises ConfigError."""
     group = entry.cache_group or entry.name
     names = {"name": entry.name, "tenant": entry.tenant or entry.name, "cache_group": group}
     for name, value in names.items():
@@ -180,7 +180,7 @@ def _limits(where: str, given: dict[str, Any]) -> Limits:
 
 
 def _expiry(where: str, when: Any) -> float:
-    """``datetime`` is a ``date``, too; a day is its beginning in UTC."""
+    """Return seconds since the epoch; a day is its beginning in UTC."""
     if when is None:
         return math.inf
     if isinstance(when, datetime.date) and not isinstance(when, datetime.datetime):
@@ -205,7 +205,7 @@ def entry_text(
     expires: str = "",
     models: Iterable[str] = (),
 ) -> str:
-    """The table of a key, to be put into a file; raises ConfigError for what could not be read."""
+    """Write the table of a key, to be put into a file; raises ConfigError for an invalid one."""
     lines = [
         "[[key]]",
         f"name = {_quoted(name)}",
@@ -224,12 +224,12 @@ def entry_text(
 
 
 def _quoted(value: str | list[str]) -> str:
-    """As TOML has it; for these two it is as in JSON."""
+    """Quote a string for TOML; for names and digests JSON's quoting is the same."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def convert_lines(text: str) -> tuple[str, list[str]]:
-    """From ``name:key`` lines to tables, and the names whose keys are too short to be kept.
+    """Convert ``name:key`` lines to tables; also return the names whose keys are too short to keep.
 
     Raises ConfigError, which tells no key.
     """
@@ -247,5 +247,5 @@ def convert_lines(text: str) -> tuple[str, list[str]]:
 
 
 def is_expired(key: ApiKey) -> bool:
-    """Whether a key is of no use any more."""
+    """Say whether a key has expired."""
     return key.expires_at <= time.time()

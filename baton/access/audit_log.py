@@ -32,7 +32,7 @@ _FILE_MODE = 0o600
 
 
 class AuditKind(StrEnum):
-    """What happened."""
+    """The kinds of audited events."""
 
     JOINED = "joined"
     LEFT = "left"
@@ -65,7 +65,7 @@ class AuditEvent:
 
     @classmethod
     def of(cls, kind: AuditKind, principal: Principal | None, **fields: str) -> AuditEvent:
-        """An event of a caller; None: nobody knows who it was."""
+        """Make an event of a caller; None: the caller is unknown."""
         name, tenant = (principal.name, principal.tenant) if principal else ("", "")
         return cls(kind=kind, who=name, tenant=tenant, **fields)  # type: ignore[arg-type]
 
@@ -182,7 +182,7 @@ class AuditLog:
 
 
 def clip(value: object) -> str:
-    """A value as it is shown in an event."""
+    """Cut a value to the length that an event shows."""
     text = str(value)
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 

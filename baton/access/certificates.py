@@ -48,7 +48,7 @@ class NodeName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateIdentity:
-    """What a certificate says of its holder.
+    """The identity that a certificate states for its holder.
 
     Attributes:
         principal: without roles where no URI gives any.
@@ -114,13 +114,13 @@ def certificate_identity(source: Any) -> CertificateIdentity | None:
 
 
 def certificate_principal(source: Any) -> Principal | None:
-    """The same, and only who it is."""
+    """Read only the principal of the certificate that a call's connection was opened with."""
     identity = certificate_identity(source)
     return None if identity is None else identity.principal
 
 
 def _certificate_of(source: Any) -> bytes:
-    """PEM or DER; empty where there is none."""
+    """Return the peer's certificate as PEM or DER; empty where there is none."""
     if hasattr(source, "auth_context"):
         context: Mapping[str, Sequence[bytes]] = source.auth_context()
         return next(iter(context.get("x509_pem_cert") or ()), b"")

@@ -18,33 +18,33 @@ TRACEPARENT = "traceparent"  # of W3C
 
 
 def grpc_credentials(context: Any) -> Credentials:
-    """Of a call, given gRPC's own context, while it is open."""
+    """Read the credentials of a gRPC call, given its context while it is open."""
     metadata = context.invocation_metadata() or ()
     shown = [str(value) for name, value in metadata if name == _AUTHORIZATION]
     return _credentials(shown, context, address_of(context.peer()))
 
 
 def traceparent(context: Any) -> str:
-    """Of a call: the trace that its caller says it is part of; empty: of none."""
+    """Read the trace that a call's caller says it belongs to; empty: none."""
     metadata = context.invocation_metadata() or ()
     return next((str(value) for name, value in metadata if name == TRACEPARENT), "")
 
 
 def http_credentials(request: web.BaseRequest) -> Credentials:
-    """Of a request: its authorization, or the key alone, as Anthropic's clients send it."""
+    """Read a request's authorization header, or the bare key, as Anthropic's clients send it."""
     shown = request.headers.getall(_AUTHORIZATION, [])
     shown += [f"Bearer {key}" for key in request.headers.getall(_API_KEY, [])]
     return _credentials(shown, request.transport, request.remote or "")
 
 
 def address_of(peer: str) -> str:
-    """The machine's address in gRPC's ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
+    """Read the IP address from gRPC's ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
     kind, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else rest
 
 
 def _credentials(shown: Sequence[str], source: Any, address: str) -> Credentials:
-    """What a call shows.
+    """Read the credentials from a call's metadata.
 
     Args:
         shown: its authorizations. Of several none counts: what is in front of a program may have

@@ -29,7 +29,7 @@ _BACKDATED = timedelta(minutes=5)  # clocks differ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who gets a certificate.
+    """A holder of a development certificate.
 
     Attributes:
         name: of its files, and what it is called.

@@ -83,7 +83,7 @@ def _is_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """What protects a listener.
+    """The protection of a listener.
 
     Attributes:
         authentication: the options that would have callers show who they are, for messages.

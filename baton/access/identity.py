@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Who calls.
+    """The identity of a caller.
 
     Attributes:
         name: of the key or certificate; empty where anybody may call.
@@ -83,7 +83,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What a call shows of who makes it.
+    """The credentials that a call brings.
 
     Attributes:
         authorization: the header or the metadata of that name; empty: none came.

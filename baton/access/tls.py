@@ -53,7 +53,7 @@ _MAX_FILE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsMaterial:
-    """What was in the files at one moment, checked; empty where none is named."""
+    """The content of the TLS files at one moment, checked; empty where none is named."""
 
     chain: bytes = b""
     key: bytes = b""
@@ -126,7 +126,7 @@ def describe(options: TlsOptions, material: TlsMaterial) -> str:
 
 
 def names_of(certificate: x509.Certificate) -> str:
-    """Every name that a certificate is for, as people read them."""
+    """List all names of a certificate for people to read."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, ValueError):
@@ -235,7 +235,7 @@ def load_pair(context: ssl.SSLContext, material: TlsMaterial) -> None:
 
 
 def _signature(options: TlsOptions) -> tuple[tuple[int, int, int] | None, ...]:
-    """What differs when a file was replaced, whichever way."""
+    """Return times, inodes and sizes of the files: they differ once one was replaced."""
     found: list[tuple[int, int, int] | None] = []
     for path in (options.cert, options.key, options.ca):
         try:
@@ -288,6 +288,6 @@ def _check_pair(options: TlsOptions, chain: bytes, key: bytes) -> None:
 
 
 def _public(holder: Any) -> bytes:
-    """The public key of a certificate or a private key, in a form that can be compared."""
+    """Return the public key of a certificate or a private key in a comparable form."""
     key: bytes = holder.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return key

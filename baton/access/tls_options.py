@@ -17,7 +17,7 @@ SYSTEM_CAS = "system"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """What a program shows of itself, and whom it trusts; nothing given: no TLS.
+    """A program's own certificate and the CAs it trusts; nothing given: no TLS.
 
     Raises:
         ConfigError: they do not go together. What is in the files is looked at later.

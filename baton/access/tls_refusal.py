@@ -73,7 +73,7 @@ def _why_tls_fails(
 
 
 def _of_hanging_up(options: TlsOptions) -> str:
-    """What it most probably means; what our certificate is to us, was looked at before."""
+    """Explain a hang-up in the handshake; that our own certificate is valid was checked before."""
     if not options.cert:
         return _WANTS_CERTIFICATE
     return f"it hangs up on our certificate {options.cert}; does it trust the CA of that?"

@@ -59,14 +59,14 @@ class InvalidRequestError(BatonError, ValueError):
 
 
 def _shortened(text: str) -> str:
-    """A line that may quote megabytes of what a client sent, still with its beginning and end."""
+    """Shorten a line that may quote megabytes of a client's text to its beginning and end."""
     if len(text) <= MAX_QUOTED_CHARS:
         return text
     return f"{text[: MAX_QUOTED_CHARS // 2]} ... {text[-MAX_QUOTED_CHARS // 2 :]}"
 
 
 class PoisonRequestError(BatonError):
-    """Nodes died while they computed the request, or one like it; to repeat it would end more."""
+    """The request, or one like it, killed the nodes that computed it; it is not tried again."""
 
 
 class UnauthenticatedError(BatonError):
@@ -74,7 +74,7 @@ class UnauthenticatedError(BatonError):
 
 
 class PermissionDeniedError(BatonError):
-    """Who calls is known, and may not do this."""
+    """The caller is known, but may not do this."""
 
 
 class ConfigError(BatonError, ValueError):
@@ -152,7 +152,7 @@ HTTP_STATUS_OF: dict[str, int] = {
 
 
 def status_name(error: BatonError) -> str:
-    """The name of an error's gRPC status; the nearest class in the table counts."""
+    """Return the name of an error's gRPC status; the nearest class in the table counts."""
     for kind in type(error).__mro__:
         if kind in STATUS_OF_ERROR:
             return STATUS_OF_ERROR[kind]

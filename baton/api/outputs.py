@@ -22,7 +22,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How probable the model held a token of output or prompt, and its best ones, to be.
+    """The logprob of a token of output or prompt, and of the most probable ones in its place.
 
     Natural logarithms, of the model's own distribution: before penalties, biases, bans,
     temperature and filters.
@@ -69,7 +69,7 @@ class PrefillReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReceipt:
-    """What became of the KV blocks; travels in the commit record.
+    """A push of KV blocks and how it ended; travels in the commit record.
 
     Attributes:
         num_descriptors: ranges of memory that were written, neighbours merged.
@@ -145,7 +145,7 @@ class Receipt:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, found in the prefix cache of the node that computed the rest of it."""
+        """Prompt tokens found in the prefix cache of the node that computed the rest."""
         computed_by = self.prefill or self.decode
         if computed_by is None:
             return 0
@@ -155,7 +155,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """What a request cost in an engine without a network; durations in seconds.
+    """The cost of a request in an engine without a network; durations in seconds.
 
     Attributes:
         queue_s: from its arrival until it was first scheduled.
@@ -207,7 +207,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Pieces of one output that follow each other, at least one, as a single piece.
+    """Join consecutive pieces of one output, at least one, into a single piece.
 
     It has logprobs of all tokens or of none: a node may have left some out.
     """
@@ -227,7 +227,7 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
 
 
 def count_logprobs(delta: TextDelta) -> int:
-    """Of tokens and of what else there was in their places."""
+    """Count the logprobs of a delta: of its tokens and of their alternatives."""
     return sum(1 + len(one.top) for one in (*delta.logprobs, *delta.prompt_logprobs) if one)
 
 

@@ -85,12 +85,12 @@ def check_priority(priority: int, most_urgent: int | None = None) -> None:
 
 
 def draw_seed() -> int:
-    """A seed for a request that came without one."""
+    """Draw a seed for a request that came without one."""
     return secrets.randbits(63)
 
 
 def choice_seed(seed: int, choice_index: int) -> int:
-    """The seed of one of a prompt's ``n`` outputs: output i is what a request with seed + i gives.
+    """Return the seed of one of a prompt's ``n`` outputs: output i gets seed + i.
 
     Behind the greatest seed comes the least one; samplers count modulo 2**64, too.
     """
@@ -98,5 +98,5 @@ def choice_seed(seed: int, choice_index: int) -> int:
 
 
 def choice_request_id(request_id: str, choice_index: int) -> str:
-    """The id of one of a prompt's ``n`` outputs: the first has the request's own."""
+    """Return the id of one of a prompt's ``n`` outputs: the first has the request's own."""
     return f"{request_id}-{choice_index}" if choice_index else request_id

@@ -17,7 +17,7 @@ _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def read_sampling_defaults(folder: Path) -> dict[str, Any]:
-    """By the names of `SamplingParams`; empty where the checkpoint recommends nothing.
+    """Read the defaults that the checkpoint recommends, by `SamplingParams` name; may be empty.
 
     Raises ModelLoadError for a file that is broken, or a value outside its limit.
     """

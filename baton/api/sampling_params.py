@@ -23,7 +23,7 @@ MAX_N = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Checked when made; a value outside its limit raises InvalidRequestError naming the field.
+    """Sampling parameters; a value outside its limit raises InvalidRequestError naming the field.
 
     The logits of a token go through, in this order: repetition penalty, presence and frequency
     penalty, logit bias, bans (``banned_token_ids``, ``allowed_token_ids``, ``structured_output``,
@@ -154,7 +154,7 @@ def _as_tuple(field: str, value: object, what: str, limit: int) -> tuple[Any, ..
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
-    """A mapping, or pairs, as pairs sorted by token id."""
+    """Return a mapping, or pairs, as pairs sorted by token id."""
     field = "logit_bias"
     given = value.items() if isinstance(value, Mapping) else value
     biases: dict[int, float] = {}
@@ -171,7 +171,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
-    """A list of strings; one string is a list of one."""
+    """Return stop strings as a tuple; one string is a list of one."""
     given = (value,) if isinstance(value, str) else value
     strings = _as_tuple("stop", given, "strings", MAX_STOP_STRINGS)
     kept = []
@@ -189,7 +189,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 
 
 def _check_number(field: str, value: object, limits: str, low: float, high: float) -> None:
-    """Finite and from ``low`` to ``high``; ``limits`` says the same in words."""
+    """Check that it is finite and from ``low`` to ``high``; ``limits`` is that in words."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and low <= value <= high and value < math.inf:  # type: ignore[operator]  # a number
         return

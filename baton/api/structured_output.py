@@ -19,7 +19,7 @@ KINDS = ("json_schema", "regex", "grammar", "choice", "json_object")
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StructuredOutput:
-    """Exactly one of these; checked when made: raises InvalidRequestError naming the field.
+    """A constraint on an output: exactly one field; else raises InvalidRequestError naming it.
 
     Attributes:
         json_schema: a JSON Schema, as text or as a mapping; kept as text.
@@ -64,7 +64,7 @@ class StructuredOutput:
         return value if isinstance(value, str) else ""
 
     def __repr__(self) -> str:
-        """Sizes only: it is printed where the users' texts must not be."""
+        """Show sizes only: it is printed where the users' texts must not be."""
         size = f"{len(self.choice)} texts" if self.choice else f"{len(self.text)} characters"
         return f"StructuredOutput({self.kind}: {size})"
 
@@ -74,7 +74,7 @@ def _invalid(kind: str, problem: str) -> InvalidRequestError:
 
 
 def _schema_text(value: object) -> str:
-    """Compact JSON; the order of the keys is kept: it is the order of the output's."""
+    """Write compact JSON; the order of its keys is kept, as outputs have the same."""
     if isinstance(value, str):
         _check_text("json_schema", value)  # before it is parsed
     try:

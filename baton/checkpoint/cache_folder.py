@@ -18,7 +18,7 @@ class CacheFolderError(Exception):
 
 
 def cache_folder(name: str) -> Path:
-    """Where a kind of cached files lies: in ``BATON_CACHE`` or `~/.cache/baton`."""
+    """Return the folder of a kind of cached files, in ``BATON_CACHE`` or `~/.cache/baton`."""
     cache = os.environ.get("BATON_CACHE")
     try:
         return (Path(cache) if cache else Path.home() / ".cache" / "baton") / name
@@ -27,14 +27,14 @@ def cache_folder(name: str) -> Path:
 
 
 def own_cache_folder(name: str) -> Path:
-    """Like :func:`cache_folder`; made if it is not there, and nobody else's to write."""
+    """Return :func:`cache_folder`, made if it is not there, writable by nobody else."""
     folder = cache_folder(name)
     os.close(open_own_folder(folder))
     return folder
 
 
 def open_own_folder(folder: Path) -> int:
-    """The folder's descriptor; made if it is not there, and nobody else's to write.
+    """Open the folder and return its descriptor; make it if absent, writable by nobody else.
 
     Raises CacheFolderError, or OSError where it cannot be made.
     """
@@ -54,5 +54,5 @@ def open_own_folder(folder: Path) -> int:
 
 
 def is_own(found: os.stat_result) -> bool:
-    """Whether a file or folder is ours (or root's), and nobody else can write it."""
+    """Say whether a file or folder is ours (or root's), and nobody else can write it."""
     return found.st_uid in (os.geteuid(), 0) and not found.st_mode & _OTHERS_WRITE

@@ -32,7 +32,7 @@ _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torc
 
 
 def find_model_folder(model: str, *, weights: bool = True) -> Path:
-    """The folder of a model, in Hugging Face layout.
+    """Find the folder of a model, in Hugging Face layout.
 
     A model is given as a folder in that layout, as a GGUF file, as a folder or an installed
     package with one GGUF file in it, or as a hub id ("Qwen/Qwen3-0.6B"). A GGUF file's folder is
@@ -66,7 +66,7 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The folder itself, or that of the GGUF file in it where it has no weights of its own."""
+    """Return the folder, or its GGUF file's folder where it has no weights of its own."""
     ggufs = sorted(path for path in folder.glob(f"*{_GGUF}") if path.name != WEIGHTS)
     has_config = (folder / "config.json").is_file()
     if has_config and (not ggufs or any(folder.glob("*.safetensors"))):
@@ -77,7 +77,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _in_package(name: str) -> Path | None:
-    """The GGUF file of an installed package; nothing of the package is imported."""
+    """Find the GGUF file of an installed package without importing the package."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         return None
     try:
@@ -115,14 +115,14 @@ def _fetch_from_hub(model: str, *, weights: bool) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a router must know of a model to check requests."""
+    """The limits of a model by which a router checks requests."""
 
     vocab_size: int
     max_position_embeddings: int
 
 
 def read_limits(folder: Path) -> ModelLimits:
-    """Limits from `config.json`; raises ModelLoadError naming a field that is missing or wrong."""
+    """Read limits from `config.json`; raises ModelLoadError naming a missing or wrong field."""
     config = _read_config(folder)
     values = []
     for name in ("vocab_size", "max_position_embeddings"):
@@ -136,7 +136,7 @@ def read_limits(folder: Path) -> ModelLimits:
 
 
 def config_digest(folder: Path) -> str:
-    """Digest of what `config.json` says about the network; equal for equal architectures."""
+    """Digest what `config.json` says about the network; equal for equal architectures."""
     config = _read_config(folder)
     stable = {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}
     return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:16]
@@ -154,7 +154,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest of the weights: their sizes, and of large files samples (`weights_samples`).
+    """Digest the weights: their sizes, and of large files samples (`weights_samples`).
 
     Raises ModelLoadError when a file cannot be read.
     """

@@ -36,17 +36,17 @@ Identity = tuple[tuple[str, str], ...]
 
 
 def identity_of(entries: Mapping[str, str]) -> Identity:
-    """Those of ``entries`` that decide tokens; what is missing is empty."""
+    """Pick the entries that decide tokens; a missing one is empty."""
     return tuple((key, entries.get(key, "")) for key in IDENTITY_KEYS)
 
 
 def describe_identity(identity: Identity) -> str:
-    """One line for people."""
+    """Describe an identity in one line for people."""
     return ", ".join(f"{key} {value}" for key, value in identity if value)
 
 
 def folder_identity(folder: Path) -> dict[str, str]:
-    """The entries that a model folder decides; without ``weights`` where it lacks some of them.
+    """Compute the entries that a model folder decides; without ``weights`` if some are missing.
 
     Raises:
         ModelLoadError: a file of it cannot be read.
@@ -63,7 +63,7 @@ def folder_identity(folder: Path) -> dict[str, str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether the weights are here, and all of them."""
+    """Say whether all of the weights are here."""
     index = folder / _INDEX
     if not index.is_file():
         return any(folder.glob("*.safetensors")) or (folder / GGUF_WEIGHTS).is_file()
@@ -72,7 +72,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _chat_template_digest(folder: Path) -> str:
-    """Of all the places where a template may be; which of them counts is `chat_template.py`'s."""
+    """Digest every place of a template; `chat_template.py` decides which of them counts."""
     parts = [
         _read_object(folder / name).get("chat_template")
         for name in ("tokenizer_config.json", "chat_template.json")
@@ -84,14 +84,14 @@ def _chat_template_digest(folder: Path) -> str:
 
 
 def _generation_digest(path: Path) -> str:
-    """It says which tokens end an output; who wrote it does not matter."""
+    """Digest what decides which tokens end an output; the version that wrote it does not count."""
     settings = _read_object(path)
     settings.pop("transformers_version", None)
     return _digest(json.dumps(settings, sort_keys=True).encode()) if settings else NONE
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Empty where there is no such file."""
+    """Read a JSON object; empty where there is no such file."""
     if not path.is_file():
         return {}
     try:

@@ -24,7 +24,7 @@ _LENGTH_BYTES = 8  # of safetensors' header, in front of it
 
 
 def read_samples(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """The bytes that stand for a file of ``size`` bytes, in order; raises OSError."""
+    """Yield, in order, the bytes sampled from a file of ``size`` bytes; raises OSError."""
     for begin, end in _ranges(file, size):
         file.seek(begin)
         for at in range(begin, end, _CHUNK_BYTES):
@@ -50,7 +50,7 @@ def _ranges(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _tensors(file: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Where the tensors of a file of safetensors are; none of a file of another kind."""
+    """Locate the tensors of a safetensors file; a file of another kind has none."""
     if file.read(len(MAGIC)) == MAGIC:
         try:
             stored = GgufFile.read(Path(file.name)).tensors.values()

@@ -17,7 +17,7 @@ from baton.v1 import inference_pb2_grpc
 
 
 class _Certificates:
-    """What a client's next channel is to be opened with.
+    """The certificates with which a client opens its next channel.
 
     Args:
         tls: None: as the environment says.
@@ -69,7 +69,7 @@ class SyncChannel:
         return self._stub
 
     def error_of(self, error: grpc.RpcError) -> BatonError:
-        """The exception that a failed call means; asks the router once more why, if it is TLS."""
+        """Turn a failed call into its exception; if TLS may be why, ask the router once more."""
         why = ""
         if is_unreachable(error):
             why = why_refused(self._address, self._certificates.options)
@@ -107,7 +107,7 @@ class AsyncChannel:
         return self._stub
 
     async def error_of(self, error: grpc.RpcError) -> BatonError:
-        """The exception that a failed call means; asks the router once more why, if it is TLS."""
+        """Turn a failed call into its exception; if TLS may be why, ask the router once more."""
         why = ""
         if is_unreachable(error):
             options = self._certificates.options

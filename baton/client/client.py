@@ -74,7 +74,7 @@ class Client:
         session_id: str = "",
         priority: int = 0,
     ) -> Completion:
-        """The whole completion of one prompt; raises a BatonError."""
+        """Return the whole completion of one prompt; raises a BatonError."""
         deltas = self.stream(
             prompt, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
         )
@@ -91,7 +91,7 @@ class Client:
         session_id: str = "",
         priority: int = 0,
     ) -> Iterator[TextDelta]:
-        """The completion piece by piece, as it is made; leaving the loop cancels the request.
+        """Yield the completion piece by piece as it is made; leaving the loop cancels the request.
 
         Args:
             resumable: when the connection breaks, go on where it broke, within some seconds.
@@ -121,7 +121,7 @@ class Client:
     def resume(
         self, request_id: str, next_output_index: int = 0, *, timeout_s: float | None = None
     ) -> Iterator[TextDelta]:
-        """The rest of a resumable request: what comes behind ``next_output_index`` tokens."""
+        """Yield the rest of a resumable request, from token ``next_output_index`` on."""
         request = inference_pb2.ResumeRequest(
             request_id=request_id, next_output_index=next_output_index
         )
@@ -136,7 +136,7 @@ class Client:
         session_id: str = "",
         priority: int = 0,
     ) -> list[list[Completion]]:
-        """The ``n`` completions of each prompt, in order; raises a BatonError."""
+        """Return the ``n`` completions of each prompt, in order; raises a BatonError."""
         deltas = self.stream_batch(
             prompts, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
         )
@@ -151,24 +151,24 @@ class Client:
         session_id: str = "",
         priority: int = 0,
     ) -> Iterator[TextDelta]:
-        """Pieces of all completions as they are made; they say of which prompt and choice."""
+        """Yield pieces of all completions as they are made; each names its prompt and choice."""
         request = make_batch_request(
             prompts, sampling_params, session_id=session_id, priority=priority
         )
         yield from self._read(self._channel.stub().GenerateBatch, request, timeout_s)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, as the model would see them."""
+        """Return the token ids of a prompt, as the model would see them."""
         request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt))
         return list(self._call(self._channel.stub().Tokenize, request).token_ids)
 
     def count_tokens(self, prompt: Prompt) -> int:
-        """How many tokens a prompt has."""
+        """Return how many tokens a prompt has."""
         request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt))
         return int(self._call(self._channel.stub().CountTokens, request).num_tokens)
 
     def models(self) -> list[ModelDescription]:
-        """What the router serves."""
+        """List what the router serves."""
         return models_from_proto(
             self._call(self._channel.stub().ListModels, inference_pb2.ListModelsRequest())
         )
@@ -237,7 +237,7 @@ class AsyncClient:
         session_id: str = "",
         priority: int = 0,
     ) -> Completion:
-        """The whole completion of one prompt; raises a BatonError."""
+        """Return the whole completion of one prompt; raises a BatonError."""
         deltas = self.stream(
             prompt, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
         )
@@ -254,7 +254,7 @@ class AsyncClient:
         session_id: str = "",
         priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
-        """The completion piece by piece, as it is made; closing the iterator cancels it.
+        """Yield the completion piece by piece as it is made; closing the iterator cancels it.
 
         Args:
             resumable: when the connection breaks, go on where it broke, within some seconds.
@@ -285,7 +285,7 @@ class AsyncClient:
     async def resume(
         self, request_id: str, next_output_index: int = 0, *, timeout_s: float | None = None
     ) -> AsyncGenerator[TextDelta, None]:
-        """The rest of a resumable request: what comes behind ``next_output_index`` tokens."""
+        """Yield the rest of a resumable request, from token ``next_output_index`` on."""
         request = inference_pb2.ResumeRequest(
             request_id=request_id, next_output_index=next_output_index
         )
@@ -301,7 +301,7 @@ class AsyncClient:
         session_id: str = "",
         priority: int = 0,
     ) -> list[list[Completion]]:
-        """The ``n`` completions of each prompt, in order; raises a BatonError."""
+        """Return the ``n`` completions of each prompt, in order; raises a BatonError."""
         deltas = self.stream_batch(
             prompts, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
         )
@@ -316,7 +316,7 @@ class AsyncClient:
         session_id: str = "",
         priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Pieces of all completions as they are made; they say of which prompt and choice."""
+        """Yield pieces of all completions as they are made; each names its prompt and choice."""
         request = make_batch_request(
             prompts, sampling_params, session_id=session_id, priority=priority
         )
@@ -324,17 +324,17 @@ class AsyncClient:
             yield delta
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, as the model would see them."""
+        """Return the token ids of a prompt, as the model would see them."""
         request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt))
         return list((await self._call(self._channel.stub().Tokenize, request)).token_ids)
 
     async def count_tokens(self, prompt: Prompt) -> int:
-        """How many tokens a prompt has."""
+        """Return how many tokens a prompt has."""
         request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt))
         return int((await self._call(self._channel.stub().CountTokens, request)).num_tokens)
 
     async def models(self) -> list[ModelDescription]:
-        """What the router serves."""
+        """List what the router serves."""
         return models_from_proto(
             await self._call(self._channel.stub().ListModels, inference_pb2.ListModelsRequest())
         )

@@ -50,7 +50,7 @@ class ModelDescription:
 
 
 def credentials(api_key: str | None) -> rpc.Metadata:
-    """What a call brings to show whose it is.
+    """Make the metadata that shows who calls.
 
     Args:
         api_key: as the environment variable ``BATON_API_KEY`` if None; empty: nothing.
@@ -65,7 +65,7 @@ def credentials(api_key: str | None) -> rpc.Metadata:
 
 
 class Progress:
-    """How far a stream has come, over all the calls that it takes."""
+    """The progress of a stream, over all the calls that it takes."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Progress:
         self._broke_at: float | None = None
 
     def next_call(self, stub: Any) -> Any:
-        """The call that brings what is missing."""
+        """Start the call that brings the missing tokens."""
         timeout_s = None
         if self._expires_at is not None:
             timeout_s = max(self._expires_at - time.monotonic(), 0)
@@ -100,7 +100,7 @@ class Progress:
         return delta
 
     def pause_after(self, problem: BatonError, error: grpc.RpcError) -> float:
-        """Seconds until the next call, when the connection broke; raises the problem otherwise."""
+        """Return the seconds until the next call if the connection broke; else raise."""
         is_broken = error.code() is grpc.StatusCode.UNAVAILABLE and not _said_by_router(error)
         if not (self._request.resumable and is_broken):
             raise problem from None
@@ -120,7 +120,7 @@ def make_request(
     session_id: str = "",
     priority: int = 0,
 ) -> inference_pb2.GenerateRequest:
-    """The request message of a prompt; raises InvalidRequestError."""
+    """Make the request message of a prompt; raises InvalidRequestError."""
     check_priority(priority)
     params = wire_types.sampling_params_to_proto(sampling_params or SamplingParams())
     request = inference_pb2.GenerateRequest(
@@ -142,7 +142,7 @@ def make_batch_request(
     session_id: str = "",
     priority: int = 0,
 ) -> inference_pb2.GenerateBatchRequest:
-    """The request message of several prompts; raises InvalidRequestError."""
+    """Make the request message of several prompts; raises InvalidRequestError."""
     if isinstance(prompts, str):
         raise InvalidRequestError("prompts", "must be a list of prompts, got a text")
     check_priority(priority)
@@ -159,7 +159,7 @@ def make_batch_request(
 
 
 def make_prompt(prompt: Prompt) -> inference_pb2.Prompt:
-    """Raises InvalidRequestError."""
+    """Make the prompt's message; raises InvalidRequestError."""
     message = inference_pb2.Prompt()
     _fill_prompt(message, prompt)
     return message
@@ -188,7 +188,7 @@ def _fill_prompt(
 
 
 def _checked_text(field: str, text: object) -> str:
-    """The text, if it can be sent; a terminal may hand over bytes that are no characters."""
+    """Check that a text can be sent; a terminal may hand over bytes that are no characters."""
     if not isinstance(text, str):
         raise InvalidRequestError(field, f"must be text, got {type(text).__name__}")
     try:
@@ -199,7 +199,7 @@ def _checked_text(field: str, text: object) -> str:
 
 
 def join(deltas: Sequence[TextDelta]) -> Completion:
-    """The completion that pieces make."""
+    """Join pieces to the completion that they make."""
     whole = join_deltas(deltas)
     return Completion(
         request_id=whole.request_id,
@@ -214,7 +214,7 @@ def join(deltas: Sequence[TextDelta]) -> Completion:
 
 
 def join_batch(deltas: Sequence[TextDelta]) -> list[list[Completion]]:
-    """Completions by prompt and output."""
+    """Join pieces to completions, by prompt and output."""
     order = sorted(deltas, key=lambda d: (d.prompt_index, d.choice_index, d.output_index))
     return [
         [join(list(choice)) for _, choice in itertools.groupby(prompt, lambda d: d.choice_index)]
@@ -227,7 +227,7 @@ def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelD
 
 
 def is_unreachable(error: grpc.RpcError) -> bool:
-    """Whether a call failed because there was no connection, nor could one be opened."""
+    """Say whether a call failed because no connection could be opened or kept."""
     details = (error.details() or "").lower()
     return error.code() is grpc.StatusCode.UNAVAILABLE and (
         "failed to connect" in details or "connection refused" in details
@@ -235,7 +235,7 @@ def is_unreachable(error: grpc.RpcError) -> bool:
 
 
 def error_of(error: grpc.RpcError, address: str, why: str = "") -> BatonError:
-    """The exception that made a status, or the nearest one when the router did not say.
+    """Return the error that the router raised, or the nearest one when it did not say.
 
     Args:
         why: it could not be reached, where that is known.
@@ -266,6 +266,6 @@ def _said_by_router(error: grpc.RpcError) -> bool:
 
 
 def trailers_of(error: grpc.RpcError) -> dict[str, str | bytes]:
-    """What came behind a failed call, by name."""
+    """Return the trailing metadata of a failed call, by name."""
     trailers: Any = error.trailing_metadata() or ()
     return dict(trailers)

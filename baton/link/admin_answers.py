@@ -46,7 +46,7 @@ class AdminAnswers:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """The link is gone: nobody waits for answers any more."""
+        """Cancel all answers: the link is gone, nobody waits for them any more."""
         for task in self._tasks:
             task.cancel()
 

@@ -38,7 +38,7 @@ class Drain:
         self.drained.clear()
 
     def mark(self, beat: NodeBeat, *, all_routers_know: bool) -> NodeBeat:
-        """The beat with the serving state in it, which it may complete."""
+        """Return the beat with the serving state in it; complete the drain if nothing is open."""
         if self.state is not ServingState.SERVING:
             is_quiet = all_routers_know and not _num_open(beat)
             # (A router that joins a drained node has to see it, too; that takes a moment.)

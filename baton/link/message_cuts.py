@@ -26,7 +26,7 @@ _MORE_PARTS = 32
 def cut_message(
     message: node_pb2.NodeMessage, max_bytes: int = MAX_LINK_MESSAGE_BYTES
 ) -> Iterator[node_pb2.NodeMessage]:
-    """Give the message, or, if it is too long, its deltas in several, in their order."""
+    """Yield the message, or split the deltas of one that is too long over several, in order."""
     is_short = message.ByteSize() <= max_bytes and len(message.deltas.deltas) <= MAX_LINK_DELTAS
     if message.WhichOneof("message") != "deltas" or (is_short and not parts_problem(message)):
         yield message
@@ -52,7 +52,7 @@ def cut_message(
 
 
 def parts_problem(message: node_pb2.NodeMessage) -> str:
-    """Why a message is not to be read any further: it has too many parts; empty: it may be.
+    """Say why a message has too many parts to be read; empty: it may be read.
 
     To be asked before anything is made of its parts: counting them costs a fraction of that.
     """
@@ -67,7 +67,7 @@ def parts_problem(message: node_pb2.NodeMessage) -> str:
 
 
 def tops_problem(message: node_pb2.NodeMessage) -> str:
-    """Why a long message is not to be read: its tokens have too many others; empty: it may be."""
+    """Say why a message is refused: too many alternatives of a token; empty: it is not."""
     for delta in message.deltas.deltas:
         for one in itertools.chain(delta.logprobs, delta.prompt_logprobs):
             if len(one.top_token_ids) > MAX_LOGPROBS:
@@ -76,12 +76,12 @@ def tops_problem(message: node_pb2.NodeMessage) -> str:
 
 
 def _num_parts(delta: node_pb2.RequestDelta) -> int:
-    """Not counted: the tops of logprobs, which are made by a loop in C."""
+    """Count a delta's parts without the alternatives in logprobs, which a loop in C reads."""
     return len(delta.token_ids) + len(delta.logprobs) + len(delta.prompt_logprobs)
 
 
 def _too_long(delta: node_pb2.RequestDelta, num_bytes: int) -> node_pb2.RequestDelta:
-    """The request's end; another node would say as much."""
+    """Make the error that ends a request: on another node it would be as large."""
     problem = f"logprobs: one step has {num_bytes} bytes of them, more than a message holds"
     error = node_pb2.RequestError(code="INVALID_ARGUMENT", message=problem)
     return node_pb2.RequestDelta(request_id=delta.request_id, epoch=delta.epoch, error=error)

@@ -14,14 +14,14 @@ from baton.link.words import BEAT_INTERVAL_S, NodeBeat
 
 
 class Rounds(NamedTuple):
-    """Of one thread: how many it has ended, and whether it is in one now and not asleep."""
+    """The rounds of one thread: how many have ended, and whether it is in one now, not asleep."""
 
     num_ended: int
     in_round: bool
 
 
 class RoundWatch:
-    """Of one node.
+    """Finds threads of one node that are stuck in one round.
 
     Args:
         rounds: of its threads, by their names; safe from any thread.
@@ -40,7 +40,7 @@ class RoundWatch:
         self._longest = 0
 
     def tick(self) -> None:
-        """Look at the threads; to be called once per beat."""
+        """Compare each thread's round with the last one; to be called once per beat."""
         rounds = self._rounds()
         for name, now in rounds.items():
             if now.in_round and now == self._last.get(name):
@@ -52,7 +52,7 @@ class RoundWatch:
         self.stalled_s = self._num_beats.get(self.stalled_thread, 0) * BEAT_INTERVAL_S
 
     def mark(self, beat: NodeBeat) -> NodeBeat:
-        """Have a beat tell of it."""
+        """Return the beat with the threads' rounds and a stalled thread in it."""
         return dataclasses.replace(
             beat,
             num_rounds=sum(rounds.num_ended for rounds in self._last.values()),

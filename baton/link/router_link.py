@@ -143,7 +143,7 @@ class RouterLink:
             self._stop_telling()
 
     async def _tell_why(self) -> None:
-        """Log that there is no link, and why as far as it is known; again when that changes."""
+        """Log that there is no link, and why if known; again when that changes."""
         told: str | None = None
         while True:
             if not self.obstacle:
@@ -163,7 +163,7 @@ class RouterLink:
         self.problem = ""
 
     async def _connect(self) -> None:
-        """Be linked as long as it lasts; with the certificates that are there now."""
+        """Open a link with the certificates that are there now, and hold it until it breaks."""
         try:
             tls = await asyncio.to_thread(read_tls, self._tls) if self._tls else None
         except ConfigError:  # `_tell_why` says it; they may be better at the next try
@@ -233,7 +233,7 @@ class RouterLink:
             self._take(message)
 
     async def _watch(self) -> None:
-        """End when the router says nothing; counted, so that who was stopped blames nobody."""
+        """Return when the router missed too many beats, counted in our own ticks, not in time."""
         self._num_missed_beats = 0
         while self._num_missed_beats <= MAX_MISSED_BEATS:
             await asyncio.sleep(BEAT_INTERVAL_S)

@@ -154,7 +154,7 @@ class RouterLinks:
             )
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """A router refused this node: so it cannot go on, unless it is leaving anyway."""
+        """Raise a router's refusal; while this node drains, log it and drop the link."""
         try:
             task.result()  # raises: it never ends by itself
         except ConfigError as error:
@@ -238,7 +238,7 @@ def _by_router(deltas: Sequence[RequestDelta]) -> dict[str, list[RequestDelta]]:
 
 
 async def _resolve(routers: Sequence[str]) -> dict[str, str]:
-    """Every address of every router, with its host; names that nobody knows (now) are left out.
+    """Resolve every router to its addresses, each with its host; skip names that do not resolve.
 
     An address stays as it was written where its name has one only: messages name it so.
     """

@@ -95,7 +95,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
 
 
 def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration | None:
-    """None when the role is not one we know."""
+    """Read a registration; None when the role is not one we know."""
     role = _ROLE_FROM_PROTO.get(message.role)
     if role is None:
         return None
@@ -188,7 +188,7 @@ def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
 
 
 def split_step(deltas: tuple[link.RequestDelta, ...]) -> link.StepDeltas:
-    """Make rows of those deltas that are only tokens: they cost a thirtieth to read."""
+    """Pack plain tokens of several deltas into rows, which cost a thirtieth to read."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
         output = delta.output
@@ -242,7 +242,7 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
 
 
 def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | None:
-    """None for a message of a kind that this version does not know."""
+    """Read an event; None for a kind that this version does not know."""
     kind = message.WhichOneof("message")
     if kind == "deltas":
         step = message.deltas
@@ -343,7 +343,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
 
 
 def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | None:
-    """None for a message of a kind that this version does not know."""
+    """Read a command; None for a kind that this version does not know."""
     kind = message.WhichOneof("message")
     if kind == "registered":
         registered = message.registered

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def set_log_level(request: admin_pb2.SetLogLevelRequest) -> admin_pb2.SetLogLevelResponse:
-    """Of this process; raises InvalidRequestError."""
+    """Set the log level of this process; raises InvalidRequestError."""
     logger.info("log-level %r", request.level)  # while INFO is still logged
     try:
         previous = change_log_level(request.level)
@@ -24,7 +24,7 @@ def set_log_level(request: admin_pb2.SetLogLevelRequest) -> admin_pb2.SetLogLeve
 
 
 async def profile(thread_name: str, seconds: float) -> admin_pb2.ProfileResponse:
-    """Of one thread of this process; raises InvalidRequestError."""
+    """Profile one thread of this process; raises InvalidRequestError."""
     found = await asyncio.to_thread(sample_stacks, thread_name, seconds)
     return admin_pb2.ProfileResponse(
         thread=found.thread,

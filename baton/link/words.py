@@ -19,7 +19,7 @@ from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 
 
 class NodeRole(Enum):
-    """What a node does."""
+    """The roles of a node."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -30,7 +30,7 @@ class NodeRole(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
-    """Who a node is; two nodes are paired only if ``compatibility`` is equal in every entry.
+    """A node's identity; two are paired only if ``compatibility`` is equal in every entry.
 
     Attributes:
         prefix_hash: algorithm that names blocks (`baton/block_hash.py`); empty: no prefix cache.
@@ -57,7 +57,7 @@ class NodeRegistration:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """Why a request failed on a node.
+    """The reason why a request failed on a node.
 
     Attributes:
         code: name of a gRPC status code; or ``PREEMPTED``: a decode node was short of memory and
@@ -69,7 +69,7 @@ class RequestError:
 
 
 class RequestDelta(msgspec.Struct, frozen=True, gc=False):
-    """What one engine step did for one request. An ``error`` ends the request on this node."""
+    """The result of one engine step for one request. An ``error`` ends the request on this node."""
 
     output: RequestOutput
     epoch: int
@@ -84,7 +84,7 @@ def failed_delta(request_id: str, epoch: int, error: RequestError) -> RequestDel
 
 
 class ServingState(Enum):
-    """Whether a node takes requests; a node that is to leave ends what it has first."""
+    """The states of a node in service; one that is to leave ends its open requests first."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -92,7 +92,7 @@ class ServingState(Enum):
 
 
 class StepDeltas(msgspec.Struct, frozen=True):
-    """What one engine step did, as a router hears it.
+    """The results of one engine step, as a router receives them.
 
     Most of it are rows of three columns: one more token of a request and nothing else. (A node
     says the same as plain deltas; that most of them travel as rows is the wire's business.)
@@ -110,7 +110,7 @@ class StepDeltas(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeBeat:
-    """How busy a node is.
+    """The load of a node.
 
     Attributes:
         num_transfers: hand-offs that were begun or granted and are not at their end.
@@ -139,7 +139,7 @@ class NodeBeat:
 
 @dataclass(frozen=True, slots=True)
 class PeerReport:
-    """Whether a node reaches a peer through its KV connector, and how.
+    """The state of a node's connection to a peer through its KV connector.
 
     Attributes:
         bandwidth_bytes_per_s: as measured when they met; 0: unknown.
@@ -167,7 +167,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheEvents:
-    """What changed in a node's prefix cache, as a router needs it.
+    """The net changes of a node's prefix cache, as a router needs them.
 
     Attributes:
         sequence: 1 more than the last one of the same engine id; a gap means something was lost.
@@ -346,7 +346,7 @@ class AbortAll:
 
 
 def scoped_id(request_id: str, tenant: str) -> str:
-    """A request's name wherever requests of several tenants meet, such as on nodes.
+    """Join request id and tenant to an id that is unique where several tenants' requests meet.
 
     Clients choose their request ids; so that a guessed one is of no use, those of each tenant are
     apart. As the client wrote it where there are no tenants.
@@ -357,11 +357,11 @@ def scoped_id(request_id: str, tenant: str) -> str:
 
 
 def node_request_id(request_id: str, router_id: str) -> str:
-    """A router's request as nodes name it: two routers may serve one request id at once."""
+    """Join request id and router id: two routers may serve one request id at once."""
     return f"{request_id}~{router_id}"
 
 
 def split_request_id(node_request_id: str) -> tuple[str, str]:
-    """The router's own name of a request, and the router; the inverse of `node_request_id`."""
+    """Split a node's request id into the router's own id and the router."""
     request_id, separator, router_id = node_request_id.rpartition("~")
     return (request_id, router_id) if separator else (router_id, "")

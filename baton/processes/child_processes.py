@@ -16,7 +16,7 @@ PYTHON_MODULE = (sys.executable, "-P", "-m")
 
 
 def fleet_environment() -> dict[str, str]:
-    """What the processes of a fleet inherit of this one's environment.
+    """Return what the processes of a fleet inherit of this one's environment.
 
     What it says of options of which each process has its own, it says of whoever reads it first.
     """

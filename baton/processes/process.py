@@ -60,20 +60,20 @@ def raise_descriptor_limit() -> None:
 
 
 def num_descriptors_allowed() -> int:
-    """How many descriptors the process may have open."""
+    """Return how many descriptors the process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MAX_DESCRIPTORS)
 
 
 def print_error(error: object) -> None:
-    """One line on standard error."""
+    """Print one line on standard error."""
     text = " ".join(str(error).split())
     sys.stderr.write(f"error: {text}\n")
     sys.stderr.flush()
 
 
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set; the second such signal ends the process at once."""
+    """Return an event that SIGTERM and SIGINT set; a second one ends the process at once."""
     import asyncio
 
     event = asyncio.Event()

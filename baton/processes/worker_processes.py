@@ -53,7 +53,7 @@ class _Worker:
     link: socket.socket
 
     def has_ended(self) -> bool:
-        """Whether it ended while it had nothing to do: out of memory, the kernel ends it first."""
+        """Say whether an idle worker has ended: short of memory, the kernel kills it first."""
         try:
             return not self.link.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -62,7 +62,7 @@ class _Worker:
             return True
 
     async def ask(self, work: bytes) -> tuple[bytes, bool]:
-        """The answer to a piece of work, empty if the worker ended over it; and if it has ended."""
+        """Return the answer, empty if the worker ended over it, and whether it has ended."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self.link, LENGTH.pack(len(work)) + work)
@@ -87,7 +87,7 @@ class _Worker:
 
 
 class WorkerProcesses:
-    """Processes that do one kind of work, each piece of it within limits. One event loop's.
+    """Processes that do one kind of work, each piece within limits. For one event loop only.
 
     They start with the first piece of work, or with `start`, and end with this process, however
     that ends. Callers take turns: however much work one of them has, one worker is left for the
@@ -132,7 +132,7 @@ class WorkerProcesses:
             self._idle = [self._fork() for _ in range(self._num_workers)]
 
     async def run(self, work: bytes, *, caller: str = "") -> bytes:
-        """The result of a piece of work. Cancelling ends the worker that does it.
+        """Return the result of a piece of work. Cancelling ends the worker that does it.
 
         Args:
             caller: whose work it is.
@@ -174,7 +174,7 @@ class WorkerProcesses:
     # ------------------------------------------------------------------ turns
 
     async def _take(self, caller: str) -> _Worker:
-        """An idle worker, in turn."""
+        """Wait for this caller's turn and take an idle worker."""
         if self._idle and caller not in self._waiting and self._may_have(caller):
             self._active[caller] += 1
             return self._idle.pop()
@@ -243,7 +243,7 @@ class WorkerProcesses:
         self._finalizer = weakref.finalize(self, _end, self._template, ours, self._links)
 
     def _fork(self) -> _Worker:
-        """A new worker. It is there as soon as the template has loaded what it needs."""
+        """Ask the template for a new worker; it comes as soon as the template is loaded."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -265,7 +265,7 @@ class WorkerProcesses:
         return self._fork()
 
     async def _has_ended(self, template: subprocess.Popen[bytes] | None) -> bool:
-        """Whether the template is what failed; then another one starts."""
+        """Say whether the template is what failed; then start another one."""
         assert template is not None
         if template.poll() is None:
             await asyncio.sleep(_POLL_S)  # its sockets close before it can be seen to have ended
@@ -282,7 +282,7 @@ class WorkerProcesses:
 def _end(
     template: subprocess.Popen[bytes], control: socket.socket, links: dict[int, socket.socket]
 ) -> None:
-    """The kernel ends the workers with their template."""
+    """End the template; the kernel ends its workers with it."""
     control.close()
     for link in links.values():
         link.close()

@@ -46,7 +46,7 @@ Work = Callable[[bytes], bytes]
 
 
 class WorkLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one piece of work may cost.
+    """The limits of one piece of work.
 
     Attributes:
         cpu_s: of processor time, in all of its threads.
@@ -103,7 +103,7 @@ def _end(process_id: int) -> None:
 
 
 def _be_worker(link: socket.socket, work: Work, limits: WorkLimits) -> None:
-    """Never returns."""
+    """Do the work of one worker; never returns."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -121,7 +121,7 @@ def _be_worker(link: socket.socket, work: Work, limits: WorkLimits) -> None:
 
 
 def _answer_all(link: socket.socket, work: Work, limits: WorkLimits) -> None:
-    """Until the parent hangs up, or memory that is not given back says to start afresh."""
+    """Answer until the parent hangs up, or memory that is not given back says to start afresh."""
     resident_bytes = resident_memory_bytes()
     limit = _memory_bytes(0) + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -149,7 +149,7 @@ def _answer(work: Work, frame: bytes) -> bytes:
 
 
 def _receive(link: socket.socket) -> bytes | None:
-    """The next frame; None when the parent is gone."""
+    """Receive the next frame; None when the parent is gone."""
     header = link.recv(LENGTH.size, socket.MSG_WAITALL)
     if len(header) < LENGTH.size:
         return None
@@ -159,12 +159,12 @@ def _receive(link: socket.socket) -> bytes | None:
 
 
 def resident_memory_bytes() -> int:
-    """Memory of this process."""
+    """Return the resident memory of this process."""
     return _memory_bytes(1)
 
 
 def _memory_bytes(column: int) -> int:
-    """A column of the kernel's table: 0 is addresses, 1 is memory."""
+    """Read a column of the kernel's table, in bytes: 0 is addresses, 1 is memory."""
     columns = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return int(columns[column]) * resource.getpagesize()
 

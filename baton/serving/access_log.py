@@ -21,7 +21,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 
 @dataclass(slots=True, kw_only=True)
 class AccessEntry:
-    """What is told of one request. One writer: whoever serves it.
+    """The log entry of one request. One writer: whoever serves it.
 
     Attributes:
         call: what was called, such as ``POST /v1/completions``.
@@ -45,7 +45,7 @@ class AccessEntry:
     began_at: float = field(default_factory=time.perf_counter)
 
     def note_tokens(self, number: int) -> None:
-        """Tokens are on their way to the client."""
+        """Count tokens sent to the client; the first ones end the TTFT."""
         if number and self.ttft_s is None:
             self.ttft_s = time.perf_counter() - self.began_at
         self.num_output_tokens += number
@@ -64,7 +64,7 @@ class AccessLog:
         self._is_on = is_on
 
     def write(self, entry: AccessEntry, principal: Principal | None, status: str) -> None:
-        """Tell of a request that has ended.
+        """Log a request that has ended.
 
         Args:
             principal: whose it was; None: nobody knows.
@@ -94,6 +94,6 @@ class AccessLog:
 
 
 def trace_id_of(traceparent: str) -> str:
-    """The trace's id in W3C's header ``traceparent``; empty if it is none."""
+    """Return the trace id in W3C's header ``traceparent``; empty if there is none."""
     found = _TRACEPARENT.fullmatch(traceparent)
     return found[1] if found else ""

@@ -43,7 +43,7 @@ _NOT_TOLD = ("prompt",)  # what clients wrote is nobody's business
 
 
 class Context:
-    """What a service may know of a call, and who makes it.
+    """The context of a call, as a service sees it.
 
     Attributes:
         principal: who calls.
@@ -63,20 +63,20 @@ class Context:
         self.entry = entry
 
     def time_remaining(self) -> float | None:
-        """Seconds until the caller's deadline; None when it has none."""
+        """Return the seconds until the caller's deadline; None when it has none."""
         return self._context.time_remaining()
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """What TLS knows of the caller, as gRPC has it; empty without TLS."""
+        """Return what TLS knows of the caller, as gRPC has it; empty without TLS."""
         return self._context.auth_context()
 
     def set_trailing_metadata(self, trailers: tuple[tuple[str, str | bytes], ...]) -> None:
-        """What comes behind the last response."""
+        """Set the metadata that follows the last response."""
         self._context.set_trailing_metadata(trailers)
 
 
 class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """Guards all calls of one server, those that do not exist, too.
+    """Guards all calls of one server, even of methods that do not exist.
 
     Args:
         access: knows who may call.
@@ -105,7 +105,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         self._held = HeldCalls()
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
-        """The same with another limit."""
+        """Return a copy with another limit for stalled clients."""
         return CallGate(
             self._access,
             self._anybody,
@@ -206,7 +206,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         return guarded
 
     def _note(self, method: str, context: Context, request: Any, problem: str = "") -> None:
-        """Tell the audit log what an operator did, once it is known how it ended."""
+        """Write to the audit log what an operator did, once it is known how it ended."""
         roles = ROLES_OF_CALL.get(method) or _NOBODY
         if roles.isdisjoint((Role.LOOK, Role.OPERATE)) or not isinstance(request, Message):
             return
@@ -219,7 +219,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
 
 def _open(handler: Handler) -> Handler:
-    """One that anybody may call: what is no message is refused, and not in the log for ever."""
+    """Make a handler that anybody may call refuse unreadable messages without a log entry each."""
     answer: Callable[..., Any] | None = handler.unary_unary
     if answer is None or handler.request_deserializer is None:
         return handler
@@ -239,7 +239,7 @@ def _open(handler: Handler) -> Handler:
 async def _readable(
     requests: AsyncIterator[Any], thread: ThreadPoolExecutor | None
 ) -> AsyncIterator[Any]:
-    """The messages of a call; raises the error of one that could not be read.
+    """Yield the messages of a call; raises the error of one that could not be read.
 
     Args:
         thread: reads long messages; None: they are given as they are, unread.
@@ -253,7 +253,7 @@ async def _readable(
 
 
 async def _say_last(context: _Raw, problem: str) -> None:
-    """Tell a client that it was cut off, should it ever read on."""
+    """Send a client that was cut off its error, should it ever read on."""
     with contextlib.suppress(grpc.aio.BaseError):
         await _abort(context, RequestCancelledError(problem))
 
@@ -280,5 +280,5 @@ async def _abort(context: _Raw, error: Exception) -> None:
 
 
 def status_of(error: BatonError) -> grpc.StatusCode:
-    """The status code of one of our errors; the nearest class in the table counts."""
+    """Return the status code of one of our errors; the nearest class in the table counts."""
     return grpc.StatusCode[status_name(error)]

@@ -9,7 +9,7 @@ from baton.api.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What connections may cost.
+    """Limits of a listener's connections.
 
     Attributes:
         max_connections: open at once.
@@ -34,7 +34,7 @@ class ConnectionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RpcLimits:
-    """What connections to a server may cost.
+    """Limits of the connections to a gRPC server.
 
     Attributes:
         max_connections: open at once; more are closed as they come.
@@ -49,7 +49,7 @@ class RpcLimits:
     stall_timeout_s: float = 30.0
 
     def channel_arguments(self) -> list[tuple[str, int]]:
-        """These limits as gRPC's core takes them."""
+        """Return these limits as options of gRPC's core."""
         return [
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.server_handshake_timeout_ms", round(1000 * self.handshake_timeout_s)),
@@ -59,7 +59,7 @@ class RpcLimits:
 
 @dataclass(slots=True)
 class ConnectionCounts:
-    """Of one listener, since it was made.
+    """Counts of one listener's connections since it was made.
 
     Attributes:
         open: now.

@@ -190,7 +190,7 @@ class Listener:
 
     @contextlib.contextmanager
     def working(self, protocol: asyncio.BaseProtocol) -> Iterator[None]:
-        """Around the work on one request: its connection is at work, and behind it idle."""
+        """Mark the connection as at work on one request, and as idle after it."""
         connection = self._of_protocol.get(protocol)
         if connection is not None:
             self._stop_waiting(connection)
@@ -206,7 +206,7 @@ class Listener:
     # ------------------------------------------------------------------ said by connections
 
     def forget(self, connection: Connection) -> None:
-        """It is closed."""
+        """Remove a closed connection from all counts."""
         del self._of_protocol[connection.inner]
         self._stop_waiting(connection)
         self._unsent.pop(connection, None)
@@ -216,12 +216,12 @@ class Listener:
             del self._num_of[connection.address]
 
     def note_unsent(self, connection: Connection) -> None:
-        """More waits to be sent than one should hold."""
+        """Note when a connection's unsent bytes exceeded the limit, and how many there were."""
         now = asyncio.get_running_loop().time()
         self._unsent[connection] = (connection.num_unsent_bytes, now)
 
     def note_sent(self, connection: Connection) -> None:
-        """Its peer took enough of that."""
+        """Note that the peer took enough of the unsent bytes."""
         self._unsent.pop(connection, None)
 
     # ------------------------------------------------------------------ accepting
@@ -240,7 +240,7 @@ class Listener:
             self._take(sock, str(address[0]))
 
     def _pause(self, listening: socket.socket, error: OSError) -> None:
-        """The system has no descriptor or memory for one more: make room, and try again soon."""
+        """Close the oldest waiting connection and pause: descriptors or memory ran out."""
         logger.warning("cannot accept a connection: %s", error.strerror)
         self._displace(self._oldest(self._fresh, self._idle))
         loop = asyncio.get_running_loop()
@@ -266,7 +266,7 @@ class Listener:
         connection.setup = asyncio.create_task(self._set_up(connection, sock))
 
     def _make_room(self, address: str) -> bool:
-        """Whether one more of this address may come; one that waits may have to go for it."""
+        """Say whether this address may connect once more; close a waiting one if need be."""
         limits, of_address = self.limits, self._waiting_of.get(address, {})
         if self._num_of.get(address, 0) >= limits.max_connections_per_address:
             return self._displace(self._oldest(of_address))
@@ -277,7 +277,7 @@ class Listener:
 
     @staticmethod
     def _oldest(*waiting: dict[Connection, None]) -> Connection | None:
-        """Who waits longest in the first of these that has any; it has got its last answer."""
+        """Return the longest waiting connection of the first group with a fully sent one."""
         for connections in waiting:
             for connection in itertools.islice(connections, _MAX_LOOKED_AT):
                 if not connection.num_unsent_bytes:
@@ -361,7 +361,7 @@ class Listener:
 
 
 async def _listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on all addresses of a host, on one port; raises OSError."""
+    """Listen on all addresses of a host, on one port; raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV

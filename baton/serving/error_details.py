@@ -52,7 +52,7 @@ _REASONS = {kind: reason for reason, kind in _KINDS.items()} | {
 
 
 def reason_of(error: BatonError) -> str:
-    """The name that clients of any language know an error by."""
+    """Return the name by which clients of any language know an error."""
     for kind in type(error).__mro__:
         if kind in _REASONS:
             return _REASONS[kind]
@@ -82,7 +82,7 @@ def receipt_trailer(receipt: Receipt) -> tuple[str, bytes]:
 
 
 def receipt_from_trailers(trailers: Mapping[str, str | bytes]) -> Receipt | None:
-    """None when there is none, or none that can be read."""
+    """Read the receipt; None when there is none, or none that can be read."""
     value = trailers.get(RECEIPT_KEY)
     if not isinstance(value, bytes):
         return None
@@ -93,7 +93,7 @@ def receipt_from_trailers(trailers: Mapping[str, str | bytes]) -> Receipt | None
 
 
 def error_from_trailers(message: str, trailers: Mapping[str, str | bytes]) -> BatonError | None:
-    """The error that the other side raised; None when the trailers do not say."""
+    """Return the error that the other side raised; None when the trailers name none."""
     details = list(_unpack(trailers.get(DETAILS_KEY)))
     infos = [one for one in details if isinstance(one, error_details_pb2.ErrorInfo)]
     if not infos or infos[0].domain != DOMAIN:

@@ -26,7 +26,7 @@ MAX_MESSAGE_STREAMS = 32  # that go on to bring messages, such as reflection's
 
 
 class _Caller:
-    """What one caller holds."""
+    """The places that one caller holds."""
 
     __slots__ = ("num_held", "turns")
 
@@ -58,7 +58,7 @@ class _Places:
 
 
 class HeldCalls:
-    """Of one server.
+    """Limits the calls that wait for a message, and the streams, of each caller of one server.
 
     A caller is named by its key or certificate, or, where anybody may call, by its address.
     """
@@ -69,7 +69,7 @@ class HeldCalls:
         self._message_streams = _Places(MAX_MESSAGE_STREAMS, "reflection streams")
 
     async def only_message(self, caller: str, messages: AsyncIterator[Any]) -> Any:
-        """The message of a call that takes one, when it is its turn to come.
+        """Wait for the one message of a call, when it is the caller's turn to send it.
 
         Raises:
             InvalidRequestError: none came, or it cannot be read.
@@ -96,6 +96,6 @@ class HeldCalls:
     def hold_stream(
         self, caller: str, *, has_messages: bool
     ) -> contextlib.AbstractContextManager[object]:
-        """A place for a stream that is no request; raises OverloadedError when there is none."""
+        """Hold a place for a stream that is no request; raises OverloadedError if none is left."""
         places = self._message_streams if has_messages else self._streams
         return places.hold(caller)

@@ -156,7 +156,7 @@ class RpcServer:
 def open_channel(
     address: str, tls: TlsMaterial | None = None, *, server_name: str = ""
 ) -> grpc.aio.Channel:
-    """An asyncio channel with our limits.
+    """Open an asyncio channel with our limits.
 
     Args:
         tls: None: no TLS.
@@ -170,7 +170,7 @@ def open_channel(
 
 
 def open_sync_channel(address: str, tls: TlsMaterial | None = None) -> grpc.Channel:
-    """A blocking channel with our limits; without TLS if there is none."""
+    """Open a blocking channel with our limits; without TLS if there is none."""
     if tls is None:
         return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return grpc.secure_channel(address, channel_credentials(tls), options=_tls_options())

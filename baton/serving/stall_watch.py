@@ -38,7 +38,7 @@ class StallWatch:
         self._timer = self._look_later()
 
     def close(self) -> None:
-        """The call is over."""
+        """Stop the timer: the call is over."""
         self._timer.cancel()
 
     def _look_later(self) -> asyncio.TimerHandle:

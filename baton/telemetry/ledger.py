@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class BlockOwner(Enum):
-    """What kind of holder."""
+    """The kinds of owners of a reference."""
 
     REQUEST = "request"  # waiting or running, and computed here
     GRANT = "grant"  # promised to a prefill node, which may write there

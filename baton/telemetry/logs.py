@@ -76,7 +76,7 @@ def _check(level: str, log_format: str = "text") -> None:
 
 
 class _LineWriter(logging.Handler):
-    """Hands lines to a thread that writes them. When too many wait, new ones are lost, and told.
+    """Hands lines to a thread that writes them. Lines beyond its queue are lost, and counted.
 
     Attributes:
         num_lost: lines that were not written.
@@ -170,7 +170,7 @@ def _render_json(logger: Any, name: str, event: Event) -> str:
 
 
 def _parts(event: Event) -> tuple[Event, Event, str]:
-    """What every line has, what this one has, and its traceback."""
+    """Split an event: the fields of every line, those of this one, and its traceback."""
     head = {
         "time": event["time"],
         "level": event["level"],
@@ -197,7 +197,7 @@ def _printable(text: str) -> str:
 
 
 def _quoted(value: object) -> str:
-    """A value as nobody takes it for several, or for a key."""
+    """Quote a value if it could be taken for several, or for a key."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     if text and text.isprintable() and not any(char in text for char in ' "='):
         return text

@@ -17,7 +17,7 @@ class TransferOutcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffMetrics:
-    """Of a prefill node's push tracker or a decode node's reservations.
+    """Metrics of a prefill node's push tracker or a decode node's reservations.
 
     Attributes:
         open: transfers by state.
@@ -34,7 +34,7 @@ class HandoffMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorMetrics:
-    """Of one end of the KV connector.
+    """Metrics of one end of the KV connector.
 
     Attributes:
         pairs: peers by state and path of their bytes.

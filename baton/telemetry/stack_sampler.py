@@ -22,7 +22,7 @@ NUM_FUNCTIONS = 40
 
 @dataclass(frozen=True, slots=True)
 class SampledFunction:
-    """How often a function was seen.
+    """A function and the number of samples that saw it.
 
     Attributes:
         place: ``file:line`` where it begins; the file's last two parts.
@@ -38,7 +38,7 @@ class SampledFunction:
 
 @dataclass(frozen=True, slots=True)
 class StackProfile:
-    """What one thread was seen doing; functions seen most come first."""
+    """The functions that one thread was seen in; those seen most come first."""
 
     thread: str
     num_samples: int
@@ -78,7 +78,7 @@ def sample_stacks(thread_name: str, seconds: float) -> StackProfile:
 
 
 def _codes(frame: FrameType | None) -> set[CodeType]:
-    """Of every function on a stack, once each: a recursive one is not seen twice."""
+    """Collect the functions on a stack, once each: a recursive one counts once."""
     codes = set()
     while frame is not None:
         codes.add(frame.f_code)

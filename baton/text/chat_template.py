@@ -60,7 +60,7 @@ class ChatTemplate:
         self.takes_tools = "tools" in asked
 
     def source(self, *, with_tools: bool) -> str:
-        """The template that such a conversation goes through, as text."""
+        """Return the text of the template that such a conversation goes through."""
         return self.sources[self._name(with_tools)]
 
     def render(
@@ -70,7 +70,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, up to where the assistant's answer begins.
+        """Render a conversation, up to where the assistant's answer begins.
 
         Args:
             options: more variables of the template, such as ``enable_thinking``.
@@ -105,7 +105,7 @@ class ChatTemplate:
 def load_chat_template(
     folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """The checkpoint's own template; None if it brings none.
+    """Load the checkpoint's own template; None if it brings none.
 
     Args:
         config: what its `tokenizer_config.json` says.
@@ -121,7 +121,7 @@ def load_chat_template(
 
 
 def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """A template that a user names instead of the checkpoint's; raises ConfigError."""
+    """Read a template that a user gives instead of the checkpoint's; raises ConfigError."""
     try:
         return ChatTemplate({DEFAULT: path.read_text(encoding="utf-8")}, special_tokens, path)
     except (OSError, UnicodeDecodeError) as error:
@@ -131,7 +131,7 @@ def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTem
 
 
 def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """A template that a client names; raises InvalidRequestError when it does not compile.
+    """Compile a template that a client sends; raises InvalidRequestError when it does not compile.
 
     It can take any time and memory: for processes that can be ended only.
     """
@@ -142,7 +142,7 @@ def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> Cha
 
 
 def _named(value: object) -> dict[str, str]:
-    """A template, or several with names, as checkpoints write them."""
+    """Read one template, or several with names, as checkpoints write them."""
     if isinstance(value, str):
         return {DEFAULT: value}
     if isinstance(value, list):
@@ -171,7 +171,7 @@ def _read(path: Path) -> str:
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What is None is not there; reasoning has each of its names."""
+    """Leave out fields that are None, and give reasoning under each of its names."""
     plain = {name: value for name, value in message.items() if value is not None}
     found = [plain[name] for name in _REASONING if name in plain]
     if found:
@@ -191,7 +191,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _undeclared(environment: jinja2.Environment, source: str) -> frozenset[str]:
-    """What `jinja2.meta.find_undeclared_variables` says, without computing anything."""
+    """List undeclared variables like `jinja2.meta`, without computing constant expressions."""
     finder = jinja2.meta.TrackingCodeGenerator(environment)
     finder.optimizer = None
     finder.visit(environment.parse(source))
@@ -204,7 +204,7 @@ def _as_it_is(context: jinja2.runtime.Context, value: object) -> object:
 
 
 def _environment() -> jinja2.Environment:
-    """What Hugging Face templates are written for."""
+    """Make the environment that Hugging Face templates are written for."""
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)

@@ -17,13 +17,13 @@ _BLANK = " "
 
 
 def with_last_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages, the last one with a mark behind its text."""
+    """Return the messages, the last one with a mark behind its text."""
     *before, last = messages
     return [*before, {**last, "content": f"{last.get('content') or ''}{_MARK}{_BLANK}"}]
 
 
 def up_to_mark(text: str) -> str:
-    """What comes before the mark; raises InvalidRequestError when the template left it out."""
+    """Cut a rendered text at the mark; raises InvalidRequestError when the template left it out."""
     end = text.rfind(_MARK)
     if end < 0:
         raise InvalidRequestError(

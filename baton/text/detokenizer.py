@@ -23,7 +23,7 @@ _LONE_BYTE = re.compile("[\udc80-\udcff]")
 
 
 class Decodes(Protocol):
-    """What a `Detokenizer` needs of a tokenizer.
+    """The part of a tokenizer that a `Detokenizer` needs.
 
     Attributes:
         special_token_ids: are no text, if not said otherwise.
@@ -32,11 +32,11 @@ class Decodes(Protocol):
     special_token_ids: frozenset[int]
 
     def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
-        """What each token adds; None when that depends on the tokens around it."""
+        """Return what each token adds; None when that depends on the tokens around it."""
         ...
 
     def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
-        """What the library makes of tokens, those of ``skipped`` left out."""
+        """Decode tokens by the library, those of ``skipped`` left out."""
         ...
 
 
@@ -62,7 +62,7 @@ class Detokenizer:
         self._text = _Window(tokenizer, skipped) if pieces is None else _JoinedPieces(pieces)
 
     def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
-        """What ``token_ids`` add to the text; empty while a character is incomplete.
+        """Return what ``token_ids`` add to the text; empty while a character is incomplete.
 
         With ``last``, what is left is given as it is: all pieces joined are the decoded output.
         """
@@ -91,7 +91,7 @@ class _JoinedPieces:
         return self._strip(text) if self._num_to_strip and text else text
 
     def _begin(self, token_ids: list[int]) -> bytes:
-        """What the first token adds, if it is among these; takes it, and those before, away."""
+        """Return what the first visible token adds; remove it and those before it from the list."""
         for index, token_id in enumerate(token_ids):
             if (first := self._pieces.first(token_id)) is not None:
                 self._has_begun = True
@@ -101,7 +101,7 @@ class _JoinedPieces:
         return b""
 
     def _strip(self, text: str) -> str:
-        """Without what the decoder takes from the beginning of an output."""
+        """Remove what the decoder strips from the beginning of an output."""
         start = 0
         while start < len(text) and self._num_to_strip:
             if text[start] != self._pieces.stripped:
@@ -113,7 +113,7 @@ class _JoinedPieces:
 
 
 class _Window:
-    """Asks the library again with each token, and shows what is new.
+    """Decodes a window of recent tokens again with each new one, and returns what is new.
 
     token ids   [ ...... | shown before | new ]
                          ^ _start       ^ _shown
@@ -153,7 +153,7 @@ class _Window:
         return now[len(before) :]
 
     def _shorten_context(self, now: str) -> None:
-        """Do not decode a long piece again with each one behind it, if its end says as much."""
+        """Drop old tokens from the context if the text ends the same without them."""
         start = len(self._ids) - _CONTEXT_TOKENS
         if now.endswith(self._decode(start, len(self._ids))):
             self._start = start

@@ -45,7 +45,7 @@ class Trial:
 
 
 class GrammarTrials:
-    """Compiles grammars for one checkpoint as they will be compiled to be used. One event loop's.
+    """Compiles grammars for one checkpoint, to try them. For one event loop only.
 
     Args:
         model_folder: of the checkpoint.
@@ -60,7 +60,7 @@ class GrammarTrials:
         self._workers = WorkerProcesses("baton.text.grammar_trials:make_work", options, LIMITS)
 
     async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:
-        """What a grammar turned out to be, if it compiles within the limits.
+        """Compile a grammar in a worker process, within the limits, and return what came of it.
 
         Raises what `WorkerProcesses.run` does, and InvalidRequestError when it costs too much.
         """
@@ -79,7 +79,7 @@ class GrammarTrials:
 
 
 def make_work(options: Mapping[str, str]) -> Work:
-    """In a worker template: the function that makes grammars and compiles them."""
+    """Load a tokenizer in a worker template and return the function that tries grammars."""
     eos_token_ids = map(int, options["eos_token_ids"].split())
     try:
         tokenizer = load_grammar_tokenizer(Path(options["tokenizer"]), eos_token_ids)

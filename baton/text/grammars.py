@@ -39,7 +39,7 @@ _JSON_DEFAULTS: JsonCompileOptions = {
 
 
 def parser_limits() -> LLParserLimits:
-    """What one step of an output may cost: some milliseconds, some megabytes.
+    """Return limits of one output step's cost: some milliseconds, some megabytes.
 
     They do not bound what compiling costs.
     """
@@ -54,7 +54,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def make_grammar(structured_output: StructuredOutput) -> str:
-    """What `LLMatcher` reads; raises InvalidRequestError."""
+    """Convert to a grammar that `LLMatcher` reads; raises InvalidRequestError."""
     text = structured_output.text
     match structured_output.kind:
         case "json_schema":
@@ -71,7 +71,7 @@ def make_grammar(structured_output: StructuredOutput) -> str:
 
 
 def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLTokenizer:
-    """A checkpoint's tokenizer as the library wants it; raises InvalidRequestError.
+    """Load a checkpoint's tokenizer for the library; raises InvalidRequestError.
 
     Args:
         path: of its ``tokenizer.json``.
@@ -91,7 +91,7 @@ def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLT
 def compile_grammar(
     structured_output: StructuredOutput, grammar: str, tokenizer: LLTokenizer
 ) -> LLMatcher:
-    """The matcher of what `make_grammar` gave, at its beginning; raises InvalidRequestError."""
+    """Compile what `make_grammar` gave to a new matcher; raises InvalidRequestError."""
     with library_errors(structured_output):
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         problem = _problem_at_start(matcher)
@@ -102,7 +102,7 @@ def compile_grammar(
 
 @contextmanager
 def library_errors(structured_output: StructuredOutput) -> Iterator[None]:
-    """What the library raises inside becomes InvalidRequestError."""
+    """Turn whatever the library raises inside into InvalidRequestError."""
     try:
         yield
     except InvalidRequestError:
@@ -112,7 +112,7 @@ def library_errors(structured_output: StructuredOutput) -> Iterator[None]:
 
 
 def invalid_grammar(structured_output: StructuredOutput, problem: str) -> InvalidRequestError:
-    """The library's message as one line of ours."""
+    """Turn the library's message into one line of ours."""
     if problem.startswith("NoExtensionBias"):
         problem = "no output can match it"
     lines = " ".join(problem.replace("<non-verbose/>", "").split())
@@ -123,12 +123,12 @@ def invalid_grammar(structured_output: StructuredOutput, problem: str) -> Invali
 
 
 def one_line(text: str) -> str:
-    """A message of the library, short enough for an error."""
+    """Cut a message of the library to one line short enough for an error."""
     return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_PROBLEM_CHARS]
 
 
 def _problem_at_start(matcher: LLMatcher) -> str:
-    """Why no output can begin; empty if one can.
+    """Say why no output can begin; empty if one can.
 
     The first masks cost the most, and show most of what is too complex: so not in a step.
     """
@@ -142,7 +142,7 @@ def _problem_at_start(matcher: LLMatcher) -> str:
 
 
 def _first_of(bits: bytes) -> int | None:
-    """The lowest number whose bit is set, low bits first."""
+    """Return the index of the first set bit, low bits first; None: no bit is set."""
     for index, byte in enumerate(bits):
         if byte:
             return index * 8 + (byte & -byte).bit_length() - 1

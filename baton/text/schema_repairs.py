@@ -24,7 +24,7 @@ _CONTROL = "".join(map(chr, range(0x20)))
 
 
 def enforceable_schema(text: str) -> str:
-    """A schema, as JSON, whose every output fits; raises InvalidRequestError if there is none."""
+    """Narrow a JSON schema to what can be enforced; raises InvalidRequestError if none is."""
     return json.dumps(_repair(json.loads(text)), separators=(",", ":"))
 
 
@@ -68,7 +68,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
 
 
 def repair_pattern(pattern: str) -> str:
-    """A regex whose classes match no escaped form of what they exclude."""
+    """Rewrite a regex so that its classes match no escaped form of what they exclude."""
     parts: list[str] = []
     position = 0
     while position < len(pattern):
@@ -93,7 +93,7 @@ def _narrowed(one: str) -> str:
 
 
 def _end_of_class(pattern: str, start: int) -> int:
-    """Behind the bracket that closes a class; the library has classes in classes."""
+    """Find the end of a class, behind its closing bracket; the library nests classes."""
     depth, position = 0, start
     while position < len(pattern):
         sign = pattern[position]
@@ -115,7 +115,7 @@ def _end_of_class(pattern: str, start: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _may_leak(one: str) -> bool:
-    """Whether a class matches control characters, and not both of those that need escapes."""
+    """Say whether a class matches control characters, but not both of those that need escapes."""
     if _ANOTHER_SYNTAX.search(one, 1):
         return True
     try:

@@ -58,7 +58,7 @@ class StopStrings:
         return self.found is not None
 
     def push(self, text: str) -> str:
-        """What of the text can be shown now: up to a stop string, or to what may become one."""
+        """Return the text to show now: up to a stop string, or to what may become one."""
         if self.stopped:
             return ""
         num_before = len(self._held)
@@ -78,7 +78,7 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """What is still held back: the text is at its end."""
+        """Return what is still held back: the text is at its end."""
         held, self._held = self._held, ""
         return held
 
@@ -96,7 +96,7 @@ class _Search:
         self._borders = _borders(stop)
 
     def push(self, text: str) -> int | None:
-        """Where in this piece the string is complete for the first time; None: nowhere."""
+        """Return where in this piece the string is first complete; None: nowhere."""
         stop, matched, position = self.stop, self.num_matched, 0
         while position < len(text):
             if not matched:
@@ -117,7 +117,7 @@ class _Search:
 
 @functools.lru_cache(maxsize=256)
 def _borders(text: str) -> tuple[int, ...]:
-    """For each beginning of a text, the length of its longest proper end that begins it, too."""
+    """Compute, per prefix, the length of its longest proper suffix that begins the text."""
     borders = [0] * len(text)
     length = 0
     for index in range(1, len(text)):
@@ -169,7 +169,7 @@ class OutputText:
     def push(
         self, token_ids: Sequence[int], *, last: bool = False, ended_by_token: bool = False
     ) -> str:
-        """What ``token_ids`` add to the text that can be shown now.
+        """Return what ``token_ids`` add to the text that can be shown now.
 
         With ``last``, what is left is given as it is, unless a stop string ends it.
 

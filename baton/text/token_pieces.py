@@ -17,7 +17,7 @@ _ANCHOR = "x"  # what a token stands behind to see what it adds there
 
 
 class LibraryTokenizer(Protocol):
-    """What is used of `tokenizers.Tokenizer`."""
+    """The part of `tokenizers.Tokenizer` that is used."""
 
     @property
     def decoder(self) -> Any: ...
@@ -26,14 +26,14 @@ class LibraryTokenizer(Protocol):
 
 
 def piece_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
-    """What a piece stands for by itself, from the ``decoder`` of a `tokenizer.json`."""
+    """Return what a piece stands for by itself, by the ``decoder`` of a `tokenizer.json`."""
     if "ByteLevel" in _kinds(decoder):
         return _byte_level_bytes()
     return _sentence_piece_bytes
 
 
 class OutputPieces:
-    """What each token adds to an output, where that depends on no other token.
+    """The pieces that tokens add to an output, where each depends on no other token.
 
     Made by `output_pieces`; remembers each token that it has looked up.
 
@@ -58,16 +58,16 @@ class OutputPieces:
         self._later = _Memory(lambda token_id: spell(token_id, False) or b"")
 
     def first(self, token_id: int) -> bytes | None:
-        """What a token adds at an output's beginning; None if the next one is the first, still."""
+        """Return what a token adds at an output's beginning; None: the next is the first."""
         return self._spell(token_id, True)
 
     def later(self, token_ids: Iterable[int]) -> bytes:
-        """What tokens add behind the first one."""
+        """Return what tokens add behind the first one."""
         return b"".join(map(self._later.__getitem__, token_ids))
 
 
 class _Memory(dict[int, bytes]):
-    """Looks up what it does not have."""
+    """A dict that computes and keeps a missing value."""
 
     def __init__(self, look_up: Callable[[int], bytes]) -> None:
         self._look_up = look_up
@@ -82,7 +82,7 @@ def output_pieces(
     description: Mapping[str, Any] | None,
     skipped: Collection[int],
 ) -> OutputPieces | None:
-    """What the tokens of a vocabulary add to outputs; None when that depends on their neighbours.
+    """Return what a vocabulary's tokens add to outputs; None if that depends on their neighbours.
 
     Args:
         description: the ``decoder`` of its `tokenizer.json`.
@@ -128,7 +128,7 @@ def output_pieces(
 
 
 def _is_behind_all(description: Mapping[str, Any]) -> bool:
-    """Whether the last decoder but one joins the tokens, so that the last one sees one text."""
+    """Say whether the last decoder but one joins the tokens, so that the last one sees one text."""
     kinds = [part.get("type") for part in _parts(description)]
     return kinds[-2:-1] == ["Fuse"] and kinds.count("Fuse") == 1
 
@@ -164,7 +164,7 @@ def _byte_level_bytes() -> Callable[[str], bytes]:
 
 
 def _byte_level_alphabet() -> dict[str, bytes]:
-    """GPT-2's: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    """Return GPT-2's alphabet: printable bytes are themselves, others characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {chr(byte): bytes([byte]) for byte in printable}

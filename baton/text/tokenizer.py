@@ -39,7 +39,6 @@ class Tokenizer:
         chat_template: what conversations go through; None if there is none.
         longest_token_chars: no token stands for more characters of a text.
         special_token_ids: tokens that `decode` leaves out.
-        has_chat_template: whether `encode_chat` can be used.
         takes_tools: whether the chat template looks at tools.
     """
 
@@ -79,25 +78,21 @@ class Tokenizer:
         )
 
     @property
-    def has_chat_template(self) -> bool:
-        return self.chat_template is not None
-
-    @property
     def takes_tools(self) -> bool:
         return self.chat_template is not None and self.chat_template.takes_tools
 
     @classmethod
     def exists_in(cls, folder: Path) -> bool:
-        """Whether the checkpoint brings a tokenizer; without one it serves token ids."""
+        """Say whether the checkpoint has a tokenizer; without one it serves token ids."""
         return (folder / "tokenizer.json").is_file()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text prompt, with the special tokens the checkpoint adds to one."""
+        """Tokenize a text prompt, with the special tokens that the checkpoint adds to one."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The same ids in about half the time; holds the GIL as long as it takes."""
+        """Return the same ids in about half the time; holds the GIL all the while."""
         ids: list[int] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )[0].ids
@@ -112,7 +107,7 @@ class Tokenizer:
         continues_last: bool = False,
         template: str | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+        """Tokenize a conversation, up to where the assistant's answer begins.
 
         Args:
             tools: functions that the model may call, as OpenAI's API describes them.
@@ -141,7 +136,7 @@ class Tokenizer:
         template_options: Mapping[str, Any] | None = None,
         template: str | None = None,
     ) -> str:
-        """The text that `encode_chat` tokenizes; raises what it does.
+        """Render the text that `encode_chat` tokenizes; raises what it does.
 
         A template that takes no tools is given them in messages (`baton/text/tool_prompt.py`).
         """
@@ -162,7 +157,7 @@ class Tokenizer:
         return chosen.render(told, options=template_options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids: what a `Detokenizer` makes of all of them.
+        """Decode token ids: the text that a `Detokenizer` makes of all of them.
 
         It is what the library makes of them, but for byte fallback: there one byte that is part of
         no character makes the library lose all bytes beside it.
@@ -171,7 +166,7 @@ class Tokenizer:
         return detokenizer.push(token_ids, last=True)
 
     def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
-        """What each token adds to a text; None when that depends on its neighbours.
+        """Return what each token adds to a text; None when that depends on its neighbours.
 
         Args:
             skipped: token ids that are no text.
@@ -181,18 +176,18 @@ class Tokenizer:
         return self._pieces[skipped]
 
     def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
-        """What the library makes of tokens, those of ``skipped`` left out."""
+        """Decode tokens by the library, those of ``skipped`` left out."""
         kept = [token_id for token_id in token_ids if token_id not in skipped]
         text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
 
     def special_token_id(self, name: str) -> int | None:
-        """The id of a special token, by what it is called; None if there is no such token."""
+        """Return the id of a special token by name; None if there is no such token."""
         token_id: int | None = self._tokenizer.token_to_id(name)
         return token_id if token_id in self.special_token_ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; not always whole characters."""
+        """Return the bytes that a token stands for; not always whole characters."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:  # the model has more than the tokenizer: padding
             return b""
@@ -214,5 +209,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str:
-    """Checkpoints write a special token as a string or as an object with a ``content``."""
+    """Return the text of a special token, written as a string or an object with a ``content``."""
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)

@@ -27,7 +27,7 @@ def with_tools(
     *,
     in_system_message: bool = True,
 ) -> list[dict[str, Any]]:
-    """A conversation that says by itself what the tools are, what was called and what came of it.
+    """Write tools, calls and results into the conversation's own texts.
 
     Args:
         in_system_message: else in the first message, for templates that take no system's.
@@ -45,7 +45,7 @@ def with_tools(
 
 
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as a text of the assistant, their results as one of the user."""
+    """Turn calls into a text of the assistant, and their results into one of the user."""
     plain: list[dict[str, Any]] = []
     was_result = False
     for message in messages:

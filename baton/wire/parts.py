@@ -45,7 +45,7 @@ def count_parts(data: bytes, kind: type[Message], limit: int) -> int:
 
 
 def _count(data: bytes, fields: _Inside, limit: int) -> int:
-    """Written out: it may take hundreds of thousands of rounds, while nothing else is served."""
+    """Count parts in one loop without calls: it may run hundreds of thousands of rounds."""
     position, end, num_parts = 0, len(data), 0
     around: list[tuple[int, _Inside]] = []  # messages that this one is in: their ends, their fields
     while num_parts <= limit:
@@ -133,7 +133,7 @@ def _inside(descriptor: Descriptor) -> _Inside:
 
 
 def _tag(field: FieldDescriptor) -> int:
-    """Of a part that says how long it is: a message, or packed numbers."""
+    """Encode the tag of a length-delimited field: a message, or packed numbers."""
     return int(field.number) << 3 | 2
 
 

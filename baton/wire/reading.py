@@ -41,7 +41,7 @@ class Unread:
     read: Callable[[bytes], Any]
 
     def message(self) -> Any:
-        """The message. Raises InvalidRequestError for what is none."""
+        """Parse the message; raises InvalidRequestError for what is none."""
         message = self.read(self.data)
         if isinstance(message, InvalidRequestError):
             raise message
@@ -49,7 +49,7 @@ class Unread:
 
 
 def patient(deserialize: Callable[[bytes], Any], max_parts: int) -> Callable[[bytes], Any]:
-    """A deserializer that leaves what has many parts `Unread`; `forgiving` with the rest."""
+    """Make a deserializer that leaves what has many parts `Unread`; `forgiving` with the rest."""
     read = forgiving(deserialize, max_parts)
     kind = _kind_of(deserialize)
 
@@ -64,7 +64,7 @@ def patient(deserialize: Callable[[bytes], Any], max_parts: int) -> Callable[[by
 def forgiving(
     deserialize: Callable[[bytes], Any], max_parts: int = MAX_PARTS, max_bytes: int = 2**31
 ) -> Callable[[bytes], Any]:
-    """A deserializer that gives an InvalidRequestError, not raised, for what is no message.
+    """Make a deserializer that returns an InvalidRequestError for what is no message.
 
     Args:
         max_parts: a message that has more is not read; see `baton.wire.parts`.
@@ -114,7 +114,7 @@ def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:
 
 
 def _field_of_wrong_text(data: bytes, descriptor: Descriptor) -> str:
-    """The first text field that is not UTF-8, as ``chat.messages.content``; empty: none found."""
+    """Find the first text field that is not UTF-8, as ``chat.messages.content``; empty: none."""
     fields_left = [_MAX_FIELDS_LOOKED_AT]
     try:
         return _look(data, descriptor, "", fields_left)

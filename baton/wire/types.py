@@ -38,7 +38,7 @@ def finish_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason:
 
 
 def finish_from_proto(number: int) -> FinishReason | None:
-    """A reason that a newer peer may know and we do not is an end all the same."""
+    """Read a finish reason; one that only a newer peer knows is an end all the same."""
     return _FINISH_FROM_PROTO.get(number, FinishReason.ABORT)
 
 
@@ -62,7 +62,7 @@ _SCALAR_PARAMS = (
 
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Of one output; raises InvalidRequestError for more."""
+    """Convert the parameters of one output; raises InvalidRequestError for more outputs."""
     if params.n != 1:
         raise InvalidRequestError("n", f"must be 1 for a single stream, got {params.n}")
     return types_pb2.SamplingParams(
@@ -93,7 +93,7 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
 
 
 def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Fields that are not set take our defaults; raises InvalidRequestError."""
+    """Read parameters; fields that are not set take our defaults. Raises InvalidRequestError."""
     given = {name: getattr(message, name) for name in _SCALAR_PARAMS if message.HasField(name)}
     return SamplingParams(
         **given,
@@ -123,7 +123,7 @@ def _structured_output_to_proto(value: StructuredOutput) -> types_pb2.Structured
 
 
 def _structured_output_from_proto(message: types_pb2.StructuredOutput) -> StructuredOutput:
-    """Raises InvalidRequestError."""
+    """Read the structured output; raises InvalidRequestError."""
     kind = message.WhichOneof("kind")
     if kind is None:
         return StructuredOutput()  # says what is missing
@@ -245,7 +245,7 @@ def logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
 def prompt_logprobs_to_proto(
     logprobs: tuple[TokenLogprobs | None, ...],
 ) -> Iterator[types_pb2.TokenLogprobs]:
-    """A list can hold no None: the first one, which is always None, travels empty."""
+    """Convert a prompt's logprobs; the first, always None, travels empty: a list holds no None."""
     for one in logprobs:
         yield types_pb2.TokenLogprobs() if one is None else logprobs_to_proto(one)
 

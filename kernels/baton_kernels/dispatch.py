@@ -35,12 +35,12 @@ def enable_native_kernels(enabled: bool) -> None:
 
 
 def native_ops() -> NativeOps | None:
-    """The native ops for CPU tensors; None where they are forbidden or cannot be built."""
+    """Return the native ops for CPU tensors; None where they are forbidden or cannot be built."""
     return _loaded_native_ops() if _Switch.enabled else None
 
 
 def ops_for(tensor: Tensor) -> Any:
-    """What has the ops as functions, for tensors on the device of this one."""
+    """Return the ops, as attributes, for tensors on the device of this one."""
     if tensor.is_cpu:
         return native_ops() or reference
     if tensor.is_cuda:
@@ -66,7 +66,7 @@ _TRITON = {
 
 @functools.cache
 def _triton_ops() -> SimpleNamespace:
-    """The ops in Triton, each from the reference where its module cannot be imported."""
+    """Load the ops in Triton, each from the reference where its module cannot be imported."""
     ops = SimpleNamespace(
         packed_linear=reference.packed_linear, packed_gated_linear=reference.packed_gated_linear
     )

@@ -60,6 +60,6 @@ class PackedWeight:
         return cls(panels, scales, None if bias is None else bias.float(), out_features)
 
     def unpacked(self) -> Tensor:
-        """``[out_features, in_features]`` float32."""
+        """Unpack to ``[out_features, in_features]`` float32."""
         rows = self.panels.transpose(1, 2).flatten(0, 1)[: self.out_features].float()
         return rows if self.scales is None else rows * self.scales.unsqueeze(1)

@@ -152,7 +152,7 @@ def norm_rotary_store(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """All that lies between the joined projection and attention: norms, rotation, storing.
+    """Do all that lies between the joined projection and attention: norms, rotation, storing.
 
     Args:
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads.
@@ -184,7 +184,7 @@ def norm_rotary_store(
 
 
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """A linear layer whose weight is stored in panels, perhaps in fewer bits than ``x``.
+    """Apply a linear layer whose weight is stored in panels, perhaps in fewer bits than ``x``.
 
     Args:
         x: ``[..., in_features]``.

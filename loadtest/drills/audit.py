@@ -29,7 +29,7 @@ Block = tuple[str, str, int]  # node, request that holds it (empty: none does), 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAudit:
-    """What the nodes say that could be asked.
+    """The ledgers of the nodes that answered.
 
     Attributes:
         num_orphans: blocks with references without an owner, or owners without a reference.
@@ -57,10 +57,12 @@ class Look:
 
 
 class Auditor:
-    """Args:
-    router: ``host:port``.
-    token: of operators; empty: none.
-    tls: certificates.
+    """Asks a router for its nodes' ledgers.
+
+    Args:
+        router: ``host:port``.
+        token: of operators; empty: none.
+        tls: certificates.
     """
 
     def __init__(self, router: str, token: str, tls: TlsOptions = NO_TLS) -> None:
@@ -69,7 +71,7 @@ class Auditor:
         self._metadata = bearer(token)
 
     async def look(self) -> Look:
-        """Never raises for a router that cannot be asked: that is a finding."""
+        """Ask the router what nodes hold; never raises: a router that is silent is a finding."""
         async with open_channel(self._router, read_tls(self._tls)) as channel:
             stub: Any = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
@@ -89,7 +91,7 @@ class Auditor:
         return _look(nodes, open_ids, problems)
 
     async def look_until_free(self, timeout_s: float) -> Look:
-        """After the last request: until nothing is held, or the time is up."""
+        """Look again, after the last request, until nothing is held or the time is up."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             found = await self.look()
@@ -101,7 +103,7 @@ class Auditor:
 def _look(
     nodes: Sequence[admin_pb2.NodeAudit], open_ids: Set[str], problems: tuple[str, ...]
 ) -> Look:
-    """What the nodes hold; ``open_ids`` are the router's, each with its tenant (`scoped_id`)."""
+    """Collect what the nodes hold; ``open_ids`` are the router's, as `scoped_id` makes them."""
     unowned = [
         (one.node_name, part)
         for one in nodes

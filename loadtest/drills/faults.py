@@ -52,7 +52,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """See the module; raises ConfigError."""
+        """Parse a fault, as the module says; raises ConfigError."""
         words = " ".join(text.split())
         match = _FAULT.fullmatch(words)
         if match is None:
@@ -93,7 +93,7 @@ class FaultEvent:
 
 
 def check_schedule(faults: Sequence[Fault], duration_s: float | None) -> tuple[Fault, ...]:
-    """In the order of their times; raises ConfigError for one that would come after the run."""
+    """Sort faults by their times; raises ConfigError for one that would come after the run."""
     for fault in faults:
         if duration_s is None or fault.end_s >= duration_s:
             raise ConfigError(

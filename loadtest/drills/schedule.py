@@ -49,7 +49,7 @@ class Schedule:
         ]
 
     def _leaks(self) -> dict[int, int]:
-        """Blocks that never became free, by place of the fault after which they became stale."""
+        """Count blocks that never became free, by place of the fault that made them stale."""
         if self.audit is None:
             return {}
         *_, last = (look for _, look in sorted(self._looks.items()))
@@ -64,7 +64,7 @@ class Schedule:
         return leaks
 
     async def play(self, clock: RunClock) -> None:
-        """All of them; cancelled, those that have begun are undone."""
+        """Play all faults; if cancelled, undo those that have begun."""
         async with asyncio.TaskGroup() as group:
             for place, fault in enumerate(self._faults):
                 group.create_task(self._do(place, fault, clock))
@@ -76,7 +76,7 @@ class Schedule:
         self._done[place] = await self._site.do(fault, clock)
 
     async def finish(self) -> None:
-        """After the last request."""
+        """Look for leaked blocks after the last request."""
         if self._auditor is None:
             return
         last = await self._auditor.look_until_free(FREE_TIMEOUT_S)

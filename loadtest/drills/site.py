@@ -25,7 +25,7 @@ READY_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """What is to be started; see `baton up`.
+    """The deployment to start; see `baton up`.
 
     Attributes:
         cores: divided between the nodes, the router is on all of them; none: those of this process.
@@ -42,10 +42,12 @@ class UpOptions:
 
 
 class Site:
-    """Args:
-    pids: by name.
-    deployment: that was started here; None: none was.
-    fault_files: by node's name, where it reads what is to go wrong.
+    """The processes that faults are made in.
+
+    Args:
+        pids: by name.
+        deployment: that was started here; None: none was.
+        fault_files: by node's name, where it reads what is to go wrong.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Site:
         return self._deployment.admin_token if self._deployment else ""
 
     def check(self, faults: Sequence[Fault]) -> None:
-        """All of it can be done from here; raises ConfigError."""
+        """Check that all faults can be made from here; raises ConfigError."""
         known = [child.name for child in self._deployment.children] if self._deployment else []
         known += self._pids
         for fault in faults:
@@ -82,7 +84,7 @@ class Site:
                 raise ConfigError(f"fault: {fault.node} moves no KV blocks, got {fault.text!r}")
 
     async def do(self, fault: Fault, clock: RunClock) -> FaultEvent:
-        """When its time has come, for as long as it is to last; undone also when cancelled."""
+        """Make a fault at its time and for its duration; also undo it when cancelled."""
         await clock.sleep_until(fault.begin_s)
         began_s = clock.now_s()
         if fault.act == "kill":
@@ -111,7 +113,7 @@ class Site:
                 write_whole(path, "")
 
     def _signal(self, name: str, number: int) -> None:
-        """A process that is not there any more is as dead as it can be."""
+        """Send a signal; a process that is gone already is as dead as it can be."""
         pid = self._pids.get(name)
         if pid is None:
             assert self._deployment is not None
@@ -121,14 +123,14 @@ class Site:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Nobody reads a half of it."""
+    """Write a file so that nobody reads half of it."""
     beside = path.with_suffix(".new")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
 def parse_pids(texts: Sequence[str]) -> dict[str, int]:
-    """``p0=1234`` each; raises ConfigError for what is none, or no process of ours to signal."""
+    """Parse ``p0=1234`` each; raises ConfigError if one is no process of ours to signal."""
     pids: dict[str, int] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -144,7 +146,7 @@ def parse_pids(texts: Sequence[str]) -> dict[str, int]:
 
 @contextlib.asynccontextmanager
 async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tuple[Site, str]]:
-    """A deployment of this machine, ready, and the address of its router.
+    """Start a deployment on this machine; yield it, ready, and the address of its router.
 
     Raises ConfigError or NodeUnavailableError when it does not come up.
     """
@@ -174,7 +176,7 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
 
 
 def _enter_on(deployment: LocalDeployment, cores: Sequence[int]) -> None:
-    """On a thread of its own, whose cores the processes get."""
+    """Start the deployment on these cores; must run on a thread of its own."""
     before = os.sched_getaffinity(0)
     try:
         if cores:

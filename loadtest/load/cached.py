@@ -19,7 +19,7 @@ MUCH = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheReport:
-    """Of measured requests whose answer said how many tokens of the prompt were cached.
+    """Cached prompt tokens of the measured requests whose answer said how many there were.
 
     Attributes:
         num_requests: of those.
@@ -43,7 +43,7 @@ class CacheReport:
         return self.num_shared_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     def line(self) -> str:
-        """What reports always show."""
+        """Summarize in the line that reports always show."""
         if self.cached_share is None or self.shared_share is None:
             return "prompt tokens cached: the server does not say"
         return (
@@ -52,7 +52,7 @@ class CacheReport:
         )
 
     def warning(self) -> str:
-        """Why these latencies are a cache's; empty: they are not."""
+        """Say why these latencies are a cache's; empty: they are not."""
         cached, shared = self.cached_share, self.shared_share
         if cached is None or shared is None:
             return ""
@@ -71,7 +71,7 @@ class CacheReport:
 
 
 def report_cache(records: Sequence[RequestRecord]) -> CacheReport:
-    """Of the measured requests."""
+    """Report how much of the measured prompts came from a cache, and could have."""
     usages = [
         (record.usage, record.planned.shared_share)
         for record in records

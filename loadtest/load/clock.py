@@ -14,7 +14,9 @@ _EARLY_S = 1e-6
 
 
 class RunClock:
-    """Args:
+    """Seconds since the run began.
+
+    Args:
         now: a monotonic clock, in seconds.
 
     Attributes:
@@ -26,14 +28,14 @@ class RunClock:
         self.began_at = now()
 
     def start(self) -> None:
-        """The run begins now."""
+        """Begin the run now."""
         self.began_at = self._now()
 
     def now_s(self) -> float:
         return self._now() - self.began_at
 
     async def sleep_until(self, moment_s: float) -> None:
-        """Not a microsecond early; lets others run at least once, also when it is late."""
+        """Sleep until a moment, never shorter; if it has passed, still let others run once."""
         left_s = moment_s - self.now_s()
         await asyncio.sleep(max(left_s, 0))
         while (left_s := moment_s - self.now_s()) > _EARLY_S:  # noqa: ASYNC110  # time sets no event
@@ -41,7 +43,7 @@ class RunClock:
 
 
 class LoopLag:
-    """How late this process does what it should do at a moment: every 10 ms it looks.
+    """Lag of this process's event loop, looked at every 10 ms.
 
     What arrives while the loop is late is noted late, so that this is the error of all times.
 
@@ -56,7 +58,7 @@ class LoopLag:
         self.lags_s = array("d")
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Sample the event loop's lag until cancelled."""
         due_s = self._clock.now_s()
         while True:
             # From the grid's next point: a stop of a second is one late look, with its length.

@@ -35,7 +35,7 @@ _MOST_OUTPUT = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetTurn:
-    """What is asked, and what was answered when the data were recorded.
+    """A question, and the answer that was recorded with it.
 
     Attributes:
         messages: new ones, the last of which asks.
@@ -54,7 +54,7 @@ Conversation = tuple[DatasetTurn, ...]
 
 
 def read_dataset(path: Path) -> list[Conversation]:
-    """All conversations that ask something, in the order of the file.
+    """Read all conversations that ask something, in the order of the file.
 
     Raises:
         ConfigError: it cannot be read, an entry is of no known kind (says which), or none asks.
@@ -77,7 +77,7 @@ def read_dataset(path: Path) -> list[Conversation]:
 
 
 def _entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Each with the place in the file; raises ConfigError."""
+    """Read each entry and its place in the file; raises ConfigError."""
     if text.lstrip()[:1] == "[":
         try:
             entries = json.loads(text)
@@ -97,7 +97,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _conversation(entry: Any) -> Conversation:
-    """Empty for one that asks nothing; raises ValueError."""
+    """Read one conversation, empty if it asks nothing; raises ValueError."""
     if isinstance(entry, dict):
         for name, read in _KINDS.items():
             if name in entry:
@@ -137,7 +137,7 @@ def _turns(turns: Any) -> Conversation:
 
 
 def _messages(role_field: str, text_field: str) -> Callable[[Any], Conversation]:
-    """Reads messages whose role and text are in these fields."""
+    """Make a reader of messages whose role and text are in these fields."""
 
     def read(messages: Any) -> Conversation:
         if not isinstance(messages, list):

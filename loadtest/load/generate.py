@@ -31,14 +31,14 @@ class Lengths:
     sigma: float = 0.0
 
     def draw(self, chance: random.Random) -> int:
-        """At least 1."""
+        """Draw a length of at least 1."""
         mu = math.log(self.mean) - self.sigma**2 / 2
         return max(1, round(chance.lognormvariate(mu, self.sigma)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What sessions are like; checked when made.
+    """The shape of sessions; checked when made.
 
     Attributes:
         num_groups: of sessions whose prompts begin alike; 0: none do.
@@ -102,7 +102,7 @@ WORKLOADS: dict[str, Workload] = {
 def gamma_arrivals(
     chance: random.Random, *, rate_per_s: float, variation: float
 ) -> Iterator[float]:
-    """Times in seconds with gamma-distributed gaps; raises ConfigError.
+    """Draw times in seconds with gamma-distributed gaps; raises ConfigError.
 
     Args:
         variation: of the gaps, their standard deviation over their mean. 1 is a Poisson process;
@@ -147,7 +147,7 @@ def on_off_arrivals(
 def generate(
     workload: Workload, starts_s: Iterator[float], *, num_sessions: int, seed: int
 ) -> list[TraceRequest]:
-    """A trace, by arrival.
+    """Generate a trace, sorted by arrival.
 
     Args:
         starts_s: when sessions begin; see `gamma_arrivals` and `on_off_arrivals`.
@@ -169,7 +169,7 @@ def generate(
 
 
 def _new_ids(new_ids: Iterator[int], num_tokens: int) -> tuple[int, tuple[int, ...]]:
-    """A beginning of so many tokens, with ids for its full blocks."""
+    """Draw ids for the full blocks of a new beginning of so many tokens."""
     return num_tokens, tuple(itertools.islice(new_ids, num_tokens // BLOCK_TOKENS))
 
 
@@ -182,7 +182,7 @@ def _session(
     full_ids: tuple[int, ...],
     session: int,
 ) -> Iterator[TraceRequest]:
-    """The turns of a session that begins with so many tokens, whose full blocks have these ids."""
+    """Generate a session's turns; its first tokens' full blocks have the ids ``full_ids``."""
     now_s = start_s
     while True:
         num_tokens += workload.turn_tokens.draw(chance)

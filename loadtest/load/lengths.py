@@ -17,7 +17,7 @@ class LengthDistribution(Protocol):
     """Numbers of tokens; frozen, so that the seed alone decides what is drawn."""
 
     def draw(self, chance: random.Random) -> int:
-        """At least 1."""
+        """Draw a length of at least 1."""
         ...
 
 
@@ -33,7 +33,7 @@ class UniformLengths:
 
 
 def parse_lengths(option: str, text: str) -> LengthDistribution:
-    """The distribution that a text names, see NOTATION; raises ConfigError naming the option."""
+    """Parse a distribution, see NOTATION; raises ConfigError naming the option."""
     kind, separator, numbers = text.partition(":")
     if not separator:
         kind, numbers = "fixed", text

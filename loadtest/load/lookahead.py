@@ -38,7 +38,7 @@ class Lookahead:
             pass
 
     def take(self) -> PreparedConversation | None:
-        """The next one; None when there are no more."""
+        """Take the next one; None when there are no more."""
         if not self._ready:
             self._make_one()
         if not self._ready:

@@ -58,7 +58,7 @@ class Player:
         self._lookahead.fill()
 
     async def play(self, stop: asyncio.Event, beside: Beside | None = None) -> None:
-        """Until all is answered, or the drain timeout, or ``stop``; raises ConfigError.
+        """Play until all is answered, or the drain timeout, or ``stop``; raises ConfigError.
 
         Args:
             beside: begins with the run and is cancelled at its end.
@@ -90,7 +90,7 @@ class Player:
         stopping: asyncio.Task[bool],
         timeout_s: float | None = None,
     ) -> None:
-        """Until it is done, or nothing is to be waited for any more."""
+        """Wait until a task is done, or nothing is to be waited for any more."""
         await asyncio.wait(
             [what, stopping, self._broken],
             timeout=timeout_s,
@@ -98,7 +98,7 @@ class Player:
         )
 
     async def _send_all(self) -> None:
-        """Returns when nothing more is to be sent."""
+        """Send all requests; return when nothing more is to be sent."""
         load, warmup_s = self._plan.load, self._plan.warmup_s
         if isinstance(load, ClosedLoop):
             for user in range(load.concurrency):
@@ -143,8 +143,7 @@ class Player:
             due_s = await self._converse(prepared, due_s)
 
     async def _converse(self, conversation: PreparedConversation, due_s: float) -> float:
-        """One turn after the other, the first when it is due and thought about; returns when the
-        last answer ended, or when the turn is due that comes too late."""
+        """Send one turn after the other; return at the last answer, or at a turn due too late."""
         end_s = self._plan.duration_s
         for prepared in conversation:
             due_s += prepared[0].think_s

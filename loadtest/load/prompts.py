@@ -21,13 +21,13 @@ Prompt = list[int] | tuple[Message, ...]
 
 
 def is_text(messages: tuple[Message, ...]) -> bool:
-    """Whether they are one text, to be sent without a chat template."""
+    """Say whether the parts are one text, to be sent without a chat template."""
     return not messages[0].role
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """So many token ids, drawn with a text as the seed: equal texts, equal tokens."""
+    """Token ids drawn with a text as the seed: equal texts, equal tokens."""
 
     seed: str
     num_tokens: int
@@ -49,7 +49,7 @@ class DrawnPrompt:
         return [(part, part.num_tokens) for part in self.parts]
 
     def make(self, vocab_size: int) -> list[int]:
-        """The token ids, all below ``vocab_size``."""
+        """Draw the token ids, all below ``vocab_size``."""
         token_ids: list[int] = []
         for part in self.parts:
             chance = random.Random(part.seed)
@@ -73,12 +73,12 @@ class WrittenPrompt:
         return [(message, len(message.content)) for message in self.messages]
 
     def make(self, vocab_size: int) -> tuple[Message, ...]:
-        """As they are."""
+        """Return the token ids as they are."""
         return self.messages
 
 
 def prompt_of_trace(request: TraceRequest, seed: str) -> DrawnPrompt:
-    """The same tokens as `traces.prompt_token_ids` makes."""
+    """Make the same tokens as `traces.prompt_token_ids`."""
     left = request.input_length
     parts = []
     for hash_id in request.hash_ids:
@@ -88,13 +88,13 @@ def prompt_of_trace(request: TraceRequest, seed: str) -> DrawnPrompt:
 
 
 class SharedBeginnings:
-    """What the prompts of a load have in common by its own making, in the order of sending."""
+    """Finds the tokens that a load's prompts share by its own making, in the order of sending."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def share_of(self, prompt: DrawnPrompt | WrittenPrompt) -> float:
-        """The share of a prompt that an earlier one began with, too; notes the prompt.
+        """Return the share of a prompt that an earlier one began with, too; note the prompt.
 
         A part of another length that is drawn with the same seed begins alike, too: only a trace's
         last blocks are so, which are left out.

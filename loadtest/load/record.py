@@ -23,7 +23,7 @@ class Outcome(Enum):
 
 
 class RequestRecord:
-    """See the module.
+    """The record of one request; see the module.
 
     Attributes:
         scheduled_s: when it should have been sent; latencies count from here, so that what a slow
@@ -91,7 +91,7 @@ class RequestRecord:
 
     @property
     def num_prompt_tokens(self) -> int | None:
-        """As the server says; else as they were planned, which texts are not."""
+        """Prompt tokens as the server counts them; else as planned, which texts do not tell."""
         return self.usage.num_prompt_tokens if self.usage else self.planned.prompt.num_tokens
 
     def end(self, outcome: Outcome, now_s: float, kind: str = "", problem: str = "") -> None:
@@ -122,7 +122,7 @@ class RequestRecord:
 
 
 def spread_tokens(num_tokens: int, weights: Sequence[int]) -> list[int]:
-    """A number of tokens over frames by weight; as far as there are enough, each has one."""
+    """Spread a number of tokens over frames by weight; as far as there are enough, each has one."""
     least = 1 if num_tokens >= len(weights) else 0
     total = sum(max(weight, 1) for weight in weights)
     spread: list[int] = []

@@ -31,7 +31,7 @@ class Deployment:
 
     @classmethod
     def parse(cls, text: str) -> Deployment:
-        """See NOTATION; raises ConfigError."""
+        """Parse a shape, see NOTATION; raises ConfigError."""
         match = _SHAPE.fullmatch(text)
         numbers = [int(one) for one in match.group("num", "p", "d") if one] if match else [0]
         if match is None or min(numbers) < 1:

@@ -43,7 +43,7 @@ class TraceRequest:
 
 
 def num_blocks(input_length: int) -> int:
-    """Blocks of a prompt, the last one perhaps not full."""
+    """Return the blocks of a prompt, the last one perhaps not full."""
     return -(-input_length // BLOCK_TOKENS)
 
 
@@ -61,7 +61,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """The requests of a trace file, in its order.
+    """Read the requests of a trace file, in its order.
 
     Where ids are missing (some tools write none, or none for a last block that is not full), ones
     below 0 are put in their place that nothing else has.
@@ -88,7 +88,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 
 def _parse(line: str, next_id: int) -> TraceRequest:
-    """One line; ids that are missing count down from ``next_id``; raises ValueError."""
+    """Parse one line; ids that are missing count down from ``next_id``; raises ValueError."""
     fields: Any = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError("must be a JSON object")
@@ -117,14 +117,14 @@ def _parse(line: str, next_id: int) -> TraceRequest:
 
 
 def block_seed(hash_id: int, seed: str) -> str:
-    """What the 512 token ids of a block are drawn with."""
+    """Return the seed of the 512 token ids of a block."""
     return f"{seed} block {hash_id}"
 
 
 def prompt_token_ids(
     hash_ids: Sequence[int], input_length: int, vocab_size: int, seed: str = ""
 ) -> list[int]:
-    """A prompt that shares with others of the same seed what their ids share.
+    """Make a prompt that shares with others of the same seed what their ids share.
 
     Each id stands for 512 token ids drawn with it as the seed; the last block is cut to length.
 

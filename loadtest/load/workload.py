@@ -54,7 +54,7 @@ Conversation = tuple[PlannedRequest, ...]
 
 
 def planned_conversations(plan: LoadPlan) -> Iterator[Conversation]:
-    """In the order in which their first requests are due.
+    """Plan conversations in the order in which their first requests are due.
 
     Raises:
         ConfigError: a trace or a data set cannot be read.
@@ -95,7 +95,7 @@ def planned_requests(plan: LoadPlan) -> Iterator[PlannedRequest]:
 
 
 def _sent_in_full(plan: LoadPlan) -> Iterator[Conversation]:
-    """With numbers and cancels yet to be given."""
+    """Plan whole conversations, with numbers and cancels yet to be given."""
     load, seed = plan.load, _seed(plan)
     if isinstance(load, TraceReplay):
         yield from _of_trace(load, seed)
@@ -111,7 +111,7 @@ def _sent_in_full(plan: LoadPlan) -> Iterator[Conversation]:
 
 
 def _drawn(plan: LoadPlan) -> Iterator[Conversation]:
-    """Of random token ids, without end."""
+    """Draw conversations of random token ids, without end."""
     seed = _seed(plan)
     lengths = random.Random(f"{seed} lengths")
     groups = random.Random(f"{seed} groups")
@@ -141,7 +141,7 @@ def _drawn(plan: LoadPlan) -> Iterator[Conversation]:
 
 
 def _written(plan: LoadPlan) -> Iterator[Conversation]:
-    """Of a data set, without end; raises ConfigError."""
+    """Make conversations of a data set, without end; raises ConfigError."""
     lengths = random.Random(f"{_seed(plan)} lengths")
     pauses = random.Random(f"{_seed(plan)} pauses")
     for turns in written_conversations(plan, _seed(plan)):
@@ -167,7 +167,7 @@ def _pause_s(plan: LoadPlan, chance: random.Random) -> float:
 
 
 def _seed(plan: LoadPlan) -> str:
-    """Of all streams; the first round's is the seed alone."""
+    """Return the seed of all streams; the first round's is the plan's alone."""
     return f"{plan.seed}.{plan.round}" if plan.round else f"{plan.seed}"
 
 

@@ -27,7 +27,7 @@ class WrittenTurn:
 
 
 def written_conversations(plan: LoadPlan, seed: str) -> Iterator[list[WrittenTurn]]:
-    """Without end: when all were sent they come again, as new ones.
+    """Yield conversations without end: when all were sent they come again, as new ones.
 
     Each first message begins with a mark of the run, so that a server that has met the data before
     does not answer out of its cache. What the conversations of one run share, they go on sharing.
@@ -62,7 +62,7 @@ def _turns(
 
 
 def _token_counter(folder: Path | None) -> Callable[[str], int | None]:
-    """How many tokens a text has, 1 or more; without a tokenizer nobody knows."""
+    """Make a counter of a text's tokens, 1 or more; without a tokenizer it is unknown."""
     if folder is None:
         return lambda text: None
     path = folder / "tokenizer.json"

@@ -19,7 +19,7 @@ _MOST_ABOVE = 3.0  # times the highest value, that an interval is drawn in full
 
 
 def compare_figures(document: Document, look: Look) -> dict[str, Figure]:
-    """By name."""
+    """Draw all figures, by name."""
     figures = {"comparison": comparison(document, look)}
     if all(one["runs"] for one in document["deployments"]):
         figures["comparison_cdfs"] = comparison_cdfs(document, look)
@@ -27,7 +27,7 @@ def compare_figures(document: Document, look: Look) -> dict[str, Figure]:
 
 
 def comparison(document: Document, look: Look) -> Figure:
-    """A bar per deployment, every repeat as a dot, and the interval of the mean."""
+    """Draw a bar per deployment, every repeat as a dot, and the interval of the mean."""
     deployments, slo = document["deployments"], document["plan"]["slo"]
     figure, panels = look.panels(2, 2)
     for axes, (metric, (title, unit, scale, limited)) in zip(panels, _PANELS.items(), strict=True):
@@ -74,7 +74,7 @@ def _bar(
 
 
 def comparison_cdfs(document: Document, look: Look) -> Figure:
-    """The first repeat's distributions, all deployments in one picture."""
+    """Draw the first repeat's distributions, all deployments in one picture."""
     split = ((look.blue, "-"), (look.green, "-."), (look.purple, (0, (3, 1, 1, 1, 1, 1))))
     colocated = ((look.orange, "--"), (look.red, ":"))
     slo = document["plan"]["slo"]

@@ -23,7 +23,7 @@ _CDFS = {
 
 
 def all_figures(document: Document, look: Look) -> dict[str, Figure]:
-    """Of a result, by name; only those that there are numbers for."""
+    """Draw a result's figures by name; only those that there are numbers for."""
     if document["kind"] == "compare":
         return compare_figures(document, look)
     if "steps" in document:
@@ -40,7 +40,7 @@ def all_figures(document: Document, look: Look) -> dict[str, Figure]:
 
 
 def latency_cdfs(document: Document, look: Look) -> Figure:
-    """A panel for each kind of latency: they differ too much for one axis."""
+    """Draw a panel for each kind of latency: they differ too much for one axis."""
     cdfs, latencies = document["series"]["cdfs"], document["summary"]["latencies"]
     limits = document["plan"]["slo"]
     figure, panels = look.panels(2, 2)
@@ -78,7 +78,7 @@ def _ms(value: float) -> str:
 
 
 def timeline(document: Document, look: Look) -> Figure:
-    """Throughput above, latencies below, over the time of the run; faults and warm-up marked."""
+    """Draw throughput above latencies over the run's time, with faults and warm-up marked."""
     series, summary, slo = document["series"], document["summary"], document["plan"]["slo"]
     bins, width_s = series["timeline"], series["bin_s"]
     times = [one["begin_s"] + width_s / 2 for one in bins]
@@ -121,7 +121,7 @@ def timeline(document: Document, look: Look) -> Figure:
 
 
 def _mark_window(axes: Axes, window_s: Sequence[float], end_s: float, look: Look) -> None:
-    """What is not measured is grey."""
+    """Shade what is not measured."""
     axes.set_xlim(0, end_s)
     label: str | None = "not measured"
     for begin_s, until_s in ((0, window_s[0]), (window_s[1], end_s)):
@@ -142,8 +142,9 @@ def _mark_fault(axes: Axes, fault: Document, look: Look, with_label: bool) -> No
 
 
 def waterfall(document: Document, look: Look) -> Figure:
-    """The mean request's stages, one below the other: up to the first token, and as a whole; each
-    on an axis that has room for its longest bar."""
+    """Draw the mean request's stages, one below the other: up to the first token, and as a whole;
+    each on an axis that has room for its longest bar.
+    """
     stages = document["series"]["waterfall"]
     first = [stage for stage in stages if stage["latency"] != AFTER_FIRST]
     after = [stage for stage in stages if stage["latency"] == AFTER_FIRST]

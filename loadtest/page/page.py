@@ -55,7 +55,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 def load_figures() -> tuple[ModuleType, ModuleType]:
-    """`figures` and `palette`; raises ConfigError where the library for plots is missing."""
+    """Import `figures` and `palette`; raises ConfigError where the library for plots is missing."""
     try:
         return (
             importlib.import_module("loadtest.page.figures"),
@@ -68,7 +68,7 @@ def load_figures() -> tuple[ModuleType, ModuleType]:
 
 
 def look_up(document: Document, path: str) -> Any:
-    """What is at ``summary.latencies.ttft_s.p99``; None where the way ends before."""
+    """Look up what is at ``summary.latencies.ttft_s.p99``; None where the way ends before."""
     found: Any = document
     for step in path.split("."):
         if isinstance(found, list):
@@ -81,7 +81,7 @@ def look_up(document: Document, path: str) -> Any:
 
 
 def number(document: Document, path: str, form: str) -> Markup:
-    """A number of the document, with where it is from and its exact value."""
+    """Show a number of the document, with where it is from and its exact value."""
     value = look_up(document, path)
     if value is None:
         return Markup("<span>-</span>")
@@ -91,12 +91,12 @@ def number(document: Document, path: str, form: str) -> Markup:
 
 
 def said(document: Document, path: str) -> Markup:
-    """A text of the document, with where it is from."""
+    """Show a text of the document, with where it is from."""
     return Markup('<span data-text="{}">{}</span>').format(path, look_up(document, path))
 
 
 def render_page(document: Document) -> str:
-    """The whole page; raises ConfigError when the library for plots is missing."""
+    """Render the whole page; raises ConfigError when the library for plots is missing."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("loadtest.page", "."),
         autoescape=True,
@@ -118,7 +118,7 @@ def render_page(document: Document) -> str:
 
 
 def _pictures(document: Document) -> dict[str, dict[str, Markup]]:
-    """By name, then by media query; the last one is for all that no query is about."""
+    """Group pictures by name, then by media query; the last is for all that no query is about."""
     found: dict[str, dict[str, Markup]] = {}
     for query, (is_dark, is_narrow) in _MEDIA.items():
         images = render_figures(document, "svg", is_dark=is_dark, is_narrow=is_narrow)
@@ -131,7 +131,7 @@ def _pictures(document: Document) -> dict[str, dict[str, Markup]]:
 def render_figures(
     document: Document, image_format: str, *, is_dark: bool = False, is_narrow: bool = False
 ) -> dict[str, bytes]:
-    """All pictures of a document by name, as ``svg`` or ``png``; raises ConfigError."""
+    """Render all pictures of a document by name, as ``svg`` or ``png``; raises ConfigError."""
     figures, palette = load_figures()
     look = dataclasses.replace(palette.DARK if is_dark else palette.LIGHT, is_narrow=is_narrow)
     with palette.style(look):
@@ -140,12 +140,12 @@ def render_figures(
 
 
 def write_page(path: Path, document: Document) -> None:
-    """Raises ConfigError when it cannot be made or written."""
+    """Write the page; raises ConfigError when it cannot be made or written."""
     _write("html", path, render_page(document).encode())
 
 
 def write_pictures(folder: Path, document: Document) -> None:
-    """One file per picture; raises ConfigError when one cannot be made or written."""
+    """Write one file per picture; raises ConfigError when one cannot be made or written."""
     for name, image in render_figures(document, "png").items():
         _write("png", folder / f"{name}.png", image)
 

@@ -57,14 +57,15 @@ class Look:
         return ((self.blue, "-"), (self.red, "--"), (self.green, "-."), (self.purple, ":"))
 
     def figure(self, num_rows: float, num_panels: int = 1) -> Figure:
-        """So many rows of a usual height, each of so many panels; on a phone one below the other,
-        twice the rows and half the width."""
+        """Make a figure of rows of a usual height, each of so many panels; on a phone one below the
+        other, twice the rows and half the width.
+        """
         rows = num_rows * num_panels if self.is_narrow else num_rows
         width = 4.4 if self.is_narrow else 9.0
         return Figure(figsize=(width, 0.5 + 2.5 * rows), layout="constrained")
 
     def panels(self, num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
-        """A figure of panels, row by row; on a phone one below the other."""
+        """Make a figure of panels, row by row; on a phone one below the other."""
         figure = self.figure(num_rows, num_columns)
         if self.is_narrow:
             num_rows, num_columns = num_rows * num_columns, 1
@@ -72,7 +73,7 @@ class Look:
         return figure, [one for row in axes for one in row]
 
     def put_legend(self, axes: Axes) -> None:
-        """Below the plot and the name of its axis, where no line is."""
+        """Put the legend below the plot and the name of its axis, where no line is."""
         handles, labels = axes.get_legend_handles_labels()
         figure = axes.get_figure(root=True)
         assert figure is not None
@@ -84,13 +85,13 @@ class Look:
             )  # fmt: skip
 
     def put_limit(self, axes: Axes, limit: float, text: str, *, is_x: bool = False) -> None:
-        """The line of an SLO."""
+        """Draw the line of an SLO."""
         line = axes.axvline if is_x else axes.axhline
         line(limit, color=self.purple, linestyle=(0, (5, 2)), linewidth=1.5, label=text)
 
 
 def make_logarithmic(axes: Axes, *, is_x: bool) -> None:
-    """With plain numbers at 1, 2 and 5, and no others."""
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5, and no others."""
     axis: Axis
     if is_x:
         axes.set_xscale("log")
@@ -115,7 +116,7 @@ DARK = Look(
 
 @contextlib.contextmanager
 def style(look: Look) -> Iterator[None]:
-    """How all figures look; nothing is drawn or saved outside of it."""
+    """Set how all figures look; nothing is drawn or saved outside of it."""
     colors: dict[Any, Any] = {
         "figure.facecolor": look.paper, "savefig.facecolor": look.paper,
         "axes.facecolor": look.paper, "axes.edgecolor": look.ink, "axes.labelcolor": look.ink,

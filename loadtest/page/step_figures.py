@@ -20,7 +20,7 @@ _MARKERS = "os^Dv<>pPX"
 
 
 def step_figures(document: Document, look: Look) -> dict[str, Figure]:
-    """By name."""
+    """Draw all figures, by name."""
     steps = [step for step in document["steps"] if step["summary"]["latencies"]]
     steps.sort(key=lambda step: float(step["value"]))
     figures: dict[str, Figure] = {}
@@ -36,7 +36,7 @@ def step_figures(document: Document, look: Look) -> dict[str, Figure]:
 def throughput_latency(
     steps: Sequence[Document], variable: str, slo: dict[str, float], look: Look
 ) -> Figure:
-    """The curve: what a latency costs, or buys, in tokens per second."""
+    """Draw the curve: what a latency costs, or buys, in tokens per second."""
     figure, panels = look.panels(2, 2)
     for axes, (name, (title, limited)) in zip(panels, _LATENCIES.items(), strict=True):
         shown = [step for step in steps if name in step["summary"]["latencies"]]
@@ -69,7 +69,7 @@ def _label_points(
 
 
 def throughput(steps: Sequence[Document], variable: str, look: Look) -> Figure:
-    """What came out over what was asked for."""
+    """Draw what came out over what was asked for."""
     figure, (axes,) = look.panels(1, 1)
     values = [step["value"] for step in steps]
     kinds = {"requests_per_s": "ended well", "goodput_per_s": "within the SLO (goodput)"}
@@ -90,7 +90,7 @@ def throughput(steps: Sequence[Document], variable: str, look: Look) -> Figure:
 
 
 def search_figure(document: Document, look: Look) -> Figure:
-    """Every try: its rate, the share that it attained, and whether it held."""
+    """Draw every try: its rate, the share that it attained, and whether it held."""
     search = document["search"]
     figure, (axes,) = look.panels(1, 1)
     for held, color in ((True, look.blue), (False, look.red)):

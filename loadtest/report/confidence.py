@@ -28,14 +28,14 @@ class Interval:
     values: tuple[float, ...]
 
     def text(self, form: str = ".2f") -> str:
-        """``8.10 (95 %: 7.50 to 8.70)``."""
+        """Format as ``8.10 (95 %: 7.50 to 8.70)``."""
         if self.low is None or self.high is None:
             return f"{self.mean:{form}} (one repeat: no interval)"
         return f"{self.mean:{form}} (95 %: {self.low:{form}} to {self.high:{form}})"
 
 
 def bracket_interval(brackets: Sequence[tuple[float, float]]) -> Interval:
-    """Of 1 to MAX_REPEATS brackets that each have the value somewhere between their ends.
+    """Estimate from 1 to MAX_REPEATS brackets that each have the value between their ends.
 
     The mean is that of the lower ends, and the interval reaches from where theirs begins to where
     the upper ends' stops: it is never narrower than what a bracket leaves open, however alike the
@@ -49,7 +49,7 @@ def bracket_interval(brackets: Sequence[tuple[float, float]]) -> Interval:
 def mean_interval(
     values: Sequence[float], least: float | None = 0.0, most: float = math.inf
 ) -> Interval:
-    """Of 1 to MAX_REPEATS independent values.
+    """Estimate the mean of 1 to MAX_REPEATS independent values.
 
     Args:
         least, most: no such value, and so no end of the interval, can be outside.

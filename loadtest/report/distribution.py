@@ -27,12 +27,12 @@ class Distribution:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """None when there are no values."""
+    """Summarize values; None when there are none."""
     return weighted_distribution([(value, 1) for value in values])
 
 
 def weighted_distribution(pairs: Sequence[tuple[float, int]]) -> Distribution | None:
-    """Of values that count as often as their weights say; None when there are none."""
+    """Summarize values that count as often as their weights say; None when there are none."""
     in_order = sorted(pair for pair in pairs if pair[1] > 0)
     count = sum(weight for _, weight in in_order)
     if not count:

@@ -58,7 +58,7 @@ class FaultReport:
 def report_faults(
     plan: LoadPlan, records: Sequence[RequestRecord], events: Sequence[FaultEvent], end_s: float
 ) -> list[FaultReport]:
-    """Of a run that sent requests until ``end_s``."""
+    """Report the faults of a run that sent requests until ``end_s``."""
     in_order = sorted(events, key=lambda event: event.began_s)
     ends = [event.began_s for event in in_order[1:]] + [end_s] * bool(in_order)
     return [
@@ -69,7 +69,7 @@ def report_faults(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Good ones and all that count, among those scheduled from ``begin_s`` on."""
+    """Good requests and all that count, among those scheduled from ``begin_s`` on."""
 
     begin_s: float
     end_s: float
@@ -140,8 +140,7 @@ def _slide(
     until_s: float,
     window_s: float,
 ) -> list[_Window]:
-    """Windows with a request in them; the first one ends with the fault's first tenth of one, for
-    those who were asking when it came."""
+    """Slide a window over the time since a fault; keep those windows in which requests ended."""
     step_s = window_s / _STEPS_PER_WINDOW
     windows = []
     for number in range(int(max(until_s - begin_s, 0.0) / step_s + 1e-9)):
@@ -165,7 +164,7 @@ def _recovery_s(windows: Sequence[_Window], baseline: float | None, begin_s: flo
 
 
 def fault_line(fault: FaultReport) -> str:
-    """What a fault cost, in a line or two of 100 columns."""
+    """Say what a fault cost, in a line or two of 100 columns."""
     dip = "nobody asked before it"
     if fault.baseline_share is not None and fault.lowest_share is not None:
         dip = f"good {fault.baseline_share:.0%} -> {fault.lowest_share:.0%}"
@@ -182,7 +181,7 @@ def fault_line(fault: FaultReport) -> str:
 
 
 def audit_line(audit: BlockAudit) -> str:
-    """After the run."""
+    """Say which blocks were held after the run."""
     problems = "".join(f"; {problem}" for problem in audit.problems)
     held = f"{audit.num_held} still held, {audit.num_orphans} of nobody"
     return f"blocks after the run: {held}{problems}"

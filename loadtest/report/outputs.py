@@ -12,7 +12,7 @@ from loadtest.report.report import check_folder, check_writable, write_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """None: not asked for."""
+    """The files to write; None: not asked for."""
 
     json: Path | None = None
     save_requests: Path | None = None
@@ -20,7 +20,7 @@ class Outputs:
     png: Path | None = None
 
     def check(self) -> None:
-        """All can be written, before the run and not after it; raises ConfigError."""
+        """Check before the run that all can be written; raises ConfigError."""
         for name in ("json", "save_requests", "html"):
             path = getattr(self, name)
             if path is not None:
@@ -31,7 +31,7 @@ class Outputs:
             load_figures()
 
     def write(self, document: dict[str, Any]) -> None:
-        """All but the rows; raises ConfigError when one cannot be written."""
+        """Write all but the rows; raises ConfigError when one cannot be written."""
         if self.json is not None:
             write_json(self.json, document)
         if self.html is not None:

@@ -17,7 +17,7 @@ _LAST_LOOKS = 100  # the last second's
 
 
 async def show_progress(plan: LoadPlan, player: Player, console: Console) -> None:
-    """Until cancelled."""
+    """Show the progress until cancelled."""
     if not console.is_terminal:
         return
     before_tokens = 0
@@ -30,7 +30,7 @@ async def show_progress(plan: LoadPlan, player: Player, console: Console) -> Non
 
 
 def progress_line(plan: LoadPlan, player: Player, tokens_per_s: float) -> str:
-    """One line of at most 100 columns, as long as numbers are of a usual size."""
+    """Format one line of at most 100 columns, as long as numbers are of a usual size."""
     now_s = player.clock.now_s()
     limit = "" if plan.duration_s is None else f" of {plan.duration_s:.0f}"
     phase = "warm-up" if now_s < plan.warmup_s else "measuring"

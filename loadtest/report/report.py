@@ -28,7 +28,7 @@ _SERVER = "server_ttft_s"  # from here on it is what the receipts say
 
 
 def print_summary(result: RunResult, console: Console) -> None:
-    """The table, and lines around it; what cannot be trusted is said last."""
+    """Print the table, and lines around it; what cannot be trusted is said last."""
     summary = result.summary
     begin_s, end_s = summary.window_s
     parts = [f"{summary.num_requests} requests", f"{summary.num_ok} ok"]
@@ -82,7 +82,7 @@ def _latency_table(summary: Summary) -> Table:
 
 
 def few_samples_line(latencies: Mapping[str, Distribution]) -> str:
-    """What percentiles of few values are; empty for enough of them."""
+    """Say which percentiles of few values are just the slowest; empty for enough values."""
     ttft = latencies.get("ttft_s")
     if ttft is None or ttft.count >= 1000:
         return ""
@@ -125,7 +125,7 @@ def _ms(values: Distribution | None) -> str:
 
 
 def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[str, Any]:
-    """All but the rows; durations in seconds. A load's ``kind`` is the name of its class."""
+    """Convert all but the rows; durations in seconds. A load's ``kind`` is its class's name."""
     plan = dataclasses.asdict(result.plan)
     plan["load"] = {"kind": type(result.plan.load).__name__} | plan["load"]
     for name in ("input_lengths", "output_lengths"):
@@ -162,24 +162,24 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
 
 
 def plain(document: dict[str, Any]) -> dict[str, Any]:
-    """As it is in the file, and comes back from there."""
+    """Convert a document to what reading its file would give."""
     found: dict[str, Any] = json.loads(json.dumps(document, default=str))
     return found
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Raises ConfigError when it cannot be written."""
+    """Write the document; raises ConfigError when it cannot be written."""
     _write("json", path, [json.dumps(document, indent=2)])
 
 
 def write_requests(path: Path, result: RunResult) -> None:
-    """One JSON object per line and request, warm-up included; raises ConfigError."""
+    """Write one JSON object per line and request, warm-up included; raises ConfigError."""
     rows = map(_row, result.records)
     _write("save_requests", path, (json.dumps(row) for row in rows))
 
 
 def _row(record: RequestRecord) -> dict[str, Any]:
-    """Times in seconds since the run began."""
+    """Make a request's row, with times in seconds since the run began."""
     assert record.outcome is not None
     return {
         "index": record.planned.index,
@@ -206,7 +206,7 @@ def _row(record: RequestRecord) -> dict[str, Any]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Before the run, not after it; raises ConfigError."""
+    """Check before the run that a file can be written; raises ConfigError."""
     try:
         path.touch()
     except OSError as error:
@@ -214,7 +214,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Make it if it is not there; raises ConfigError."""
+    """Make the folder if it is not there; raises ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

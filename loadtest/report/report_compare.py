@@ -30,7 +30,7 @@ _SHARED = ("format", "plan", "environment")
 
 
 def trial_line(trial: Trial) -> str:
-    """One run, when it has ended."""
+    """Report one run when it has ended."""
     summary = trial.result.summary
     cells = [f"repeat {trial.repeat + 1}", f"{trial.deployment.name:<14}"]
     load = trial.result.plan.load
@@ -50,7 +50,7 @@ def trial_line(trial: Trial) -> str:
 
 
 def print_comparison(comparison: Comparison, values: Values, console: Console) -> None:
-    """Means of the repeats, and their 95 % intervals."""
+    """Print means of the repeats, and their 95 % intervals."""
     table = Table(
         width=WIDTH, title="mean, 95 % interval", title_justify="right", title_style="dim"
     )
@@ -72,7 +72,7 @@ def print_comparison(comparison: Comparison, values: Values, console: Console) -
 
 
 def _interval(metric: str, values: Sequence[float]) -> Interval | None:
-    """No share is above 1."""
+    """Format an interval; no share is above 1."""
     most = 1.0 if metric == "attainment" else math.inf
     return mean_interval(values, most=most) if values else None
 
@@ -88,7 +88,7 @@ def _cell(metric: str, values: Sequence[float], scale: float, form: str) -> str:
 
 
 def verdict_lines(verdict: Verdict | None) -> list[str]:
-    """Whether, and how; then what it does to latencies, good or bad."""
+    """Say whether to disaggregate, and how; then what it does to latencies, good or bad."""
     if verdict is None:
         return ["no verdict: fewer than two whole repeats"]
     split, colocated = verdict.split, verdict.colocated
@@ -122,7 +122,7 @@ def _signed(found: Interval, scale: float = 1.0) -> str:
 def comparison_to_json(
     comparison: Comparison, trials: Sequence[Trial], target_options: Document
 ) -> Document:
-    """All runs, what is compared of them, and the verdict."""
+    """Convert all runs, what is compared of them, and the verdict."""
     values = values_of(comparison.deployments, trials)
     verdict = judge_comparison(comparison.deployments, values)
     runs = [result_to_json(trial.result, target_options) for trial in trials]

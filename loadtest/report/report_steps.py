@@ -21,12 +21,12 @@ _SHARED = ("format", "plan", "target", "environment", "faults", "audit")
 
 
 def step_heading(variable: str) -> str:
-    """Above the lines of steps; 100 columns at most."""
+    """Make the head above the lines of steps; 100 columns at most."""
     return f"{variable:>11}" + _in_columns(_HEADINGS)
 
 
 def step_line(step: Step) -> str:
-    """One step; what is missing is a dash."""
+    """Report one step; what is missing is a dash."""
     summary = step.result.summary
     latencies = summary.latencies
     ttft, itl = latencies.get("ttft_s"), latencies.get("itl_s")
@@ -55,13 +55,13 @@ def _ms(values: Distribution | None, name: str) -> str:
 
 
 def cache_lines(steps: Sequence[Step]) -> list[str]:
-    """Which steps' latencies are a cache's, and why."""
+    """Say which steps' latencies are a cache's, and why."""
     warned = [(step, warning) for step in steps if (warning := step.result.summary.cache.warning())]
     return [f"warning: at {step.value:.4g}: {warning}" for step, warning in warned]
 
 
 def search_lines(found: SearchResult, slo: str) -> list[str]:
-    """What the search says, last."""
+    """Say what the search found, last."""
     share = f"{found.search.attainment:.0%} of requests within {slo}:"
     if found.max_rate_per_s is None or found.goodput_per_s is None:
         return [share, "no search came to its end: the highest rate that holds is not known"]
@@ -86,7 +86,7 @@ def search_lines(found: SearchResult, slo: str) -> list[str]:
 def steps_to_json(
     kind: str, variable: str, steps: Sequence[Step], target_options: Document
 ) -> Document:
-    """All steps; ``plan`` is that of the first, and each step has its load and round."""
+    """Convert all steps; ``plan`` is that of the first, and each step has its load and round."""
     runs = [result_to_json(step.result, target_options) for step in steps]
     return {
         **{name: runs[0][name] for name in _SHARED},
@@ -107,7 +107,7 @@ def steps_to_json(
 
 
 def search_to_json(found: SearchResult, target_options: Document) -> Document:
-    """Of a search with a step at least."""
+    """Convert a search with a step at least."""
     search: Search = found.search
     slo = found.steps[0].result.plan.slo.text()
     return steps_to_json("search", "rate", found.steps, target_options) | {

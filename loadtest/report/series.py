@@ -27,7 +27,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineBin:
-    """What happened from ``begin_s`` on, for the width of a bin; per second where it is a rate.
+    """One bin of the timeline, from ``begin_s`` on; per second where it is a rate.
 
     Attributes:
         good_per_s: ended well within the SLO, like all that ends at its end; None without an SLO.
@@ -65,10 +65,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Attributes:
-    cdfs: by latency, pairs of seconds and the share of values that are not above.
-    bin_s: width of the timeline's bins; they begin with the run, warm-up included.
-    waterfall: stages in order, of the measured requests with a receipt.
+    """The figures of a run over time, and its distributions.
+
+    Attributes:
+        cdfs: by latency, pairs of seconds and the share of values that are not above.
+        bin_s: width of the timeline's bins; they begin with the run, warm-up included.
+        waterfall: stages in order, of the measured requests with a receipt.
     """
 
     cdfs: dict[str, list[Point]]
@@ -80,7 +82,7 @@ class Series:
 def make_series(
     plan: LoadPlan, records: Sequence[RequestRecord], window_s: tuple[float, float]
 ) -> Series:
-    """Of a run whose records have ended."""
+    """Make the series of a run whose records have ended."""
     begin_s, end_s = window_s
     measured = [r for r in records if begin_s <= r.scheduled_s <= end_s]
     receipts = [r.receipt for r in measured if r.receipt is not None]
@@ -108,7 +110,7 @@ def _cdfs(records: Sequence[RequestRecord]) -> dict[str, list[Point]]:
 
 
 def cdf(pairs: Iterable[tuple[float, int]]) -> list[Point]:
-    """Points of the distribution of values with weights: exact ones, not between two values."""
+    """Compute points of the distribution of weighted values: exact ones, not between two."""
     in_order = sorted(pairs)
     total = sum(weight for _, weight in in_order)
     points: list[Point] = []
@@ -127,7 +129,7 @@ def cdf(pairs: Iterable[tuple[float, int]]) -> list[Point]:
 def timeline(
     plan: LoadPlan, records: Sequence[RequestRecord], bin_s: float, last_s: float
 ) -> list[TimelineBin]:
-    """Bins from the beginning of the run to its last event."""
+    """Divide the run into bins from its beginning to its last event."""
     num_bins = max(1, math.ceil(last_s / bin_s)) if records else 0
     ended: list[list[RequestRecord]] = [[] for _ in range(num_bins)]
     ttfts: list[list[float]] = [[] for _ in range(num_bins)]
@@ -182,7 +184,7 @@ _BESIDE = {
 
 
 def waterfall(receipts: Sequence[Receipt]) -> list[Stage]:
-    """Where the time of the mean request went."""
+    """Compute where the time of the mean request went."""
     if not receipts:
         return []
     stages: dict[str, Stage] = {}

@@ -38,14 +38,14 @@ RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
 
 
 def _push_of(receipt: Receipt) -> PushReceipt | None:
-    """None when nothing was pushed."""
+    """Return the push of a receipt; None when nothing was pushed."""
     push = receipt.decode.push if receipt.decode is not None else None
     return push if push is not None and push.num_blocks > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagReport:
-    """How late the generator was.
+    """The lag of the generator.
 
     Attributes:
         send: each request, sent minus scheduled.
@@ -64,7 +64,7 @@ class LagReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReport:
-    """Whether tokens were counted right.
+    """Checks of the token counts.
 
     Attributes:
         num_checked: requests whose tokens were counted here and by the server.
@@ -81,7 +81,7 @@ class TokenReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptReport:
-    """What Baton's receipts say beyond seconds, of ``num_receipts`` requests."""
+    """Figures of Baton's receipts beyond seconds, of ``num_receipts`` requests."""
 
     num_receipts: int
     num_retried: int
@@ -132,7 +132,7 @@ class Summary:
 
 
 def client_seconds(record: RequestRecord) -> dict[str, float | None]:
-    """TTFT, TPOT, longest gap between frames and E2E of one request.
+    """Compute TTFT, TPOT, longest gap between frames and E2E of one request.
 
     None: it did not come to that.
     """
@@ -147,7 +147,7 @@ def client_seconds(record: RequestRecord) -> dict[str, float | None]:
 
 
 def frame_gaps(record: RequestRecord) -> list[tuple[float, int]]:
-    """Seconds before each frame but the first, and the tokens in it.
+    """Return the seconds before each frame but the first, and the tokens in it.
 
     A frame that no token was counted for is a part of the next one.
     """
@@ -163,7 +163,7 @@ def frame_gaps(record: RequestRecord) -> list[tuple[float, int]]:
 
 
 def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLag) -> Summary:
-    """Needs records that have ended."""
+    """Summarize records, which must have ended."""
     begin_s, end_s = _window(plan, records)
     measured = [r for r in records if begin_s <= r.scheduled_s <= end_s]
     counts = Counter(record.outcome for record in measured)
@@ -210,7 +210,7 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
 
 
 def _window(plan: LoadPlan, records: Sequence[RequestRecord]) -> tuple[float, float]:
-    """A run that was to take so long ends then; one of so many requests with the last answer."""
+    """Choose the measured window: it ends at a set duration, else with the last answer."""
     last_s = max((max(r.scheduled_s, r.ended_s) for r in records), default=plan.warmup_s)
     end_s = last_s if plan.duration_s is None else min(last_s, plan.duration_s)
     return plan.warmup_s, max(end_s, plan.warmup_s)

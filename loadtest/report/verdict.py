@@ -28,12 +28,14 @@ METRICS: dict[str, Callable[[Summary], float | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Attributes:
-    answer: disaggregate, colocate or undecided.
-    split, colocated: names of the best of each kind, by mean goodput, then by ITL p99.
-    differences: by metric, split minus colocated over the repeats.
-    ratios: by metric, mean of split over mean of colocated; None where that is 0.
-    holding_none: deployments that had no goodput in any repeat.
+    """The comparison of split and colocated deployments.
+
+    Attributes:
+        answer: disaggregate, colocate or undecided.
+        split, colocated: names of the best of each kind, by mean goodput, then by ITL p99.
+        differences: by metric, split minus colocated over the repeats.
+        ratios: by metric, mean of split over mean of colocated; None where that is 0.
+        holding_none: deployments that had no goodput in any repeat.
     """
 
     answer: str
@@ -48,7 +50,7 @@ Values = dict[str, dict[str, dict[int, float]]]
 
 
 def values_of(deployments: Sequence[Deployment], trials: Sequence[Trial]) -> Values:
-    """By deployment, metric and repeat, of the repeats that all deployments were run in.
+    """Collect by deployment, metric and repeat, of the repeats that all deployments were run in.
 
     Who held no rate had a goodput of 0, and latencies that are of no rate to be compared at.
     """
@@ -78,7 +80,7 @@ def _value(metric: str, trial: Trial) -> float | None:
 
 
 def judge_comparison(deployments: Sequence[Deployment], values: Values) -> Verdict | None:
-    """None when there are not two repeats to judge by."""
+    """Judge the comparison; None when there are not two repeats to judge by."""
     if any(len(values[one.name]["goodput_per_s"]) < 2 for one in deployments):
         return None
 

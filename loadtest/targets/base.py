@@ -31,7 +31,7 @@ class TargetError(BatonError):
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """What the server says that it read and wrote, in tokens.
+    """The server's own count of tokens read and written.
 
     Attributes:
         num_cached_tokens: of the prompt, that its prefix cache had; None: it does not say.
@@ -43,7 +43,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """What arrived at once.
+    """A piece of an answer that arrived at once.
 
     Attributes:
         num_tokens: in it; None: there is text and the server does not say of how many tokens.
@@ -62,7 +62,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """How to talk to a server."""
+    """Options for talking to a server."""
 
     url: str = option(
         "",
@@ -87,11 +87,11 @@ class Target(Protocol):
     """A connected server."""
 
     def describe(self) -> dict[str, str]:
-        """What it says of itself, for the report."""
+        """Return what the target says of itself, for the report."""
         ...
 
     def prepare(self, prompt: Prompt, output_length: int) -> bytes:
-        """A request message: exactly so many tokens, the most probable ones.
+        """Make a request message: exactly so many tokens, the most probable ones.
 
         Made ahead of time, so that sending takes none.
         """

@@ -34,7 +34,7 @@ _START_TIMEOUT_S = 10.0
 
 
 class BatonTarget:
-    """See Target.
+    """A `Target` over Baton's gRPC API.
 
     Args:
         channels: to the router, used in turns.

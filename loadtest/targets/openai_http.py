@@ -64,7 +64,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def num_chars(self) -> int:
-        """Of its text, wherever the server put it."""
+        """Count the characters of its text, wherever the server put it."""
         delta = self.delta or _Delta()
         return sum(len(text or "") for text in (self.text, delta.content, delta.reasoning_content))
 
@@ -105,7 +105,7 @@ class EventReader:
         self._rest = b""
 
     def read(self, data: bytes) -> Frame | None:
-        """What arrived, as one frame; None when it was no whole event with anything in it.
+        """Read what arrived, as one frame; None when it was no whole event with anything in it.
 
         Raises:
             TargetError: it is not understood, or says that the request failed.
@@ -138,7 +138,7 @@ class EventReader:
         return Frame(num_tokens, num_chars, finish_reason, usage, receipt)
 
     def _count(self, choice: _Choice, usage: _Usage | None) -> int | None:
-        """Tokens of a choice's piece; None: there is text and nothing that says it."""
+        """Count the tokens of a choice's piece; None: it has text and no number."""
         counted: int | None = None
         if choice.token_ids is not None:
             counted = len(choice.token_ids)
@@ -173,7 +173,7 @@ def _parse(text: bytes) -> _Event:
 
 
 class OpenAITarget:
-    """See Target.
+    """A `Target` over OpenAI's HTTP API.
 
     Args:
         session: open; is closed with the target.
@@ -296,7 +296,7 @@ async def open_target(options: TargetOptions) -> Target:
 async def _takes_continuous_usage(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> bool:
-    """Whether the server answers one token with it; OpenAI's own refuses what it does not know."""
+    """Say whether the server takes the option; OpenAI's own refuses what it does not know."""
     asked = body | {
         "prompt": PROBE,
         "max_tokens": 1,

@@ -21,7 +21,7 @@ from models.layers.rotary import RotaryEmbedding
 
 @dataclass(frozen=True, slots=True)
 class DecoderOptions:
-    """Where the architectures differ."""
+    """The differences between the architectures."""
 
     attention: AttentionOptions = field(default_factory=AttentionOptions)
     mlp_bias: bool = False
@@ -43,7 +43,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, delta: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """One layer; the addition of its result is left to the next norm, which fuses it.
+        """Compute one layer; the addition of its result is left to the next norm, which fuses it.
 
         Args:
             delta: ``[num_tokens, hidden_size]``, what the layer before adds to the stream.
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
         return self.tapes.run(self._layers, (delta, cos, sin), context)
 
     def _layers(self, delta: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
-        """``[num_tokens, hidden_size]``, after the last norm."""
+        """Compute all layers: ``[num_tokens, hidden_size]``, after the last norm."""
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             delta, residual = layer(delta, residual, cos, sin, context)

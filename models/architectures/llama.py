@@ -8,7 +8,7 @@ from models.layers.attention import AttentionOptions
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
-    """Touvron et al., arXiv:2302.13971; Grattafiori et al., arXiv:2407.21783."""
+    """Llama: Touvron et al., arXiv:2302.13971; Grattafiori et al., arXiv:2407.21783."""
 
     def __init__(self, config: ModelConfig) -> None:
         bias = config.attention_bias

@@ -10,7 +10,7 @@ from models.config import ModelConfig
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """Jiang et al., arXiv:2310.06825."""
+    """Mistral: Jiang et al., arXiv:2310.06825."""
 
     def __init__(self, config: ModelConfig) -> None:
         windows = (config.sliding_window,) * config.num_layers

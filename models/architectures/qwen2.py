@@ -9,7 +9,7 @@ from models.layers.windows import windows_of_some_layers
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
-    """Yang et al., arXiv:2407.10671."""
+    """Qwen2: Yang et al., arXiv:2407.10671."""
 
     def __init__(self, config: ModelConfig) -> None:
         attention = AttentionOptions(qkv_bias=True)

@@ -9,7 +9,7 @@ from models.layers.windows import windows_of_some_layers
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    """Yang et al., arXiv:2505.09388."""
+    """Qwen3: Yang et al., arXiv:2505.09388."""
 
     def __init__(self, config: ModelConfig) -> None:
         bias = config.attention_bias

@@ -52,7 +52,7 @@ class DecodeTapes:
 
     @torch.no_grad()
     def run(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> Tensor:
-        """``layers(*inputs, context)``, by a tape if there is one or can be."""
+        """Compute ``layers(*inputs, context)``, by a tape if there is one or can be."""
         key = _key(inputs, context) if native_ops() is self._ops else None
         repeated, self._last_key = key == self._last_key, key
         if key is None or not (repeated or key in self._tapes):
@@ -89,7 +89,7 @@ class DecodeTapes:
         return _Taped(tape, (delta, cos, sin), statics, result)
 
     def _forget(self) -> None:
-        """The tapes that were used longest ago, until few rows are kept."""
+        """Delete the least recently used tapes, until few rows are kept."""
         rows = {key: len(taped.result) for key, taped in self._tapes.items() if taped}
         for key in list(rows)[:-1]:
             if sum(rows.values()) <= MAX_ROWS_KEPT:
@@ -98,7 +98,7 @@ class DecodeTapes:
 
 
 def _key(inputs: Inputs, context: ForwardContext) -> _Key | None:
-    """What a tape depends on besides the values of its inputs; None: not a decode step alone."""
+    """Return what a tape depends on besides its inputs' values; None: not a decode step alone."""
     num_tokens = len(inputs[0])
     first = context.groups[0][0]
     if not (first.max_query_len == 1 and first.num_requests == first.num_tokens == num_tokens):
@@ -116,12 +116,12 @@ def _plan(groups: tuple[tuple[AttentionMetadata, AttentionBackend], ...]) -> Non
 
 
 def _width(metadata: AttentionMetadata) -> int:
-    """Columns of a block table that is to last for a while."""
+    """Round the columns of a block table up, so that its tape lasts for a while."""
     return int(max(16, 1 << (metadata.block_table.shape[1] - 1).bit_length()))
 
 
 def _static(metadata: AttentionMetadata) -> AttentionMetadata:
-    """The same in memory of its own, with room for longer requests."""
+    """Copy the metadata to memory of its own, with room for longer requests."""
     num_requests = metadata.num_requests
     static = replace(
         metadata,
@@ -135,7 +135,7 @@ def _static(metadata: AttentionMetadata) -> AttentionMetadata:
 
 
 def _copy_metadata(to: AttentionMetadata, metadata: AttentionMetadata) -> None:
-    """What changes from one decode step to the next of as many requests."""
+    """Copy what changes between two decode steps of as many requests."""
     to.seq_lens.copy_(metadata.seq_lens)
     to.slot_mapping.copy_(metadata.slot_mapping)
     to.block_table[:, : metadata.block_table.shape[1]].copy_(metadata.block_table)

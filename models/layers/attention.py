@@ -18,7 +18,7 @@ from models.layers.norm import RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Where the architectures' attention layers differ."""
+    """The differences between the architectures' attention layers."""
 
     qkv_bias: bool = False
     output_bias: bool = False

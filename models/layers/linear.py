@@ -26,7 +26,7 @@ class JoinedLinear(nn.Linear):
         self._parts = dict(parts)
 
     def part_rows(self) -> Iterator[tuple[str, slice]]:
-        """Each part's name and its rows of weight and bias."""
+        """Return each part's name and its rows of weight and bias."""
         start = 0
         for name, size in self._parts.items():
             yield name, slice(start, start + size)
@@ -61,7 +61,7 @@ class PackedLinear(nn.Module):
             self.scales = nn.Parameter(weight.scales, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the layer that was packed computes."""
+        """Compute what the layer that was packed computes."""
         return self._compute(x, self._packed)
 
 

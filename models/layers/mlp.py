@@ -23,6 +23,6 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
+        """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
         out: Tensor = self.down_proj(self.gate_up_proj(x))
         return out

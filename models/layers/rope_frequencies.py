@@ -15,7 +15,7 @@ from models.rope_config import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """The rotary frequencies, on the CPU.
+    """Compute the rotary frequencies, on the CPU.
 
     Args:
         rope: the model's rotary embedding.
@@ -50,7 +50,7 @@ def _plain(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
-    """The first part of the pairs turns as in a full rotation, the rest stands still."""
+    """Turn the first part of the pairs as in a full rotation; the rest stands still."""
     turning = int(rope.partial_rotary_factor * head_dim // 2)
     frequencies = _plain(rope, head_dim) / rope.factor  # [head_dim / 2]
     frequencies[turning:] = 0.0

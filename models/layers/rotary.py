@@ -39,7 +39,7 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, positions: Tensor, max_seq_len: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of a step.
+        """Compute cosines and sines of a step.
 
         Args:
             positions: ``[num_tokens]`` int64.
@@ -63,7 +63,7 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def _has_table(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether there is, or would be, a table of these."""
+        """Say whether there is, or would be, a table of these."""
         num_bytes = 4 * len(self.frequencies) * self._num_positions * dtype.itemsize
         return device.type in TABLE_DEVICES and num_bytes <= MAX_TABLE_BYTES
 

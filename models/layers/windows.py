@@ -10,7 +10,7 @@ from models.config import ModelConfig
 
 
 def windows_of_some_layers(config: ModelConfig) -> tuple[int | None, ...]:
-    """The window of each layer, None where attention is full.
+    """Return the window of each layer, None where attention is full.
 
     ``layer_types`` decides where it is given, else the layers from ``max_window_layers`` on have
     one; none has while ``use_sliding_window`` is false.

@@ -94,6 +94,6 @@ def _in_hugging_face_layout(name: str, tensor: Tensor, config: ModelConfig) -> t
 
 
 def _halves_of_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head from pairs to halves: ``0 1 2 3`` were the head's rows ``0 2 1 3``."""
+    """Reorder each head's rows from pairs to halves: ``0 1 2 3`` were rows ``0 2 1 3``."""
     pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])  # [num_heads, head_dim / 2, 2, ...]
     return pairs.transpose(1, 2).reshape(tensor.shape)

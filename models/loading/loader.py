@@ -59,7 +59,7 @@ def load_model(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one tensor of a checkpoint goes: some rows of a parameter, or all of it."""
+    """The place of one tensor of a checkpoint: some rows of a parameter, or all of it."""
 
     owner: nn.Module
     attribute: str
@@ -76,7 +76,7 @@ class _Place:
         return parameter
 
     def weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The rows to fill; the first part of a parameter that comes allocates all of it."""
+        """Return the rows to fill; a parameter's first part allocates all of it."""
         if self._parameter.is_meta:
             empty = torch.empty(self._parameter.shape, device=device, dtype=dtype)
             setattr(self.owner, self.attribute, nn.Parameter(empty, requires_grad=False))
@@ -84,7 +84,7 @@ class _Place:
 
 
 def _checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, _Place]]:
-    """Every tensor that a checkpoint must have, by its name there."""
+    """Return every tensor that a checkpoint must have, by its name there."""
     for path, module in model.named_modules():
         for attribute, _ in module.named_parameters(recurse=False):
             if isinstance(module, JoinedLinear):
@@ -96,7 +96,7 @@ def _checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, _Place]]:
 
 
 def _kv_scales(model: nn.Module) -> dict[str, tuple[Attention, str]]:
-    """Every scale that a checkpoint may have, by its names there."""
+    """Return every scale that a checkpoint may have, by its names there."""
     return {
         f"{path}.{name}": (module, attribute)
         for path, module in model.named_modules()
@@ -134,13 +134,13 @@ def _load_weights(
 
 
 def _read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[Path, str, Tensor]]:
-    """Every tensor of a checkpoint, by its name there in Hugging Face layout."""
+    """Read every tensor of a checkpoint, by its name there in Hugging Face layout."""
     gguf = folder / WEIGHTS
     return read_gguf(gguf, config) if gguf.exists() else _read_tensors(_weight_files(folder))
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files, each once; like Hugging Face, a single file wins over an index."""
+    """List the safetensors files, each once; like Hugging Face, one file wins over an index."""
     if (folder / _SINGLE).exists():
         return [folder / _SINGLE]
     index = folder / _INDEX
@@ -177,7 +177,7 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, shape: torch.Size) -> N
 
 
 def _read_scale(path: Path, name: str, tensor: Tensor) -> float:
-    """The scale of a layer, with which its stored numbers are to be multiplied."""
+    """Read the scale with which a layer's stored numbers are to be multiplied."""
     scale = float(tensor) if tensor.numel() == 1 else math.nan
     if not 0 < scale < math.inf:
         found = scale if tensor.numel() == 1 else f"shape {list(tensor.shape)}"
@@ -186,7 +186,7 @@ def _read_scale(path: Path, name: str, tensor: Tensor) -> float:
 
 
 def _check_tied(folder: Path, embedding: Tensor, head: Tensor) -> None:
-    """A tied head may be saved too, but then it must be what the embedding is."""
+    """Raise ModelLoadError if a tied head was saved and is not what the embedding is."""
     same = head.shape == embedding.shape and torch.equal(
         head.to(device=embedding.device, dtype=embedding.dtype), embedding
     )

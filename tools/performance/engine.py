@@ -79,7 +79,7 @@ SCHEDULER = Source(
 
 
 def _outside(sampling: str, batch: int) -> Row:
-    """In the fastest tenth of the steps: a busy machine flatters the rest."""
+    """Judge the fastest tenth of the steps: a busy machine flatters the rest."""
     limit = MOST_OUTSIDE if batch == 32 else None
 
     def measure(document: Json) -> Found:
@@ -292,7 +292,7 @@ KERNELS_CPU = Source(
 
 
 def _shown(metric: str, name: str, unit: str, *, has_target: bool = False) -> Row:
-    """A lower mean is not enough: the interval of the differences must not have 0 in it."""
+    """Judge a metric by the interval of the differences, which must not have 0 in it."""
     scale = 1e3 if unit == "ms" else 1.0
 
     def measure(document: Json) -> Found:

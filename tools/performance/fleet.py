@@ -16,7 +16,7 @@ MOST_MATCH_US = 300.0
 
 
 def _rates(document: Json, subject: str, offered: int | str, name: str) -> float:
-    """The mean of all rounds."""
+    """Average all rounds."""
     rows = [
         row
         for row in at(document, "rates")

@@ -15,7 +15,7 @@ HEAD_DIM, KV_ITEM_BYTES = 128, 2
 
 
 def _figures(document: Json, part: str, words: str) -> dict[str, dict[str, float]]:
-    """The rows of a part whose names contain the words: {row: {figure: value}}."""
+    """Find the rows of a part whose names contain the words: {row: {figure: value}}."""
     rows = {
         name: {key.strip(): float(found) for key, found in _FIGURE.findall(text)}
         for name, text in at(document, "parts", part).items()

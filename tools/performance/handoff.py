@@ -14,7 +14,7 @@ def _exposed(length: int, mode: str) -> tuple[str, ...]:
 
 
 def _growth(document: Json) -> Found:
-    """Of the exposed transfer from the shortest to the longest prompt."""
+    """Compute the growth of the exposed transfer from the shortest to the longest prompt."""
     growth, texts = {}, {}
     for mode in ("layers", "after-prefill"):
         first, last = (number(document, *_exposed(n, mode)) for n in (LENGTHS[0], LENGTHS[-1]))

@@ -42,7 +42,7 @@ class Outcome:
 
 
 def read(path: Path) -> Json:
-    """What a file of results says; None if there is none, or what is there is no such file."""
+    """Read a file of results; None if it is not there, or is no such file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -51,7 +51,7 @@ def read(path: Path) -> Json:
 
 
 def outcomes(source: Source, document: Json) -> list[Outcome]:
-    """Every row of one file."""
+    """Judge every row of one file."""
     found: list[Outcome] = []
     for row in source.rows:
         try:
@@ -62,7 +62,7 @@ def outcomes(source: Source, document: Json) -> list[Outcome]:
 
 
 def write(areas: Sequence[Area], root: Path) -> str:
-    """The whole page."""
+    """Write the whole page."""
     measured = [
         (area, [(source, read(root / RESULTS / f"{source.name}.json")) for source in area.sources])
         for area in areas
@@ -88,7 +88,7 @@ Told = Sequence[tuple[Area, Sequence[tuple[Source, Json, Sequence[Outcome]]]]]
 
 
 def anchor(heading: str) -> str:
-    """Of a heading, as GitHub makes it."""
+    """Make the anchor of a heading, as GitHub does."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -118,7 +118,7 @@ def _section(source: Source, document: Json, rows: Sequence[Outcome]) -> str:
 
 
 def _missed(rows: Sequence[Outcome]) -> Iterator[str]:
-    """What holds the missed rows back; rows with one reason share a line."""
+    """Say what holds the missed rows back; rows with one reason share a line."""
     reasons: dict[str, list[str]] = {}
     for outcome in rows:
         if outcome.found is not None and outcome.found.holds is False:
@@ -130,7 +130,7 @@ def _missed(rows: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _origin(source: Source, document: Json) -> str:
-    """Which file, when, on what."""
+    """Say which file, when, on what."""
     if document is None:
         absent = f" ({source.absent})" if source.absent else ""
         return f"`{source.command}`: **not measured**{absent}."

@@ -18,9 +18,11 @@ NOT_THERE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Attributes:
-    text: the figure as it is shown.
-    holds: whether the target is kept; None where there is no target.
+    """A measured figure and whether it holds.
+
+    Attributes:
+        text: the figure as it is shown.
+        holds: whether the target is kept; None where there is no target.
     """
 
     text: str
@@ -32,12 +34,14 @@ Measure = Callable[[Json], Found]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Attributes:
-    what: what is measured.
-    target: as people read it; empty: shown for orientation only.
-    measure: finds the figure in the file; raises one of `NOT_THERE`.
-    holds_back: one sentence of why it is missed, shown if it is.
-    unmeasured: what to know where the file does not have it.
+    """A row of the page: a figure, where it is and its limits.
+
+    Attributes:
+        what: what is measured.
+        target: as people read it; empty: shown for orientation only.
+        measure: finds the figure in the file; raises one of `NOT_THERE`.
+        holds_back: one sentence of why it is missed, shown if it is.
+        unmeasured: what to know where the file does not have it.
     """
 
     what: str
@@ -80,14 +84,14 @@ class Area:
 
 
 def at(document: Json, *path: str | int) -> Json:
-    """What is at this place; raises LookupError or TypeError."""
+    """Look up what is at this place; raises LookupError or TypeError."""
     for key in path:
         document = document[key]
     return document
 
 
 def number(document: Json, *path: str | int) -> float:
-    """The finite number at this place; raises one of `NOT_THERE`."""
+    """Look up the finite number at this place; raises one of `NOT_THERE`."""
     value = at(document, *path)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{path}: must be a number, got {value!r}")
@@ -99,7 +103,7 @@ def number(document: Json, *path: str | int) -> float:
 def judge(
     value: float, least: float | None, most: float | None, below: float | None
 ) -> bool | None:
-    """Whether it is within the limits; None without any."""
+    """Judge whether it is within the limits; None without any."""
     if least is None and most is None and below is None:
         return None
     return (
@@ -117,7 +121,7 @@ def value(
     most: float | None = None,
     below: float | None = None,
 ) -> Measure:
-    """One number of the file, times ``scale``; limits count after that."""
+    """Make a row of one number of the file, times ``scale``; limits count after that."""
 
     def measure(document: Json) -> Found:
         found = number(document, *path) * scale
@@ -135,7 +139,7 @@ def ratio(
     most: float | None = None,
     below: float | None = None,
 ) -> Measure:
-    """One number over another of the same run."""
+    """Make a row of one number over another of the same run."""
 
     def measure(document: Json) -> Found:
         a, b = number(document, *above), number(document, *under)

@@ -60,7 +60,7 @@ class _Keys:
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """The content of `config.json`; raises ModelLoadError for what Baton cannot serve."""
+    """Make the content of `config.json`; raises ModelLoadError for what Baton cannot serve."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
         raise ModelLoadError(
@@ -98,7 +98,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def generation_config_of(file: GgufFile) -> dict[str, Any]:
-    """The content of `generation_config.json`: every token that ends an output."""
+    """Make the content of `generation_config.json`: every token that ends an output."""
     metadata = file.metadata
     ids = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
@@ -113,7 +113,7 @@ def generation_config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Of 16-bit files their own type; quantized values are exact in float32 only."""
+    """Choose the dtype: a 16-bit file's own, else float32, in which quantized values are exact."""
     kinds = {TENSOR_TYPES[t.type_id].name for t in file.tensors.values() if len(t.shape) > 1}
     if len(kinds) != 1:
         return "float32"
@@ -179,7 +179,7 @@ def _rope_of_factors(keys: _Keys, factors: Sequence[float]) -> Mapping[str, Any]
 
 
 def _llama3_factors(theta: float, number: int, factor: float) -> Iterable[float]:
-    """How much slower each pair of a head turns (Llama 3.1, arXiv:2407.21783)."""
+    """Compute how much slower each pair of a head turns (Llama 3.1, arXiv:2407.21783)."""
     for index in range(number):
         wavelength = 2 * math.pi * theta ** (index / number)
         share = (_LLAMA3_LENGTH / wavelength - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)

@@ -59,7 +59,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in its file."""
+    """The place of a tensor in its file."""
 
     type_id: int  # a key of TENSOR_TYPES
     shape: tuple[int, ...]  # rows first; the file says it the other way round
@@ -69,7 +69,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a GGUF file says before its tensors' content.
+    """The header of a GGUF file: everything before its tensors' content.
 
     Attributes:
         header_bytes: where that content begins.
@@ -82,7 +82,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Raises ModelLoadError, one line: no GGUF file, truncated, of an unknown kind."""
+        """Read the header; raises ModelLoadError if it is no GGUF, truncated or unknown."""
         try:
             with (
                 path.open("rb") as file,
@@ -97,7 +97,7 @@ class GgufFile:
             raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
 
     def floats(self, name: str) -> tuple[float, ...]:
-        """Values of a small tensor in F32; raises ModelLoadError when it is another kind."""
+        """Read the values of a small F32 tensor; raises ModelLoadError for another type."""
         tensor = self.tensors[name]
         if TENSOR_TYPES[tensor.type_id].name != "F32":
             found = TENSOR_TYPES[tensor.type_id].name
@@ -108,11 +108,11 @@ class GgufFile:
 
 
 class _BadFileError(Exception):
-    """Says what is wrong with the bytes."""
+    """The bytes are not a valid file; the message says why."""
 
 
 class _Cursor:
-    """Reads little-endian values one behind the other."""
+    """Reads consecutive little-endian values."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content
@@ -150,7 +150,7 @@ class _Cursor:
         return list(struct.unpack_from(code, self.content, self._take(struct.calcsize(code))))
 
     def _texts(self, number: int) -> list[str]:
-        """Like `number` times `text`; vocabularies are the greater part of a header."""
+        """Read many texts at once: vocabularies are the greater part of a header."""
         self._check(number * 8)  # each has its length, at least
         content, position, size = self.content, self.position, len(self.content)
         length_at = struct.Struct("<Q").unpack_from
@@ -171,7 +171,7 @@ class _Cursor:
         return texts
 
     def _take(self, num_bytes: int) -> int:
-        """Where the next bytes start; the cursor moves behind them."""
+        """Advance the cursor over the next bytes and return where they start."""
         self._check(num_bytes)
         start = self.position
         self.position += num_bytes
@@ -223,7 +223,7 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
 
 
 def _tensor_places(cursor: _Cursor, number: int) -> Iterator[tuple[str, int, tuple[int, ...], int]]:
-    """Name, type, shape, and offset from where the tensors start."""
+    """Read names, types, shapes, and offsets from where the tensors start."""
     for _ in range(number):
         name, num_dimensions = cursor.text(), cursor.scalar("I")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:

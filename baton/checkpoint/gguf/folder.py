@@ -25,7 +25,7 @@ _FORM = 1
 
 
 def folder_of_gguf(path: Path) -> Path:
-    """The model folder of a GGUF file, made if it is not there.
+    """Return the model folder of a GGUF file; make it if it is not there.
 
     Raises:
         ModelLoadError: the file is broken or of an unknown kind, or the cache cannot be used.

@@ -29,7 +29,7 @@ _LLAMA_CPP_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How one family of vocabularies cuts.
+    """The way one family of vocabularies splits a text.
 
     Attributes:
         patterns: each cuts what the one before has left; matches stay whole.
@@ -44,7 +44,7 @@ class PreTokenizer:
     begins_texts: bool = False
 
     def description(self) -> Mapping[str, Any]:
-        """As `tokenizer.json` has it."""
+        """Describe the pre-tokenizer as `tokenizer.json` does."""
         splits = [
             {
                 "type": "Split",

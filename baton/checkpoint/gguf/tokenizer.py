@@ -48,7 +48,7 @@ class _Vocabulary:
         return self._file.metadata.get(f"{_KEYS}{key}", default)
 
     def token_id(self, key: str) -> int | None:
-        """The number of a special token, or None where the file names none."""
+        """Return the id of a special token, or None where the file names none."""
         value = self.get(key)
         if value is None:
             return None
@@ -60,7 +60,7 @@ class _Vocabulary:
         return self._list("scores", float)
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """The pairs in order, or None where the file has none."""
+        """Return the merges in order, or None where the file has none."""
         if self.get("merges") is None:
             return None
         pairs = []
@@ -72,7 +72,7 @@ class _Vocabulary:
         return pairs
 
     def added_tokens(self) -> list[dict[str, Any]]:
-        """Tokens that are found in a text before it is cut: they stay whole."""
+        """List the tokens that are matched in a text before it is split: they stay whole."""
         return [
             {
                 "id": token_id,
@@ -93,7 +93,7 @@ class _Vocabulary:
     def _list(
         self, key: str, of: type, default: list[Any] | None = None, length: int | None = -1
     ) -> list[Any]:
-        """A list of metadata, as long as the vocabulary where ``length`` is not None."""
+        """Read a list of metadata, as long as the vocabulary where ``length`` is not None."""
         value = self.get(key, default)
         if not isinstance(value, list) or not value or not isinstance(value[0], of):
             raise self.wrong(key, f"must be a list of {of.__name__}, got {type(value).__name__}")
@@ -103,7 +103,7 @@ class _Vocabulary:
 
 
 def tokenizer_of(file: GgufFile) -> dict[str, Any]:
-    """The content of `tokenizer.json`; raises ModelLoadError for a kind that is not known."""
+    """Make the content of `tokenizer.json`; raises ModelLoadError for an unknown kind."""
     vocabulary = _Vocabulary(file)
     parts = _byte_level(vocabulary) if vocabulary.kind == "gpt2" else _sentence_piece(vocabulary)
     return {
@@ -116,7 +116,7 @@ def tokenizer_of(file: GgufFile) -> dict[str, Any]:
 
 
 def tokenizer_config_of(file: GgufFile) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`: special tokens by name, and the chat template."""
+    """Make the content of `tokenizer_config.json`: special tokens and the chat template."""
     vocabulary = _Vocabulary(file)
     config: dict[str, Any] = {}
     for name, key in _SPECIAL_TOKENS.items():
@@ -195,7 +195,7 @@ def _bpe(
     *,
     pre_tokenizer: PreTokenizer | None = None,
 ) -> dict[str, Any]:
-    """The model; without a pre-tokenizer unknown characters become tokens of bytes."""
+    """Make the BPE model; without a pre-tokenizer unknown characters become byte tokens."""
     unknown = vocabulary.token_id("unknown_token_id") if pre_tokenizer is None else None
     return {
         "type": "BPE",
@@ -212,7 +212,7 @@ def _bpe(
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
-    """The pairs that SentencePiece would join, the best token first.
+    """List the pairs that SentencePiece would join, the best token first.
 
     It joins the two neighbours whose joint token has the highest score; so a pair's rank is the
     score of what it makes. Pairs that make the same token are ranked by their parts' numbers.
@@ -234,7 +234,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
 
 
 def _template(vocabulary: _Vocabulary, *, begins_texts: bool) -> Mapping[str, Any] | None:
-    """What is put before and behind a text; None: nothing."""
+    """Make the template that adds BOS and EOS around a text; None: it adds neither."""
     around = {}
     for key, default in (("bos", begins_texts), ("eos", False)):
         if not vocabulary.get(f"add_{key}_token", default):

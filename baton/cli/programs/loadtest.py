@@ -67,7 +67,7 @@ def choose_load(
     slowdown: float,
     sweep: Sweep | None,
 ) -> Load:
-    """The one that was asked for, of a sweep the first; raises ConfigError."""
+    """Make the load that was asked for, of a sweep the first; raises ConfigError."""
     given = sum(option is not None for option in (rate, concurrency, trace, sweep))
     if given != 1:
         raise ConfigError("rate, concurrency, trace, sweep: exactly one of them must be given")

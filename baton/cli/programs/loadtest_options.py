@@ -16,7 +16,7 @@ MAX_FRESH_SEED = 2**31
 
 
 def fresh_seed() -> int:
-    """One that no run has had, most probably."""
+    """Draw a seed that most probably no run has had."""
     return secrets.randbelow(MAX_FRESH_SEED)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Which tokens of which requests one step computes, and where their KV blocks are.
+    """The tokens of each request that one step computes, and the places of their KV blocks.
 
     Requests lie one after another in the token dimension. Tokens behind the last request are
     padding (slot -1), and a request with ``query_len`` 0 is padding too; both are allowed so
@@ -45,7 +45,7 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Why it takes no cache of float8 on that device, as a phrase; None: it does."""
+        """Say why it takes no float8 cache on that device, as a phrase; None: it does."""
         ...
 
     def plan(self, metadata: AttentionMetadata) -> None:

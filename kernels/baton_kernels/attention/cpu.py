@@ -31,7 +31,7 @@ class CpuAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """None: what is gathered is converted."""
+        """Return None: what is gathered is converted."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
@@ -147,7 +147,7 @@ class CpuAttention:
     def _prompt_mask(
         self, index: int, chunk: PromptChunk, window: int | None, query: Tensor
     ) -> Tensor | None:
-        """``[query_len, seq_len]`` to add to the scores; None when plain causal says it all."""
+        """Make ``[query_len, seq_len]`` to add to the scores; None when plain causal is enough."""
         if window is None and chunk.query_len == chunk.seq_len:
             return None
         mask = self._masks.get((index, window, query.dtype))
@@ -161,7 +161,7 @@ class CpuAttention:
     def _decode_mask(
         self, index: int, group: DecodeGroup, window: int | None, query: Tensor
     ) -> Tensor | None:
-        """``[num_requests, 1, 1, max_len]`` to add to the scores; None when all keys count."""
+        """Make ``[num_requests, 1, 1, max_len]`` to add to the scores; None when all keys count."""
         if window is None and group.same_len:
             return None
         mask = self._masks.get((index, window, query.dtype))
@@ -183,7 +183,7 @@ def _attend(
     scale: float,
     soft_cap: float | None,
 ) -> Tensor:
-    """SDPA, or with a soft cap, which SDPA does not know, its definition in float32.
+    """Call SDPA, or with a soft cap, which SDPA does not know, its definition in float32.
 
     Args:
         query: ``[n, num_heads, query_len, head_dim]``.
@@ -212,13 +212,13 @@ def _attend(
 
 
 def _outside(key_at: Tensor, query_at: Tensor, window: int | None) -> Tensor:
-    """True where a query at ``query_at`` must not see the key at ``key_at``."""
+    """Return True where a query at ``query_at`` must not see the key at ``key_at``."""
     hidden = key_at > query_at  # [queries, keys]
     return hidden if window is None else hidden | (key_at <= query_at - window)
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """SDPA would turn a boolean mask into this one in every layer."""
+    """Make an additive mask; SDPA would convert a boolean one in every layer."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
         hidden, -torch.inf
     )

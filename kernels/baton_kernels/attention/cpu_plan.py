@@ -88,7 +88,7 @@ def plan_step(metadata: AttentionMetadata, block_size: int) -> StepPlan:
 
 
 def _group_by_blocks(decodes: Ints, num_blocks: Ints, block_size: int) -> Iterator[Ints]:
-    """Requests with the same number of blocks, in batch order, in groups of limited size."""
+    """Group requests with as many blocks, in batch order, in groups of limited size."""
     if not len(decodes):
         return
     order = num_blocks.argsort(kind="stable")
@@ -104,7 +104,7 @@ def _group_by_blocks(decodes: Ints, num_blocks: Ints, block_size: int) -> Iterat
 def _decode_group(
     rows: Ints, lens: Ints, table: Ints, block_size: int, device: torch.device
 ) -> DecodeGroup:
-    """``rows`` and ``lens`` are ``[num_requests]``, ``table`` is ``[num_requests, max_blocks]``."""
+    """Make a group; ``rows``, ``lens``: ``[n]``; ``table``: ``[n, max_blocks]``."""
     num_requests, max_len, min_len = len(lens), int(lens.max()), int(lens.min())
     num_blocks = -(-max_len // block_size)
     padded_len = num_blocks * block_size

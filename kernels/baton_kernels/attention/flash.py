@@ -20,14 +20,14 @@ from baton_kernels.attention.base import AttentionMetadata
 
 
 def installed_version() -> int | None:
-    """Which FlashAttention can be imported: 3 before 2, None without any."""
+    """Say which FlashAttention can be imported: 3 before 2, None without any."""
     if find_spec("flash_attn_interface") is not None:
         return 3
     return 2 if find_spec("flash_attn") is not None else None
 
 
 def block_size_multiple(version: int) -> int:
-    """What the block size of a KV cache must be a multiple of."""
+    """Return what the block size of a KV cache must be a multiple of."""
     return 1 if version == 3 else 256
 
 
@@ -46,7 +46,7 @@ class FlashAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """The packages would want queries of float8, too."""
+        """Return the reason: the packages would want queries of float8, too."""
         return "it takes a cache of the model's dtype only"
 
     def plan(self, metadata: AttentionMetadata) -> None:

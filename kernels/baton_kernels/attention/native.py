@@ -24,11 +24,11 @@ class NativeAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """None: the op unpacks what it reads."""
+        """Return None: the op unpacks what it reads."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Nothing: the op reads the metadata's tensors itself."""
+        """Do nothing: the op reads the metadata's tensors itself."""
         self._planned = None
 
     def run(

@@ -17,11 +17,11 @@ class ReferenceAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """None: the definition takes anything."""
+        """Return None: the definition takes any dtype."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Nothing: the definition reads the metadata directly."""
+        """Do nothing: the definition reads the metadata directly."""
 
     def run(
         self,

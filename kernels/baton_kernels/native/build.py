@@ -39,11 +39,11 @@ _TIME_LIMIT_S = 120.0
 
 
 class BuildError(Exception):
-    """There is no library; the message is one line that says why."""
+    """The library cannot be had; the message is one line that says why."""
 
 
 def open_library(openmp_runtime: str | None) -> tuple[int, Path]:
-    """The library for this machine, open for reading, and where it lies; built if need be.
+    """Open the library for this machine, built if need be; return file and path.
 
     What is opened is a file of ours (or of root) that nobody else can write, in such a folder. A
     file that is not is built anew; a folder that is not is an error.
@@ -85,7 +85,7 @@ def open_library(openmp_runtime: str | None) -> tuple[int, Path]:
 
 
 def _open_own(name: str, folder_fd: int) -> int | None:
-    """A file's descriptor; None if there is none that is ours alone."""
+    """Open a file and return its descriptor; None unless it is ours alone."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, dir_fd=folder_fd)
@@ -123,7 +123,7 @@ def _sources() -> list[Path]:
 
 
 def _compiler(openmp_runtime: str | None) -> list[str]:
-    """The first that is there and whose code runs on the OpenMP runtime; its words."""
+    """Find the first compiler whose code runs on the OpenMP runtime; return its words."""
     wanted, unfit = os.environ.get("CC"), ""
     for name in [wanted] if wanted else ["cc", "gcc", "clang"]:
         words = name.split()
@@ -156,7 +156,7 @@ def _key(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str])
 
 
 def _cpu_flags() -> str:
-    """What the compiler looks at to find out about this CPU."""
+    """Read the CPU's features, by which the compiler chooses instructions."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor()
@@ -166,7 +166,7 @@ def _cpu_flags() -> str:
 
 
 def _build(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]) -> bytes:
-    """The library's content."""
+    """Compile the library and return its content."""
     deadline = time.monotonic() + _TIME_LIMIT_S
     with tempfile.TemporaryDirectory(prefix="baton-build-") as folder:
         objects = []
@@ -181,7 +181,7 @@ def _build(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str
 
 
 def _run(command: Sequence[str], deadline: float) -> str:
-    """Standard output; raises BuildError with the first line of what went wrong."""
+    """Run a command and return its output; raises BuildError with the first line of the problem."""
     try:
         done = subprocess.run(
             command,

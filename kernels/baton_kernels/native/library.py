@@ -102,7 +102,7 @@ _SIGNATURES = {
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The library, built if need be; None, and one line in the log, where it cannot be had."""
+    """Load the library, built if need be; None, and one line in the log, where that fails."""
     try:
         runtime = _openmp_runtime()
         if runtime is not None:
@@ -120,7 +120,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _load(descriptor: int, path: Path) -> ctypes.CDLL:
-    """Load what the descriptor is of: by its path another file could come by now."""
+    """Load the library by its descriptor: another file could have come to its path by now."""
     try:
         opened = Path(f"/proc/self/fd/{descriptor}")
         return ctypes.CDLL(str(opened if opened.exists() else path))
@@ -129,7 +129,7 @@ def _load(descriptor: int, path: Path) -> ctypes.CDLL:
 
 
 def _openmp_runtime() -> str | None:
-    """The file of the OpenMP runtime that torch has loaded."""
+    """Find the file of the OpenMP runtime that torch has loaded."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None

@@ -210,13 +210,13 @@ class NativeOps:
 
 
 def load_native_ops() -> NativeOps | None:
-    """The ops, or None (and one line in the log) where the library cannot be had."""
+    """Load the ops, or return None (with one line in the log) where the library is missing."""
     library = load_library()
     return None if library is None else NativeOps(library)
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """All of one type that the library computes with, and contiguous."""
+    """Say whether all are contiguous and of one type that the library computes with."""
     dtype = tensors[0].dtype
     return dtype in (torch.float32, torch.bfloat16) and all(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors

@@ -43,12 +43,12 @@ class Tape:
     def add(
         self, function: Any, call: ctypes.Structure, tensors: tuple[Tensor | None, ...]
     ) -> None:
-        """One call more; ``tensors`` are those whose addresses are in it."""
+        """Add one call; ``tensors`` are those whose addresses are in it."""
         self._calls.append((function, call))
         self._kept.extend(tensor for tensor in tensors if tensor is not None)
 
     def run(self) -> None:
-        """All calls again; raises MemoryError where the first run would have."""
+        """Make all calls again; raises MemoryError where the first run would have."""
         if self._entries is None:
             entries = (
                 TapeEntry(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(call))
@@ -66,7 +66,7 @@ class Recorder(threading.local):
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[None]:
-        """Native calls of this thread are added to ``tape`` as they are made.
+        """Add the native calls of this thread to ``tape`` as they are made.
 
         Raises:
             TapeError: torch was asked to compute something meanwhile.
@@ -103,7 +103,7 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def record(
     recorder: Recorder, library: ctypes.CDLL, compute: Callable[[], Tensor]
 ) -> tuple[Tape, Tensor]:
-    """Compute once, and what computes it again.
+    """Compute once, and return what computes it again.
 
     Returns:
         The tape and the result, which every run of the tape overwrites.

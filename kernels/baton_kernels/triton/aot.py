@@ -13,7 +13,7 @@ FP8 = "fp8e4nv"  # what Triton calls float8 in a signature
 
 
 def fp8_suffix(cache: str) -> str:
-    """Of the name of a case, by the type of its cache."""
+    """Return the end of a case's name, by the type of its cache."""
     return " fp8 cache" if cache == FP8 else ""
 
 

@@ -23,7 +23,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def padded_side(size: int) -> int:
-    """A tile's sides are powers of two, and a dot product takes at least 16."""
+    """Round a tile's side up to a power of two of at least 16, as dot products need."""
     return max(16, 1 << (size - 1).bit_length())
 
 

@@ -240,7 +240,7 @@ class DecodeBuffers:
 
     @classmethod
     def allocate(cls, num_requests: int, shape: PagedShape, device: torch.device) -> DecodeBuffers:
-        """For steps of up to this many requests."""
+        """Allocate for steps of up to this many requests."""
         num_slots = num_requests + spare_slots(shape, device)
         num_heads = shape.num_kv_heads * shape.group
         return cls(
@@ -337,7 +337,7 @@ def launch_decodes(
 
 @functools.cache
 def _launcher(shape: PagedShape, element_size: int, has_soft_cap: bool) -> Launcher:
-    """What launches `decode_attention`."""
+    """Return what launches `decode_attention`."""
     tile = decode_tile(shape, element_size)
     return Launcher(
         decode_attention,

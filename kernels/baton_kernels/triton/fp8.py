@@ -14,7 +14,7 @@ MIN_CAPABILITY = (8, 9)
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether kernels on this device may use float8; the interpreter may."""
+    """Say whether kernels on this device may use float8; the interpreter may."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 

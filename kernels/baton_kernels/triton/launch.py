@@ -116,7 +116,7 @@ class _Numbers:
         self._fixed = [place for place, param in enumerate(params) if not param.do_not_specialize]
 
     def key(self, numbers: Sequence[int | float]) -> list[int | float | bool]:
-        """Those it looks at, and of the others whether they need more than 32 bits.
+        """Key the arguments it looks at, and of the others whether they need more than 32 bits.
 
         It looks at less than the value; but these are a model's, so there are few of them.
         """

@@ -33,7 +33,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of the sum and the sum; of ``x`` and ``x`` where there is no residual."""
+    """Norm the sum of ``x`` and residual; return both, without a residual of ``x`` alone."""
     size = x.shape[-1]
     assert weight.shape == (size,), f"weight: [{size}], got {tuple(weight.shape)}"
     assert weight.dtype == x.dtype, f"weight: {x.dtype}, got {weight.dtype}"
@@ -54,7 +54,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def _as_rows(x: Tensor, size: int) -> tuple[Tensor, int]:
-    """The same as ``[num_rows, size]`` in memory, each row without gaps; and a row's stride."""
+    """View or copy as gapless rows ``[num_rows, size]``; return them and a row's stride."""
     if x.is_contiguous():
         return x, size
     rows = x.reshape(-1, size)
@@ -64,7 +64,7 @@ def _as_rows(x: Tensor, size: int) -> tuple[Tensor, int]:
 
 @functools.cache
 def _launcher(size: int, adds: bool) -> tuple[int, Launcher]:
-    """Rows of a program, and what launches them."""
+    """Return the rows of a program, and what launches it."""
     block = triton.next_power_of_2(size)
     num_tile_rows = max(1, TILE_ELEMENTS // block)
     return num_tile_rows, Launcher(

@@ -117,7 +117,7 @@ def store_kv(
 
 
 def _blocks(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Widths of the tiles of half the turned dims, and of those behind them; 0: there are none."""
+    """Choose the tiles' widths of half the turned dims, and of those behind them; 0: none."""
     tail = head_dim - rotary_dim
     return {
         "HALF_BLOCK": triton.next_power_of_2(rotary_dim // 2),

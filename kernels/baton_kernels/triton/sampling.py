@@ -39,7 +39,7 @@ def sample_tokens(
     min_p: Tensor,
     keys: Tensor,
 ) -> Tensor:
-    """One token per row: the best of ``logit + temperature * G(key, token id)`` among the kept.
+    """Sample one token per row: the best of ``logit + temperature * G(key, token id)`` of the kept.
 
     Kept are the tokens that top-k, then top-p of what it leaves, and min-p keep; equally probable
     tokens stay or go together. Means what `engine.sampling.sampler` means, in float32.

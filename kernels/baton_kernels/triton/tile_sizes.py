@@ -45,31 +45,31 @@ _VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3)}  # 97 KiB and less on 8.6 an
 
 @functools.cache
 def shared_kib(device: torch.device) -> int:
-    """KiB of shared memory that a program may have on this device; the interpreter has enough."""
+    """Return the KiB of shared memory of a program on this device; the interpreter has enough."""
     if device.type != "cuda":
         return max(SHARED_KIB.values())
     return SHARED_KIB.get(torch.cuda.get_device_capability(device), LEAST_SHARED_KIB)
 
 
 def decode_tile(shape: PagedShape, element_size: int) -> TileSize:
-    """Of requests with one new token; fits every device."""
+    """Return the tile of requests with one new token; fits every device."""
     return _choose(_DECODE_FP8 if shape.is_fp8 else _DECODE, shape, element_size)
 
 
 def varlen_tile(shape: PagedShape, element_size: int, shared_kib: int) -> TileSize:
-    """Of prompt chunks, on a device with so many KiB of shared memory per program."""
+    """Return the tile of prompt chunks, for so many KiB of shared memory per program."""
     sizes = _VARLEN if shared_kib >= min(SHARED_KIB.values()) else _VARLEN_SMALL
     return _choose(sizes, shape, element_size)
 
 
 def varlen_rows(shape: PagedShape, element_size: int) -> int:
-    """Rows of a tile of queries: tokens times query heads of one KV head; see ``_choose``."""
+    """Return a query tile's rows: tokens times query heads of one KV head; see ``_choose``."""
     rows = _VARLEN_ROWS[shape.padded_head_dim] // (1 if element_size <= 2 else 4)
     return max(rows, padded_side(shape.group))
 
 
 def _choose(sizes: Mapping[int, TileSize], shape: PagedShape, element_size: int) -> TileSize:
-    """The entry of a head size; ``sizes`` is for two bytes per element, as models have.
+    """Choose the entry of a head size; ``sizes`` is for two bytes per element, as models have.
 
     float32 has no tensor cores (TensorFloat-32 is something else), so all it gets is to be right.
     """

@@ -241,7 +241,7 @@ def plan_step(
     sliding_window: int | None,
     device: torch.device,
 ) -> Tiles:
-    """What :func:`launch_tiles` launches for this step, the same for all layers of a window."""
+    """Plan what :func:`launch_tiles` launches in this step, for all layers of one window."""
     plan = plan_tiles(
         metadata.query_lens,
         metadata.seq_lens_host,
@@ -314,7 +314,7 @@ def launch_tiles(
 def _launchers(
     shape: PagedShape, element_size: int, shared: int, has_window: bool, has_soft_cap: bool
 ) -> tuple[Launcher, Launcher]:
-    """What launches `varlen_attention` and `merge_tiles`; ``shared``: KiB per program."""
+    """Return what launches `varlen_attention` and `merge_tiles`; ``shared``: KiB per program."""
     tile = varlen_tile(shape, element_size, shared)
     return (
         Launcher(

@@ -363,7 +363,7 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, attack: str) -> Non
 
 def test_a_checkpoint_without_a_template_refuses_chat_and_serves_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer(copy_demo(tmp_path, chat_template=None))
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
     assert tokenizer.decode(tokenizer.encode("hi")) == "hi"
     with pytest.raises(InvalidRequestError, match="no chat template"):
         tokenizer.encode_chat([{"role": "user", "content": "hi"}])

@@ -63,11 +63,10 @@ def test_both_dialects_of_rope_read_the_same() -> None:
 
 
 def test_end_tokens_are_the_union_of_both_files(tmp_path: Path) -> None:
-    write(tmp_path, "config.json", MINIMAL | {"eos_token_id": 7, "bos_token_id": 0})
+    write(tmp_path, "config.json", MINIMAL | {"eos_token_id": 7})
     write(tmp_path, "generation_config.json", {"eos_token_id": [7, 9]})
     config = ModelConfig.from_folder(tmp_path)
     assert config.eos_token_ids == {7, 9}
-    assert config.bos_token_id == 0
 
 
 def test_dynamic_and_longrope_limit_the_length() -> None:

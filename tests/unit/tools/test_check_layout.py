@@ -18,7 +18,10 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "baton" / "version.py").write_text('"""Version."""\n\n__version__ = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## [1.2.3] - unreleased\n")
-    (tmp_path / "docs" / "a.md").write_text("[c](../CHANGELOG.md#x) [w](https://e.org/no) [h](#h)")
+    (tmp_path / "docs" / "a.md").write_text(
+        "[c](../CHANGELOG.md#x) [w](https://e.org/no) [h](#h) `baton/v1/` `baton/version.py` "
+        "`baton.version.__version__` `baton.v1.Admin` `engine.step`"
+    )
     return tmp_path
 
 
@@ -47,6 +50,8 @@ def test_nothing_to_find(root: Path, capsys: pytest.CaptureFixture[str]) -> None
             "baton/__init__.py:2: f has 61 lines",
         ),
         ("docs/b.md", "see [this](gone.md)\n", "gone.md leads nowhere"),
+        ("docs/b.md", "`baton/gone.py`\n", "docs/b.md: baton/gone.py is not there"),
+        ("docs/b.md", "`baton.version.gone`\n", "docs/b.md: baton.version.gone is not there"),
         ("CHANGELOG.md", "## [1.2.2] - today\n## [1.2.3] - before\n", "is 1.2.2"),
         ("CHANGELOG.md", "nothing\n", "is none"),
     ],
