@@ -38,8 +38,9 @@ READ = (
     "BlockPush", "Start:kvconnector", "Sender", "Transfer", "Receiver", "Peers", "Endpoint",
     "KVLayout",
     "Engine", "Scheduler", "WaitingRoom", "SchedulerOutput", "Request:engine", "KVCacheManager",
-    "BlockPool", "InputBatch", "BlockTable", "ModelRunner", "DecoderForCausalLM",
-    "Attention:models", "AttentionMetadata", "CpuAttention", "sample:engine",
+    "BlockPool", "StepPlan:engine", "Executor:engine", "Worker:engine", "InputBatch", "BlockTable",
+    "ModelRunner", "DecoderForCausalLM", "Attention:models", "AttentionMetadata", "CpuAttention",
+    "sample:engine",
 )  # fmt: skip
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
