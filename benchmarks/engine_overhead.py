@@ -25,6 +25,7 @@ from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 from engine.core.step_plan import StepPlanner
 from engine.engine import Engine
+from engine.executors.uniproc import worker_of
 from engine.worker.input_batch import InputBatch
 from environment import record_environment, summary, write_results
 
@@ -80,7 +81,7 @@ class DecodeBench:
         )  # fmt: skip
         self.engine = Engine(MODEL, config)
         self.stopwatch = Stopwatch()
-        runner = self.engine.executor.worker.runner
+        runner = worker_of(self.engine.executor).runner
         for owner, function, part in (
             (self.engine._scheduler, "schedule", "schedule"),
             (self.engine._scheduler, "plan", "tell"),

@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 
 from engine.engine import Engine
+from engine.executors.uniproc import worker_of
 from gpu_models import add_decoding, make_engine, make_request
 from gpu_report import Report
 from gpu_timing import copy_gb_per_s
@@ -38,7 +39,7 @@ class ReplayTimer:
 
     def __init__(self, engine: Engine) -> None:
         self._events: list[tuple[torch.Event, torch.Event]] = []
-        graphs = engine.executor.worker.runner._graphs
+        graphs = worker_of(engine.executor).runner._graphs
         if graphs is None:
             return
         for size, replay in graphs._replays.items():
@@ -82,7 +83,7 @@ def measure_decode(device: str, report: Report) -> bool:
             async_scheduling=True,
         )
         timer = ReplayTimer(engine)
-        sizes = engine.executor.worker.runner.graph_sizes
+        sizes = worker_of(engine.executor).runner.graph_sizes
         report[f"{shape}: graphs"] = len(sizes)
         right = right and (bool(sizes) or not on_gpu)
         for batch in batches:
@@ -129,7 +130,7 @@ def _mean(values: list[float]) -> float:
 
 def _weight_bytes(engine: Engine) -> int:
     """What every step reads: all weights, but for an embedding that is no output head."""
-    model = engine.executor.worker.runner._model
+    model = worker_of(engine.executor).runner._model
     assert isinstance(model, torch.nn.Module)
     weights = {name: p.numel() * p.itemsize for name, p in model.named_parameters()}
     tied = engine.model_config.tie_word_embeddings
@@ -163,7 +164,7 @@ def measure_nano(device: str, report: Report) -> bool:
         **({} if on_gpu else {"num_blocks": 64}),
     )
     report["KV blocks"] = engine.num_blocks
-    report["graphs"] = len(engine.executor.worker.runner.graph_sizes)
+    report["graphs"] = len(worker_of(engine.executor).runner.graph_sizes)
     report["prompt tokens"], report["output tokens"] = sum(map(len, prompts)), sum(lengths)
     _run(engine, [prompts[0]], [8])  # compiles what prompts need
     timer = ReplayTimer(engine)
@@ -174,7 +175,7 @@ def measure_nano(device: str, report: Report) -> bool:
         replays, _ = timer.take_ms()
         report["replayed steps"] = len(replays)
         report["replays, share of the time"] = sum(replays) / 1e3 / wall_s
-    return bool(engine.executor.worker.runner.graph_sizes) or not on_gpu
+    return bool(worker_of(engine.executor).runner.graph_sizes) or not on_gpu
 
 
 def _run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:

@@ -72,6 +72,7 @@ class Engines:
         from baton.engine_config import EngineConfig
         from engine.core.request import Request
         from engine.engine import Engine
+        from engine.executors.uniproc import worker_of
         from engine.worker.model_runner import make_model_runner
 
         config = EngineConfig(
@@ -81,9 +82,9 @@ class Engines:
             async_scheduling=runs_ahead,
         )  # fmt: skip
         engine = Engine(MODEL, config)
-        engine.executor.worker.device = self._gpu.device  # type: ignore
-        engine.executor.worker.runner = runner = make_model_runner(
-            engine.executor.worker.runner._model, engine.kv_memory.tensor,
+        worker_of(engine.executor).device = self._gpu.device  # type: ignore
+        worker_of(engine.executor).runner = runner = make_model_runner(
+            worker_of(engine.executor).runner._model, engine.kv_memory.tensor,
             engine.kv_memory.spec, config, "triton",
             engine.max_model_len, with_graphs=True, samples_on_device=True,
         )  # fmt: skip
@@ -104,8 +105,10 @@ class Engines:
 
 def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
     """Median and others of a step's microseconds, and of the runner's in it."""
+    from engine.executors.uniproc import worker_of
+
     engine = engines.decoding(batch)
-    runner = engine.executor.worker.runner
+    runner = worker_of(engine.executor).runner
     whole, inside = [], []
     with without_collections(), timed((runner, "prepare"), (runner, "launch")) as calls:
         for _ in range(WARM_UP_STEPS + STEPS):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
+from engine.executors.uniproc import worker_of
 from engine.sampling.gumbel import TokenIds, Words, draw
 from environment import record_environment, write_results
 
@@ -100,7 +101,7 @@ def compare_schedules(num_requests: int) -> dict[str, int]:
 def demo_logits(num_rows: int) -> Tensor:
     """What the demo model gives while it completes random prompts."""
     llm = LLM(MODEL, dtype="float32", num_threads=1, **SCHEDULES[0])
-    model = llm.engine.executor.worker.runner._model
+    model = worker_of(llm.engine.executor).runner._model
     collected: list[Tensor] = []
     compute_logits = model.compute_logits
 

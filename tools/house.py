@@ -39,8 +39,9 @@ READ = (
     "ReceiveMachine", "Peers", "Sender", "IoLoop",
     "KVLayout",
     "Engine", "Scheduler", "WaitingRoom", "SchedulerOutput", "Request:engine", "KVCacheManager",
-    "BlockPool", "InputBatch", "BlockTable", "ModelRunner", "DecoderForCausalLM",
-    "Attention:models", "AttentionMetadata", "CpuAttention", "sample:engine",
+    "BlockPool", "StepPlan:engine", "Executor:engine", "Worker:engine", "InputBatch", "BlockTable",
+    "ModelRunner", "DecoderForCausalLM", "Attention:models", "AttentionMetadata", "CpuAttention",
+    "sample:engine",
 )  # fmt: skip
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import StepHooks, StepPlan
-from engine.executors.base import PendingStep
+from engine.executors.base import Executor, PendingStep
 from engine.worker.model_runner import LaunchedStep
 from engine.worker.worker import Worker
 
@@ -58,3 +58,8 @@ class UniprocExecutor:
 
     def on_failure(self, call: Callable[[Exception], None]) -> None:
         pass  # what goes wrong is raised where the step is waited for
+
+
+def worker_of(executor: Executor) -> Worker:
+    """The one worker of a `UniprocExecutor`, for tests and benchmarks that look into it."""
+    return cast("UniprocExecutor", executor).worker

@@ -17,6 +17,7 @@ import torch
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from engine import LLM
+from engine.executors.uniproc import worker_of
 from engine.worker.cuda_graphs import StepGraphs
 from engine.worker.graph_capture import DeviceCapture
 from engine.worker.graph_inputs import StagedStep
@@ -45,8 +46,8 @@ def make_llm(device: torch.device, *, graphs: bool, asynchronous: bool) -> LLM:
     options = {**SMALL, "device": str(device), "async_scheduling": asynchronous}
     llm = LLM(MODEL, cuda_graphs=False, **options)
     engine = llm.engine
-    engine.executor.worker.runner = runner = make_model_runner(
-        engine.executor.worker.runner._model,
+    worker_of(engine.executor).runner = runner = make_model_runner(
+        worker_of(engine.executor).runner._model,
         engine.kv_memory.tensor,
         engine.kv_memory.spec,
         EngineConfig(**options),

@@ -15,7 +15,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from engine.core.request import Request
 from engine.engine import Engine
-from engine.executors.uniproc import UniprocExecutor
+from engine.executors.uniproc import worker_of
 from engine.worker.device_choice import choose_dtype
 from engine.worker.model_runner import LaunchedStep, ModelRunner
 from models.config import ModelConfig
@@ -45,8 +45,7 @@ def test_steps_are_launched_on_the_engines_device_whichever_thread_runs_them(
 ) -> None:
     options = EngineConfig(device="cpu", kv_cache_bytes=2**22, async_scheduling=asynchronous)
     engine = Engine(DEMO, options)
-    assert isinstance(engine.executor, UniprocExecutor)
-    engine.executor.worker.device = SECOND_GPU
+    worker_of(engine.executor).device = SECOND_GPU
     threads, launched_on = Threads(), []
     monkeypatch.setattr(torch.cuda, "set_device", threads.set_device)
     launch: Callable[..., LaunchedStep] = ModelRunner.launch

@@ -11,6 +11,7 @@ from baton.api.errors import EngineDeadError, InvalidRequestError
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.crash_dump import FOLDER_VARIABLE
+from engine.executors.uniproc import worker_of
 
 DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
@@ -74,7 +75,7 @@ def test_a_step_that_fails_is_dumped_and_ends_the_engine(
     def fail(*_: object) -> None:
         raise RuntimeError("a kernel failed")
 
-    monkeypatch.setattr(broken.engine.executor.worker.runner, "launch", fail)
+    monkeypatch.setattr(worker_of(broken.engine.executor).runner, "launch", fail)
     with pytest.raises(EngineDeadError, match="a kernel failed"):
         broken.generate("import os", GREEDY)
     assert len(list(tmp_path.glob("baton-crash-*.json"))) == 1

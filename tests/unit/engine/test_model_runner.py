@@ -10,6 +10,7 @@ from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.core.request import Request
 from engine.engine import Engine
+from engine.executors.uniproc import worker_of
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 PARAMS = [
@@ -40,13 +41,13 @@ def start() -> tuple[Engine, list[Request]]:
 
 def on_a_thread(engine: Engine, scheduled: SchedulerOutput, meanwhile: list[Request]) -> object:
     """Prepare here, change the requests for the worse, run there."""
-    prepared = engine.executor.worker.runner.prepare(engine._scheduler.plan(scheduled)[0])
+    prepared = worker_of(engine.executor).runner.prepare(engine._scheduler.plan(scheduled)[0])
     saved = [(r.token_ids, r.block_ids, r.num_computed_tokens) for r in meanwhile]
     for request in meanwhile:
         request.token_ids, request.block_ids, request.num_computed_tokens = [0] * 30, [], 17
     outputs: list[ModelRunnerOutput] = []
     thread = threading.Thread(
-        target=lambda: outputs.append(engine.executor.worker.runner.launch(prepared).wait())
+        target=lambda: outputs.append(worker_of(engine.executor).runner.launch(prepared).wait())
     )
     thread.start()
     thread.join()
@@ -60,7 +61,7 @@ def test_launch_on_another_thread_reads_no_request() -> None:
     (plain, _), (other, requests) = start(), start()
     for _ in range(4):
         scheduled, again = plain._scheduler.schedule(), other._scheduler.schedule()
-        expected = plain.executor.worker.runner.execute(plain._scheduler.plan(scheduled)[0])
+        expected = worker_of(plain.executor).runner.execute(plain._scheduler.plan(scheduled)[0])
         found = on_a_thread(other, again, requests)
         assert found == expected
         plain._scheduler.update(scheduled, expected)

@@ -13,7 +13,7 @@ from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import SHARE, StepPlan
 from engine.engine import Engine
-from engine.executors.uniproc import UniprocExecutor
+from engine.executors.uniproc import worker_of
 from engine.worker import warm_up, worker
 from engine.worker.kv_cache import allocate_kv_cache
 from engine.worker.model_runner import ModelRunner
@@ -28,8 +28,7 @@ def load_demo(**options: Any) -> Engine:
 
 
 def model_of(engine: Engine) -> CausalLM:
-    assert isinstance(engine.executor, UniprocExecutor)
-    return engine.executor.worker.runner._model
+    return worker_of(engine.executor).runner._model
 
 
 def warm(engine: Engine, config: EngineConfig) -> None:

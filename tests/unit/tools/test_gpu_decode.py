@@ -62,7 +62,11 @@ def test_waiting_for_the_host_counts_as_idle(monkeypatch: pytest.MonkeyPatch) ->
             return None, None
 
     graphs = Graphs()
-    timer = gpu_decode.ReplayTimer(SimpleNamespace(_runner=SimpleNamespace(_graphs=graphs)))
+    timer = gpu_decode.ReplayTimer(
+        SimpleNamespace(
+            executor=SimpleNamespace(worker=SimpleNamespace(runner=SimpleNamespace(_graphs=graphs)))
+        )
+    )
     for _ in range(5):
         device.host_ms += SCHEDULE_HOST_MS
         graphs.replay(None)
