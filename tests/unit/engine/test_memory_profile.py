@@ -18,6 +18,7 @@ from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import GIB, EngineConfig
 from engine import LLM
+from engine.core.step_plan import SHARE
 from engine.worker.memory_profile import MAX_CPU_CACHE_BYTES, MemoryProfile
 from engine.worker.warm_up import largest_step
 from tests.numerics.tiny_models import make_hugging_face_model, save
@@ -154,13 +155,13 @@ def test_the_largest_step_is_admissible_and_no_other_is_larger(
         long_prefill_token_threshold=threshold,
     )
     step = largest_step(config, max_seq_len)
-    sizes = [item.num_scheduled_tokens for item in step.scheduled]
+    starts, sizes, known = (step.shares[column::SHARE] for column in (1, 2, 3))
     assert len(sizes) == max_num_requests
     assert all(1 <= size <= min(threshold, max_seq_len) for size in sizes)
-    assert all(item.samples for item in step.scheduled)
+    assert [start + size for start, size in zip(starts, sizes, strict=True)] == known
     most = min(budget, max_num_requests * min(threshold, max_seq_len))
-    assert sum(sizes) == step.num_scheduled_tokens == most
-    assert step.scheduled[0].request.num_tokens == max_seq_len
+    assert sum(sizes) == len(step.token_ids) == most
+    assert known[0] == max_seq_len
 
 
 # ---------------------------------------------------------------- on a GPU
