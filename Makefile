@@ -40,10 +40,10 @@ PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun Timeout
 # Tests of real processes mostly wait for them: more files at a time than there are cores.
 PYTEST_PROCESSES := $(BIN)/python -m pytest --durations 10 --numprocesses 3 --dist loadfile
 
-unit: setup ## run the tests that need no process, no socket and no patience (a minute on two cores)
+unit: setup ## run the tests that need no process, no socket and no patience (a minute or two on two cores)
 	$(PYTEST) --numprocesses 2 --no-processes -m "not medium and not large" tests/unit tests/contract
 
-test: setup ## run the tests, but for the large ones (some six minutes on two cores)
+test: setup ## run the tests, but for the large ones
 	$(PYTEST) --numprocesses 2 -m "not large" --ignore tests/integration
 	$(PYTEST_PROCESSES) -m "not large" tests/integration
 
