@@ -7,6 +7,7 @@ AUDIT_TOOLS := 'cyclonedx-bom>=7' 'pip-audit>=2.10' 'pip-licenses>=5.5' 'uv>=0.1
 MERMAID := mermaid@12
 COVERAGE_TOOLS := 'coverage>=7.10'
 TESTS ?= tests/unit
+LARGE ?= large
 EXAMPLES ?= 10000
 SECONDS ?= 120
 STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_system.py)
@@ -49,7 +50,7 @@ test: setup ## run the tests, but for the large ones
 
 # (Only the files that have some: to collect all tests takes each worker half a minute.)
 test-large: setup ## run the large tests: drills, fuzzing over HTTP, pages in a browser, all the ways to split
-	$(PYTEST_PROCESSES) -m large $(sort $(shell grep -lr 'mark\.large' tests --include='test_*.py'))
+	$(PYTEST_PROCESSES) -m "$(LARGE)" $(sort $(shell grep -lr 'mark\.large' tests --include='test_*.py'))
 
 # Each client in an environment of its own below .venv-clients: gigabytes, the first time.
 test-clients: setup ## run each client of docs/clients.md against a split system with a real model
