@@ -257,7 +257,7 @@ def test_a_grant_of_another_decode_node_does_not_move_a_block() -> None:
     cluster = make_cluster(20)
     place(cluster, "a", 10)
     prefill_without_grant(cluster)
-    ScriptedTransport("x", cluster.d.engine.kv_memory.tensor, cluster.network)
+    ScriptedTransport("x", cluster.d.engine.kv_memory, cluster.network)
     stranger = msgspec.structs.replace(
         PeerInfo.decode(cluster.d.receiver.describe()),
         engine_id="x",
