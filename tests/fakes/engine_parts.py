@@ -105,7 +105,7 @@ class FakeRunner:
 
     def _sample(self, item: ScheduledRequest) -> tuple[int, ...]:
         """The next token, and one more behind each draft that turns out right."""
-        token_ids = (self.next_token(item.request),)
+        token_ids: tuple[int, ...] = (self.next_token(item.request),)
         for draft in item.draft_token_ids:
             if draft != token_ids[-1]:
                 break
