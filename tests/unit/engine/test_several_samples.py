@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.api.outputs import FinishReason, TokenLogprobs
+from baton.api.outputs import Completion, FinishReason, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from engine import LLM
@@ -311,16 +311,23 @@ def draw_requests(num: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
+@pytest.fixture(scope="module")
+def undrafted() -> tuple[list[Completion], int]:
+    """Outputs without drafts, and how many steps they took."""
+    plain = LLM(str(DEMO), async_scheduling=False, **SMALL)
+    return plain.generate(*draw_requests(14)), plain.engine.num_steps
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_drafts_change_no_token_of_a_model(asynchronous: bool) -> None:
-    prompts, params = draw_requests(21)
-    plain = LLM(str(DEMO), async_scheduling=asynchronous, **SMALL)
-    expected = plain.generate(prompts, params)
+def test_drafts_change_no_token_of_a_model(
+    asynchronous: bool, undrafted: tuple[list[Completion], int]
+) -> None:
+    expected, num_steps = undrafted
     llm = LLM(str(DEMO), async_scheduling=asynchronous, **SMALL)
     llm.engine.executor = executor = DraftingExecutor(
         llm.engine.executor, {one.request_id: one.token_ids for one in expected}, num_drafts=4
     )
-    found = llm.generate(prompts, params)
+    found = llm.generate(*draw_requests(14))
     for mine, other in zip(found, expected, strict=True):
         assert (mine.token_ids, mine.finish_reason) == (other.token_ids, other.finish_reason)
         assert mine.text == other.text
@@ -333,6 +340,6 @@ def test_drafts_change_no_token_of_a_model(asynchronous: bool) -> None:
     assert {one.finish_reason for one in found} == {FinishReason.STOP, FinishReason.LENGTH}
     assert 0 < executor.num_accepted < executor.num_computed
     assert llm.engine._scheduler.num_preemptions > 0
-    assert llm.engine.num_steps < 0.7 * plain.engine.num_steps
+    assert llm.engine.num_steps < 0.7 * num_steps
     assert llm.engine.num_free_blocks == SMALL["num_blocks"]
     assert not llm.engine.has_work
