@@ -110,7 +110,6 @@ class EngineConfig:
         help="Most tokens of one prompt in a step (its chunk), so that a long one leaves room for "
         "others; 0: 512 on a CPU, 4096 on a GPU.",
     )
-    scheduling_policy: str = "fcfs"  # no option: no request that a node gets has a priority
     preemption: str = option(
         "recompute",
         choices=PREEMPTION,

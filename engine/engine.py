@@ -87,7 +87,6 @@ class Engine:
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            policy=config.scheduling_policy,
             preemption=config.preemption,
         )
         self._has_prefix_cache = config.prefix_cache

@@ -19,6 +19,7 @@ from baton.api.errors import InvalidRequestError, TransferError
 from baton.api.outputs import FinishReason, PrefillReceipt, RequestOutput
 from baton.api.prompt import check_prompt, check_sampling_params
 from baton.block_hash import extra_keys_of
+from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import (
     AbortAll,
     CancelCommand,
@@ -43,7 +44,7 @@ from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
 from node_runtime.request_view import view_request
-from prefill_node.options import NUM_LAYER_GROUPS, PushMode
+from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
 
 logger = logging.getLogger(__name__)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.engine_config import EngineConfig
+from baton.limits import NUM_LAYER_GROUPS
 from baton.options import group, option
 from node_runtime.options import NodeOptions
-
-NUM_LAYER_GROUPS = 4
 
 
 class PushMode(StrEnum):

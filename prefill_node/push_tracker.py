@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.api.outputs import RequestOutput
+from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import AbortAll, RequestView
 from baton.telemetry.ledger import BlockHolding, BlockOwner
 from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
@@ -25,7 +26,7 @@ from kvconnector.blocks import layer_groups
 from kvconnector.ends import Sender
 from node_runtime.request_view import view_request
 from prefill_node.layer_tail import LayerTail
-from prefill_node.options import NUM_LAYER_GROUPS, PushMode
+from prefill_node.options import PushMode
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason, PrefillReceipt, PushReceipt, RequestOutput
 from baton.block_hash import BlockHash
+from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import (
     AbortAll,
     CancelCommand,
@@ -28,7 +29,6 @@ from sim_node.node_parts import Command, NodeParts
 from sim_node.sim_model import token_at
 
 # The last layers of the last chunk are what can only travel when all is computed.
-NUM_LAYER_GROUPS = 4
 
 
 @dataclass(slots=True, eq=False)

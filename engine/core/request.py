@@ -62,7 +62,6 @@ class Request:
             is handed over from one node to another is the KV of these.
         changes_logits: whether the choice of a token depends on more than the model's logits.
         grammar: what its output must look like, and how far it has come.
-        priority: smaller goes first, where the scheduler looks at it.
         extra_keys: what the KV depends on besides the tokens.
         rank: who goes first, and who is preempted last: the smaller one. The scheduler's.
         num_cached_tokens: found in the prefix cache when it was admitted or granted.
@@ -91,9 +90,8 @@ class Request:
     num_initial_tokens: int
     changes_logits: bool = False
     grammar: GrammarState | None = None
-    priority: int = 0
     extra_keys: tuple[bytes, ...] = ()
-    rank: tuple[int, int] = (0, 0)
+    rank: int = 0
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -123,7 +121,6 @@ class Request:
         max_model_len: int,
         max_tokens: int | None = None,
         output_token_ids: Sequence[int] = (),
-        priority: int = 0,
         extra_keys: tuple[bytes, ...] = (),
         grammar: GrammarState | None = None,
     ) -> Request:
@@ -154,7 +151,6 @@ class Request:
             stop_token_ids=stop_token_ids,
             changes_logits=sampling_params.changes_logits,
             grammar=grammar,
-            priority=priority,
             extra_keys=extra_keys,
         )
 

@@ -41,7 +41,6 @@ class Scheduler:
         max_num_requests: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
         long_prefill_token_threshold: most tokens of one request in a step.
-        policy: ``fcfs`` or ``priority``.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
 
     Attributes:
@@ -59,7 +58,6 @@ class Scheduler:
         max_num_requests: int,
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int,
-        policy: str = "fcfs",
         preemption: str = "recompute",
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
@@ -73,7 +71,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
-        self._room = WaitingRoom(policy)
+        self._room = WaitingRoom()
         self._planner = StepPlanner(max_num_requests)
         self._running: list[Request] = []  # by rank: the last one is preempted first
         # Of running requests, for the step behind the one that was updated last.

@@ -1,7 +1,7 @@
 """WaitingRoom: requests that do not run. In line for a step, or parked and out of everyone's way.
 
     arrived    in line with blocks: their prompt's KV has come, or a sibling has computed it
-    waiting    in line without blocks, in the order of the policy; preempted ones too
+    waiting    in line without blocks, in the order of arrival; preempted ones first
     parked     in no line until something else happens, and costs nothing per step:
                  WAITING_FOR_REMOTE_KVS    a remote node writes their prompt's KV
                  WAITING_FOR_SHARED_KVS    a sibling computes their prompt
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from engine.core.request import Request, RequestStatus
-from engine.core.waiting_queue import make_waiting_queue
+from engine.core.waiting_queue import WaitingQueue
 
 IN_LINE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 PARKED = (
@@ -31,20 +31,16 @@ class WaitingRoom:
 
     A request that ends here stays in its queue until it comes to an end of it, and counts no more.
 
-    Args:
-        policy: ``fcfs`` or ``priority``.
-
     Attributes:
         num_arrived: in line with blocks.
         num_waiting: in line without.
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self) -> None:
         self.num_arrived = 0
         self.num_waiting = 0
         self._arrived: deque[Request] = deque()
-        self._waiting = make_waiting_queue(policy)
-        self._by_priority = policy == "priority"
+        self._waiting = WaitingQueue()
         self._num_ranks = 0
 
     def __len__(self) -> int:
@@ -54,8 +50,8 @@ class WaitingRoom:
     # ------------------------------------------------------------------ in and out
 
     def give_rank(self, request: Request) -> None:
-        """Say who goes before whom, once and for all: by priority where it counts, by arrival."""
-        request.rank = (request.priority if self._by_priority else 0, self._num_ranks)
+        """Say who goes before whom, once and for all: by arrival."""
+        request.rank = self._num_ranks
         self._num_ranks += 1
 
     def park(self, request: Request, status: RequestStatus) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from baton.limits import NUM_LAYER_GROUPS
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
 from router.policies.base import Candidate, RouteQuery
@@ -17,7 +18,6 @@ LINK_LATENCY_S = 0.001
 DEFAULT_BYTES_PER_S = 10e9
 # What of a transfer cannot be hidden: the last layer group of the last chunk.
 LAST_CHUNK_TOKENS = 2048
-NUM_LAYER_GROUPS = 4
 # A second of slower decoding, spread over many tokens, is felt less than one before the first.
 DECODE_WEIGHT = 0.5
 # A prompt delays all that come before its node is idle again. Until it is computed, these are

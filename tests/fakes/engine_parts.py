@@ -32,7 +32,6 @@ def make_request(
     seed: int = 0,
     params: SamplingParams | None = None,
     prompt: Sequence[int] | None = None,
-    priority: int = 0,
     extra_keys: tuple[bytes, ...] = (),
 ) -> Request:
     """A request whose prompt is ones unless given; token ``EOS`` ends its output."""
@@ -43,7 +42,6 @@ def make_request(
         seed=seed,
         eos_token_ids=frozenset({EOS}),
         max_model_len=max_model_len,
-        priority=priority,
         extra_keys=extra_keys,
     )
 
@@ -57,7 +55,6 @@ def make_scheduler(
     long_prefill_token_threshold: int = 64,
     prefix_cache: bool = False,
     sliding_windows: Sequence[int | None] = (None,),
-    policy: str = "fcfs",
 ) -> Scheduler:
     """A scheduler with its own blocks, which records what its prefix cache stores."""
     return Scheduler(
@@ -71,7 +68,6 @@ def make_scheduler(
         max_num_requests=max_num_requests,
         max_num_batched_tokens=max_num_batched_tokens,
         long_prefill_token_threshold=long_prefill_token_threshold,
-        policy=policy,
     )
 
 

@@ -1,6 +1,6 @@
 """engine.LLM equals transformers' greedy generate, token for token, however it gets there.
 
-Chunks, block sizes, prefix hits, preemption, priorities and batches are ways to the same numbers.
+Chunks, block sizes, prefix hits, preemption and batches are ways to the same numbers.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ def make_requests(
     llm: LLM,
     prompts: Sequence[Sequence[int]],
     num_tokens: int = NUM_OUTPUTS,
-    priorities: Sequence[int] | None = None,
 ) -> list[Request]:
     """Requests for `run`, for tests that look at what became of them."""
     return [
@@ -135,7 +134,6 @@ def make_requests(
             seed=0,
             eos_token_ids=frozenset(),
             max_model_len=llm.engine.max_model_len,
-            priority=priorities[index] if priorities else 0,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -268,10 +266,9 @@ def test_any_order_in_a_batch_gives_each_its_own_tokens(
     assert found == [checkpoint.expected(prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_preempted_requests_lose_and_change_no_token(
-    checkpoint: Checkpoint, policy: str, prefix_cache: bool
+    checkpoint: Checkpoint, prefix_cache: bool
 ) -> None:
     llm = make_llm(
         checkpoint,
@@ -279,28 +276,13 @@ def test_preempted_requests_lose_and_change_no_token(
         num_blocks=25,
         max_num_batched_tokens=30,
         long_prefill_token_threshold=7,
-        scheduling_policy=policy,
         prefix_cache=prefix_cache,
     )
     prompts = [prompt[: 7 + index] for index, prompt in enumerate(family(5, 20, 6))]
-    requests = make_requests(llm, prompts, 30, priorities=[2, -1, 0, 1, -1])
+    requests = make_requests(llm, prompts, 30)
     found = run(llm, requests)
     assert sum(request.num_preemptions for request in requests) > 0
     assert found == [checkpoint.expected(prompt, 30) for prompt in prompts]
-
-
-def test_priorities_change_who_ends_first_and_no_token(checkpoint: Checkpoint) -> None:
-    llm = make_llm(checkpoint, max_num_requests=1, scheduling_policy="priority")
-    prompts = family(4, 24, 16)
-    requests = make_requests(llm, prompts, priorities=[3, 1, 2, 0])
-    ended: list[str] = []
-    for request in requests:
-        llm.engine.add(request)
-    while llm.engine.has_work:
-        ended += [request.request_id for request in llm.engine.step().finished]
-    assert ended == ["r3", "r1", "r2", "r0"]
-    found = [request.output_token_ids for request in requests]
-    assert found == [checkpoint.expected(prompt) for prompt in prompts]
 
 
 def test_a_long_output_holds_what_each_group_of_layers_looks_at(checkpoint: Checkpoint) -> None:

@@ -31,7 +31,6 @@ ANYTHING = StructuredOutput(regex="(?s:.*)")  # the tokens of these tests are ch
 # Short ones run side by side and preempt each other; long ones fill the pool alone.
 shared_lengths = st.integers(1, 5) | st.integers(1, 5) | st.integers(1, LONGEST)
 own_lengths = st.integers(0, 2) | st.integers(0, 2) | st.integers(0, LONGEST)
-priorities = st.integers(-1, 1)
 salts = st.sampled_from([(), (b"salt",)])
 
 
@@ -58,7 +57,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         sliding_windows=st.sampled_from([(None,), (1,), (2,), (5,), (8,)])
         | st.lists(st.sampled_from([None, 1, 2, 3, 5, 8]), min_size=1, max_size=3),
-        policy=st.sampled_from(["fcfs", "priority"]),
         num_drafts=st.sampled_from([0, 1, 3]),
     )
     def make(
@@ -68,7 +66,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         long_prefill_token_threshold: int,
         prefix_cache: bool,
         sliding_windows: Sequence[int | None],
-        policy: str,
         num_drafts: int,
     ) -> None:
         self.num_drafts = num_drafts
@@ -77,7 +74,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.threshold = long_prefill_token_threshold
         self.windows, self.num_groups = sliding_windows, len(sliding_windows)
         self.num_blocks = NUM_BLOCKS * self.num_groups
-        self.by_priority = policy == "priority"
         self.num_null_blocks = int(any(window is not None for window in sliding_windows))
         # The null block costs all groups one of theirs.
         self.max_model_len = MAX_MODEL_LEN - self.num_null_blocks * BLOCK_SIZE
@@ -90,14 +86,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=long_prefill_token_threshold,
             prefix_cache=prefix_cache,
             sliding_windows=sliding_windows,
-            policy=policy,
         )
 
     def new_request(
         self,
         prompt: list[int],
         max_tokens: int,
-        priority: int,
         extra_keys: tuple[bytes, ...],
         structured: bool = False,
     ) -> Request:
@@ -108,7 +102,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             max_model_len=self.max_model_len,
             prompt=prompt,
-            priority=priority,
             extra_keys=extra_keys,
         )
         self.requests[request.request_id] = request
@@ -124,7 +117,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_shared=shared_lengths,
         num_own=own_lengths,
         max_tokens=st.integers(1, 12),
-        priority=priorities,
         salt=salts,
         structured=st.booleans(),
     )
@@ -133,12 +125,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_shared: int,
         num_own: int,
         max_tokens: int,
-        priority: int,
         salt: tuple[bytes, ...],
         structured: bool,
     ) -> None:
         prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 1]
-        self.scheduler.add(self.new_request(prompt, max_tokens, priority, salt, structured))
+        self.scheduler.add(self.new_request(prompt, max_tokens, salt, structured))
 
     @rule(
         num_prompt_tokens=st.integers(1, LONGEST - 1),
@@ -147,9 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add_siblings(self, num_prompt_tokens: int, num_siblings: int, max_tokens: int) -> None:
         prompt = ([1] * num_prompt_tokens)[: self.max_model_len - 1]
-        first, *rest = (
-            self.new_request(prompt, max_tokens, 0, ()) for _ in range(num_siblings + 1)
-        )
+        first, *rest = (self.new_request(prompt, max_tokens, ()) for _ in range(num_siblings + 1))
         first.siblings = rest
         self.scheduler.add(first)
 
@@ -158,13 +147,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.ended:
             before = self.requests[data.draw(st.sampled_from(sorted(self.ended)))]
             prompt = [*before.token_ids, *[4] * num_more][: self.max_model_len - 1]
-            self.scheduler.add(self.new_request(prompt, max_tokens, 0, before.extra_keys))
+            self.scheduler.add(self.new_request(prompt, max_tokens, before.extra_keys))
 
     @rule(
         num_shared=shared_lengths,
         num_own=own_lengths,
         max_tokens=st.integers(2, 12),
-        priority=priorities,
         salt=salts,
         structured=st.booleans(),
     )
@@ -173,12 +161,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_shared: int,
         num_own: int,
         max_tokens: int,
-        priority: int,
         salt: tuple[bytes, ...],
         structured: bool,
     ) -> None:
         prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 2]
-        self.scheduler.park(self.new_request(prompt, max_tokens, priority, salt, structured))
+        self.scheduler.park(self.new_request(prompt, max_tokens, salt, structured))
 
     @rule(data=st.data(), compiles=st.sampled_from([True, True, False]))
     def compile(self, data: st.DataObject, compiles: bool) -> None:
@@ -316,8 +303,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             # a sibling before it may still need one.
             full = len(ids) == self.max_num_requests or not self.just_committed.issuperset(arrived)
             assert preempted or not waiting or full
-        if self.by_priority:
-            self.check_admission_order(ids, running + arrived)
         self.just_committed -= set(ids)
         written = [
             item.request.block_ids[block * self.num_groups + group]
@@ -331,17 +316,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         ref_counts = self.scheduler.kv_cache_manager.block_pool.ref_counts()
         assert all(ref_counts[block_id] == 1 for block_id in written)
         assert len(set(written)) == len(written)  # nobody computes into another's block
-
-    def check_admission_order(self, ids: list[str], before: list[str]) -> None:
-        """Nobody came from the waiting queue before one with a better rank; arrived ones may."""
-        left = [
-            request.rank
-            for request in self.scheduler.requests.values()
-            if not request.block_ids
-            and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        ]
-        came = [self.requests[request_id].rank for request_id in ids if request_id not in before]
-        assert not left or not came or max(came) < min(left)
 
     def take(self, result: StepResult) -> None:
         """Outputs come without gap or repeat and say whose end they are."""

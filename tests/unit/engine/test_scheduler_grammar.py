@@ -25,9 +25,9 @@ COMPILER = GrammarCompiler(DEMO, 4096, frozenset({4093, 4095}))
 LONG = StructuredOutput(regex="[a-c]{12}")
 
 
-def structured(name: str, num_prompt_tokens: int = 4, priority: int = 0) -> Request:
+def structured(name: str, num_prompt_tokens: int = 4) -> Request:
     params = SamplingParams(max_tokens=40, structured_output=LONG)
-    return make_request(name, num_prompt_tokens, params=params, priority=priority)
+    return make_request(name, num_prompt_tokens, params=params)
 
 
 def grammar_of(request: Request) -> GrammarState:
@@ -62,10 +62,9 @@ def assert_clean(scheduler: Scheduler, num_blocks: int = 100) -> None:
     assert scheduler.kv_cache_manager.block_pool.num_free == num_blocks
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_one_that_waits_for_its_grammar_holds_up_nobody(policy: str) -> None:
-    scheduler = make_scheduler(policy=policy, max_num_requests=1)
-    first = structured("first", priority=-1)
+def test_one_that_waits_for_its_grammar_holds_up_nobody() -> None:
+    scheduler = make_scheduler(max_num_requests=1)
+    first = structured("first")
     scheduler.add(first)
     assert first.status is RequestStatus.WAITING_FOR_GRAMMAR
     assert not scheduler.has_work
@@ -80,9 +79,8 @@ def test_one_that_waits_for_its_grammar_holds_up_nobody(policy: str) -> None:
     assert_clean(scheduler)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_it_takes_the_place_of_its_arrival(policy: str) -> None:
-    scheduler = make_scheduler(policy=policy, max_num_requests=1)
+def test_it_takes_the_place_of_its_arrival() -> None:
+    scheduler = make_scheduler(max_num_requests=1)
     scheduler.add(make_request("a", max_tokens=1))
     late = structured("late")
     scheduler.add(late)

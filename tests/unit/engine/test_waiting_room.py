@@ -7,12 +7,10 @@ import pytest
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from engine.core.request import Request, RequestStatus
-from engine.core.waiting_queue import WAITING_QUEUES
 from engine.core.waiting_room import PARKED, WaitingRoom
 from tests.fakes.engine_parts import make_request
 
 STRUCTURED = SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex="a+"))
-every_policy = pytest.mark.parametrize("policy", WAITING_QUEUES)
 
 
 def enter(room: WaitingRoom, *requests: Request) -> None:
@@ -38,9 +36,8 @@ def counts(room: WaitingRoom) -> tuple[int, int, int]:
     return room.num_arrived, room.num_waiting, len(room)
 
 
-@every_policy
-def test_who_holds_blocks_has_a_line_of_its_own(policy: str) -> None:
-    room = WaitingRoom(policy)
+def test_who_holds_blocks_has_a_line_of_its_own() -> None:
+    room = WaitingRoom()
     first, second, third = make_request("first"), holding("second"), make_request("third")
     enter(room, first, second, third)
     assert counts(room) == (1, 2, 3)
@@ -53,9 +50,8 @@ def test_who_holds_blocks_has_a_line_of_its_own(policy: str) -> None:
     assert counts(room) == (0, 1, 1)
 
 
-@every_policy
-def test_parked_ones_are_in_no_line(policy: str) -> None:
-    room = WaitingRoom(policy)
+def test_parked_ones_are_in_no_line() -> None:
+    room = WaitingRoom()
     requests = [make_request(status.value) for status in PARKED[:2]]
     for request, status in zip(requests, PARKED[:2], strict=True):
         room.park(request, status)
@@ -72,13 +68,12 @@ def test_parked_ones_are_in_no_line(policy: str) -> None:
 
 def test_only_a_status_of_waiting_for_something_parks() -> None:
     with pytest.raises(AssertionError):
-        WaitingRoom("fcfs").park(make_request("a"), RequestStatus.RUNNING)
+        WaitingRoom().park(make_request("a"), RequestStatus.RUNNING)
 
 
-@every_policy
 @pytest.mark.parametrize("gone", range(3))
-def test_who_ends_in_line_counts_no_more_and_is_never_given(policy: str, gone: int) -> None:
-    room = WaitingRoom(policy)
+def test_who_ends_in_line_counts_no_more_and_is_never_given(gone: int) -> None:
+    room = WaitingRoom()
     waiting = [make_request(f"w{index}") for index in range(3)]
     arrived = [holding(f"a{index}") for index in range(3)]
     enter(room, *waiting, *arrived)
@@ -95,9 +90,8 @@ def test_who_ends_in_line_counts_no_more_and_is_never_given(policy: str, gone: i
     assert room.peek() is room.peek_arrived() is None
 
 
-@every_policy
-def test_a_preempted_one_waits_again_before_those_that_came_after_it(policy: str) -> None:
-    room = WaitingRoom(policy)
+def test_a_preempted_one_waits_again_before_those_that_came_after_it() -> None:
+    room = WaitingRoom()
     old, new = make_request("old"), make_request("new")
     enter(room, old)
     room.pop()
@@ -106,12 +100,3 @@ def test_a_preempted_one_waits_again_before_those_that_came_after_it(policy: str
     assert old.status is RequestStatus.PREEMPTED
     assert counts(room) == (0, 2, 2)
     assert room.peek() is old
-
-
-@pytest.mark.parametrize(("policy", "first"), [("fcfs", "calm"), ("priority", "urgent")])
-def test_priorities_count_where_the_policy_looks_at_them(policy: str, first: str) -> None:
-    room = WaitingRoom(policy)
-    enter(room, make_request("calm", priority=1), make_request("urgent", priority=0))
-    found = room.peek()
-    assert found is not None
-    assert found.request_id == first
