@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from baton.api.errors import ConfigError
@@ -15,6 +16,7 @@ WEIGHTS = ("auto", "fp32", "bf16", "int8")
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_BATCHED_TOKENS = 2**20  # more would only make one step take for ever
+_DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]+)?")
 
 _BATCH_LIMITS = {
     "cpu": {
@@ -136,6 +138,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_limits(self)
         parse_cpu_list(self.cpu_list)
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if 0 < self.max_num_batched_tokens < self.max_num_requests:
             raise ConfigError(
                 f"max_num_batched_tokens: must be at least max_num_requests "

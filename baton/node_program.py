@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from prometheus_client.registry import Collector
 
@@ -36,10 +36,12 @@ from baton.link.words import (
 from baton.node_admin import NodeAdmin
 from baton.processes.process import print_error, stop_event
 from baton.serving.call_gate import CallGate
-from baton.serving.metrics_page import MetricsPage
 from baton.serving.rpc import RpcServer
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.logs import close_logging
+
+if TYPE_CHECKING:
+    from baton.serving.metrics_page import MetricsPage
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +153,8 @@ async def run_node_program(
     page: MetricsPage | None = None
     try:
         if metrics_listen:
+            from baton.serving.metrics_page import MetricsPage  # aiohttp takes its time
+
             page = MetricsPage(node.collector(), access=access, tls=files)
             await page.start(metrics_listen)
         address = await server.start(listen)

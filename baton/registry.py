@@ -30,10 +30,14 @@ class Registry(Generic[T]):
         """List all registered names, in the order they were written down."""
         return list(self._entries)
 
-    def load(self, name: str) -> T:
-        """Import and return the entry; raises ConfigError that lists the names if unknown."""
+    def check(self, name: str) -> None:
+        """Raise ConfigError that lists the names if this one is unknown."""
         if name not in self._entries:
             known = ", ".join(self._entries)
             raise ConfigError(f"unknown {self.kind} {name!r}; known: {known}")
+
+    def load(self, name: str) -> T:
+        """Import and return the entry; raises ConfigError that lists the names if unknown."""
+        self.check(name)
         module_name, _, attribute = self._entries[name].partition(":")
         return cast("T", getattr(importlib.import_module(module_name), attribute))

@@ -1,9 +1,16 @@
-"""KV blocks from here to there. To add a transport: one file and one line here."""
+"""KV blocks from here to there. To add a transport: one file and one line here.
+
+Importing this imports no transport, and no torch.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from baton.registry import Registry
-from kvconnector.transports.base import MakeTransport
+
+if TYPE_CHECKING:
+    from kvconnector.transports.base import MakeTransport
 
 KV_CONNECTORS: Registry[MakeTransport] = Registry(
     "KV connector",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from baton.access.access_options import AUDIT_LOG_HELP, INSECURE_HELP, STANDARD_OUTPUT
 from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
-from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton.options import check_limits, group, option
 from baton.telemetry.log_options import LogOptions
@@ -94,19 +93,3 @@ class NodeOptions:
 
     def __post_init__(self) -> None:
         check_limits(self)
-
-    def check_addresses(self) -> None:
-        """Raise ConfigError for what is no address, or is none that anything listens on."""
-        from baton.access.exposure import split_address  # here: help does not wait for it
-
-        for router in self.routers:
-            split_address("router", router)
-        split_address("listen", self.listen)
-        if self.metrics_listen:
-            split_address("metrics_listen", self.metrics_listen)
-        if self.kv_listen:
-            split_address("kv_listen", self.kv_listen)
-            if self.kv_connector != "tls":
-                raise ConfigError(
-                    f"kv_listen: only --kv-connector tls listens, not {self.kv_connector}"
-                )

@@ -28,12 +28,12 @@ def run_node(role: str, options: Options, load: Callable[[], MakeProgram[Options
 
     Args:
         role: for the name of a node that was given none.
-        load: imports what makes the node; called late, as it imports torch.
+        load: imports what makes the node; called late, as it imports torch, and on a thread, as it
+            may fetch the model.
     """
     # Imported here: who asks for help does not wait for it.
     from baton.access.access import Access
     from baton.access.audit_log import AuditLog
-    from baton.checkpoint.model_folder import find_model_folder
     from baton.node_program import run_node_program
 
     made_up = f"{role}-{socket.gethostname()}-{os.getpid()}"
@@ -42,9 +42,6 @@ def run_node(role: str, options: Options, load: Callable[[], MakeProgram[Options
     def make_node(
         emit: Callable[[NodeEvent], None], on_death: Callable[[Exception], None]
     ) -> NodeProgram:
-        # Before torch is imported: what the user got wrong is said at once.
-        options.check_addresses()
-        find_model_folder(options.model)
         try:
             make_program = load()
         except ModuleNotFoundError as error:

@@ -6,6 +6,7 @@ is missing must be waived in so many words.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import re
@@ -37,15 +38,26 @@ def split_address(option: str, address: str) -> tuple[str, int]:
 
 
 def check_is_free(option: str, address: str) -> None:
-    """Raise ConfigError that names the option if another program listens on ``host:port``."""
+    """Raise ConfigError that names the option if nobody here can listen on ``host:port``.
+
+    Another program listens there, or it is no address of this machine. Of a name's addresses one
+    is enough, as long as the others are free.
+    """
     host, port = split_address(option, address)
+    problems: list[OSError] = []
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, where in found if port else ():
-            with socket.socket(family, kind, protocol) as probe:
-                # What is left of connections that have ended is in nobody's way.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(where)
+        for family, kind, protocol, _, where in found:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    # What is left of connections that have ended is in nobody's way.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(where)
+            except OSError as error:
+                problems.append(error)
+        in_use = [error for error in problems if error.errno == errno.EADDRINUSE]
+        if in_use or len(problems) == len(found):
+            raise (in_use or problems)[0]
     except OSError as error:
         raise ConfigError(f"{option}: cannot listen on {address} ({error.strerror})") from error
 

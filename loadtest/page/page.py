@@ -120,20 +120,22 @@ def render_page(document: Document) -> str:
 def _pictures(document: Document) -> dict[str, dict[str, Markup]]:
     """Group pictures by name, then by media query; the last is for all that no query is about."""
     found: dict[str, dict[str, Markup]] = {}
+    _, palette = load_figures()
+    drawn = [render_figures(document, "svg", is_narrow=is_narrow) for is_narrow in (False, True)]
     for query, (is_dark, is_narrow) in _MEDIA.items():
-        images = render_figures(document, "svg", is_dark=is_dark, is_narrow=is_narrow)
-        for name, image in images.items():
-            url = Markup("data:image/svg+xml;base64," + base64.b64encode(image).decode())
+        for name, image in drawn[is_narrow].items():
+            shown = palette.darken(image) if is_dark else image
+            url = Markup("data:image/svg+xml;base64," + base64.b64encode(shown).decode())
             found.setdefault(name, {})[query] = url
     return found
 
 
 def render_figures(
-    document: Document, image_format: str, *, is_dark: bool = False, is_narrow: bool = False
+    document: Document, image_format: str, *, is_narrow: bool = False
 ) -> dict[str, bytes]:
     """Render all pictures of a document by name, as ``svg`` or ``png``; raises ConfigError."""
     figures, palette = load_figures()
-    look = dataclasses.replace(palette.DARK if is_dark else palette.LIGHT, is_narrow=is_narrow)
+    look = dataclasses.replace(palette.LIGHT, is_narrow=is_narrow)
     with palette.style(look):
         found = figures.all_figures(document, look)
         return {name: palette.render(figure, image_format) for name, figure in found.items()}

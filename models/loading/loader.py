@@ -9,13 +9,15 @@ Refuses to know: architectures, pickled checkpoints (they run code).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.folder import WEIGHTS
@@ -51,10 +53,29 @@ def load_model(
     """See ``models.load_model``."""
     path = Path(folder)
     config = ModelConfig.from_folder(path, max_model_len=max_model_len)
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInitialWeights():
         model = MODELS.load(config.architecture)(config)
     _load_weights(model, path, dtype or getattr(torch, config.dtype), torch.device(device))
     return model.to(device).eval().requires_grad_(requires_grad=False)
+
+
+class _NoInitialWeights(TorchFunctionMode):
+    """Draws no random weights, which nobody would see.
+
+    On the meta device torch goes through its compiler for them, whose import takes longer than to
+    load a small model.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True)

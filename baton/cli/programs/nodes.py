@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import typer
 
 from baton.cli.config_file import program
 from baton.registry import Registry
 from decode_node.options import DecodeNodeOptions
+from node_runtime.options import NodeOptions
 from node_runtime.run_node import MakeProgram, run_node
 from prefill_node.options import PrefillOptions
 
-# By name: torch is imported when a node is made.
+# By name: torch is imported when a node is made, and what only nodes need when one is started.
 _PROGRAMS: Registry[MakeProgram[Any]] = Registry(
     "node program",
     {"prefill": "prefill_node.program:make_program", "decode": "decode_node.program:make_program"},
+)
+_CHECKS: Registry[Callable[[NodeOptions], None]] = Registry(
+    "check of a node",
+    {
+        "options": "node_runtime.option_checks:check_options",
+        "model": "node_runtime.option_checks:check_model",
+    },
 )
 
 
 @program
 def prefill(options: PrefillOptions) -> None:
     """Compute prompts, push their KV blocks to decode nodes, sample the first token."""
-    raise typer.Exit(run_node("prefill", options, lambda: _PROGRAMS.load("prefill")))
+    _run("prefill", options)
 
 
 @program
 def decode(options: DecodeNodeOptions) -> None:
     """Receive prompts' KV blocks from prefill nodes and decode in continuous batches."""
-    raise typer.Exit(run_node("decode", options, lambda: _PROGRAMS.load("decode")))
+    _run("decode", options)
+
+
+def _run(role: str, options: NodeOptions) -> NoReturn:
+    """Run a node; what the user got wrong is said before torch is imported."""
+
+    def load() -> MakeProgram[Any]:
+        _CHECKS.load("model")(options)
+        return _PROGRAMS.load(role)
+
+    _CHECKS.load("options")(options)
+    raise typer.Exit(run_node(role, options, load))

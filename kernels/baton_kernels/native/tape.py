@@ -83,6 +83,11 @@ class Recorder(threading.local):
 class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets torch allocate and view, and nothing else."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: or torch imports its compiler, a second, at the first op."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -16,8 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from baton.access.exposure import split_address
-from baton.api.errors import ConfigError, TransferError
+from baton.api.errors import TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange, check_block_ids, check_layers
 from kvconnector.layout import KVLayout, KVMemory
@@ -28,6 +27,7 @@ from kvconnector.transports.sockets.connection import Connection
 from kvconnector.transports.sockets.frames import FrameError, Head, Kind, ProbeHead, Sink, WriteHead
 from kvconnector.transports.sockets.identity import identity_of
 from kvconnector.transports.sockets.incoming import Incoming
+from kvconnector.transports.sockets.listen_address import parse_listen_address
 from kvconnector.transports.sockets.memory import Discard, memory_of
 from kvconnector.transports.sockets.outgoing import Outgoing, PostedWrite
 
@@ -75,7 +75,7 @@ class TlsTransport:
         self._identity = identity_of(options.tls)
         self._incoming = Incoming(
             engine_id,
-            _listen_address(options.listen),
+            parse_listen_address(options.listen),
             self._identity,
             shown_by=self._shown_by,
             open_sink=self._open_sink,
@@ -256,15 +256,6 @@ class TlsTransport:
         for engine_id in list(self._outgoing):
             self._hang_up(engine_id)
         self._incoming.close()
-
-
-def _listen_address(listen: str) -> tuple[str, int]:
-    host, port = split_address("kv_listen", listen)
-    if host in ("0.0.0.0", "[::]"):
-        raise ConfigError(
-            f"kv_listen: peers dial this address, so it must be one of this machine's, not {host}"
-        )
-    return host.removeprefix("[").removesuffix("]"), port
 
 
 def _read_where(peer: PeerInfo) -> _Where:

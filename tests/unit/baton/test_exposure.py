@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.access.exposure import Exposure, is_public
+from baton.access.exposure import Exposure, check_is_free, is_public
 from baton.api.errors import ConfigError
 
 
@@ -121,3 +121,25 @@ def test_loopback_needs_nothing_and_what_has_all_is_not_told(
     exposure().check("listen", "")  # nothing listens
     exposure(is_authenticated=True, is_encrypted=True).check("listen", "0.0.0.0:1")
     assert not caplog.records
+
+
+@pytest.mark.medium
+def test_of_a_names_addresses_one_is_enough_as_long_as_the_others_are_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        addresses = {"here": "127.0.0.2", "taken": "127.0.0.1", "elsewhere": "192.0.2.1"}
+
+        def resolve(host: str, port: int, **options: Any) -> list[Any]:
+            kind = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
+            return [(*kind, (addresses[name], port)) for name in host.split("-")]
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        check_is_free("listen", f"here-elsewhere:{port}")
+        check_is_free("listen", "here:0")
+        for host, words in [("taken", "in use"), ("here-taken", "in use"), ("elsewhere", "assign")]:
+            with pytest.raises(ConfigError, match=f"listen: cannot listen on .*{words}"):
+                check_is_free("listen", f"{host}:{port}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +15,13 @@ PROGRAMS = ["router", "prefill", "decode", "sim-node"]
 
 def run(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
@@ -43,6 +48,30 @@ def test_help_is_shown_without_torch(program: str) -> None:
     shown = run(code)
     assert f"baton {program}" in shown
     assert "--model" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--router", "nonsense"], "--router: must be host:port"),
+        (["--listen", "192.0.2.1:0"], "--listen: cannot listen on 192.0.2.1:0"),
+        (["--kv-connector", "pigeon"], "unknown KV connector"),
+        (["--kv-connector", "tls", "--kv-listen", "0.0.0.0:0"], "--kv-listen: peers dial"),
+        (["--device", "toaster"], "--device: must be auto"),
+        (["--max-model-len", "1000000"], "--max-model-len"),
+    ],
+)
+def test_a_node_says_what_is_wrong_with_its_options_without_torch(
+    options: list[str], problem: str
+) -> None:
+    model = str(Path(__file__).parents[3] / "examples" / "demo_model")
+    code = (
+        "import sys\nfrom baton.cli.app import app\n"
+        f"try: app({['decode', '--model', model, *options]}, prog_name='baton')\n"
+        "except SystemExit as end: assert end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    assert problem in run(code)
 
 
 def test_a_client_waits_for_no_library_of_servers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,22 @@ import importlib, sys
 for name in {modules!r}:
     importlib.import_module(name)
 print(*[name for name in {_UNWANTED!r} if name in sys.modules])
+"""
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.split() == []
+
+
+@pytest.mark.medium
+def test_an_engine_on_a_cpu_does_not_load_the_compiler() -> None:
+    """Which takes torch longer than all else at the start of a node."""
+    model = Path(__file__).parents[3] / "examples" / "demo_model"
+    code = f"""
+import sys
+from pathlib import Path
+from baton import LLM, SamplingParams
+LLM({str(model)!r}, device="cpu").generate("hello", SamplingParams(max_tokens=4))
+print(*[name for name in ("torch._dynamo", "sympy", "triton") if name in sys.modules])
 """
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

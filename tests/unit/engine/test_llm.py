@@ -159,7 +159,7 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("max_model_len", 65, "max_model_len"),
         ("num_blocks", 3, "max_model_len: 16 is more than the KV cache holds"),
         ("kv_cache_bytes", 1, "kv_cache_bytes: 1 holds 0 blocks"),
-        ("device", "toaster", "device: 'toaster' is not a device"),
+        ("device", "toaster", "device: must be auto, cpu, cuda or cuda:N, got 'toaster'"),
         ("attention_backend", "magic", "magic"),
         ("max_num_batched_tokens", -1, "max_num_batched_tokens: must be 0 or more, got -1"),
     ],

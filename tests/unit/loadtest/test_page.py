@@ -171,7 +171,24 @@ def test_it_fits_a_phone_and_is_dark_where_wanted(document: dict[str, Any], tmp_
     assert seen.overflowing == []
     prefix = "data:image/svg+xml;base64,"
     shown = [base64.b64decode(one.removeprefix(prefix)) for one in seen.pictures]
-    assert shown == list(render_figures(document, "svg", is_dark=True, is_narrow=True).values())
+    _, palette = page.load_figures()
+    drawn = render_figures(document, "svg", is_narrow=True).values()
+    assert shown == list(map(palette.darken, drawn))
+
+
+def test_what_is_made_dark_is_what_is_drawn_dark(document: dict[str, Any]) -> None:
+    figures, palette = page.load_figures()
+    with palette.style(palette.DARK):
+        found = figures.all_figures(document, palette.DARK)
+        drawn = {name: palette.render(figure, "svg") for name, figure in found.items()}
+    made = {name: palette.darken(svg) for name, svg in render_figures(document, "svg").items()}
+    assert made != render_figures(document, "svg")
+    assert list(map(without_ids, made.values())) == list(map(without_ids, drawn.values()))
+
+
+def without_ids(svg: bytes) -> bytes:
+    """Markers and clips are named by a digest, colours included."""
+    return re.sub(rb"\b[a-z][0-9a-f]{10}\b", b"", svg)
 
 
 def test_curves_have_the_limits_of_the_slo_and_a_legend(document: dict[str, Any]) -> None:

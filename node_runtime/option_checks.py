@@ -1,0 +1,40 @@
+"""What is wrong with a node's options, said at once: before torch is imported or a model loaded.
+
+Knows what there is by its names and addresses; what fits a model or a device shows later.
+"""
+
+from __future__ import annotations
+
+from baton.access.exposure import check_is_free, split_address
+from baton.api.errors import ConfigError
+from baton.checkpoint.model_folder import find_model_folder
+from kvconnector import KV_CONNECTORS
+from kvconnector.transports.sockets.listen_address import parse_listen_address
+from models.config import ModelConfig
+from node_runtime.options import NodeOptions
+
+
+def check_options(options: NodeOptions) -> None:
+    """Raise ConfigError for what names nothing, and for an address that cannot be listened at."""
+    for router in options.routers:
+        split_address("router", router)
+    check_is_free("listen", options.listen)
+    if options.metrics_listen:
+        check_is_free("metrics_listen", options.metrics_listen)
+    KV_CONNECTORS.check(options.kv_connector)
+    if options.kv_listen:
+        if options.kv_connector != "tls":
+            raise ConfigError(
+                f"kv_listen: only --kv-connector tls listens, not {options.kv_connector}"
+            )
+        parse_listen_address(options.kv_listen)
+        check_is_free("kv_listen", options.kv_listen)
+
+
+def check_model(options: NodeOptions) -> None:
+    """Raise ModelLoadError for what is no model, ConfigError for a length that it does not have.
+
+    Fetches the model where it is not here yet.
+    """
+    folder = find_model_folder(options.model)
+    ModelConfig.from_folder(folder, max_model_len=options.engine.max_model_len)
