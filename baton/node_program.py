@@ -153,9 +153,7 @@ async def run_node_program(
     page: MetricsPage | None = None
     try:
         if metrics_listen:
-            from baton.serving.metrics_page import MetricsPage  # aiohttp takes its time
-
-            page = MetricsPage(node.collector(), access=access, tls=files)
+            page = _make_page(node, access, files)
             await page.start(metrics_listen)
         address = await server.start(listen)
         links.append(
@@ -197,6 +195,13 @@ def _tls_files(tls: TlsOptions) -> TlsFiles | None:
     files = TlsFiles(tls)
     logger.info("certificate: %s", describe(tls, files.current()))
     return files
+
+
+def _make_page(node: NodeProgram, access: Access, tls: TlsFiles | None) -> MetricsPage:
+    # Imported here: most nodes have no page, and aiohttp takes its time.
+    from baton.serving.metrics_page import MetricsPage
+
+    return MetricsPage(node.collector(), access=access, tls=tls)
 
 
 def _emit_to(links: Sequence[RouterLinks], event: NodeEvent) -> None:
