@@ -6,7 +6,7 @@ Knows no request, no queue and no tensor; `engine/sampling/grammar_compiler.py` 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from llguidance import LLMatcher
@@ -46,14 +46,44 @@ class GrammarState:
         self._spent_s = 0.0
         self._num_masks = 0
 
-    def allowed_bits(self, *, step_is_long: bool = False) -> NDArray[np.uint8]:
-        """The tokens that may come next, one bit each, low bits first: `[ceil(vocab_size / 8)]`.
+    def allowed_bits(
+        self, draft_token_ids: Sequence[int] = (), *, step_is_long: bool = False
+    ) -> list[NDArray[np.uint8]]:
+        """The tokens that may come next, and those that may come behind each draft.
 
-        All of them when there is none: `problem` says so, and `accept` will take no token.
+        One bit a token, low bits first: `[ceil(vocab_size / 8)]` each. All of them when there is
+        none: `problem` says so, and `accept` will take no token. Behind a draft at which no token
+        is left there is no more to be said, and no problem while nobody sampled that draft.
 
         Args:
+            draft_token_ids: no more than `num_possible` of them.
             step_is_long: whether other grammars have taken all the time that a step has for them.
         """
+        found = [self._next_bits(step_is_long)]
+        num_ahead = 0
+        for token_id in draft_token_ids:
+            if self.problem:
+                break
+            num_taken = self._matcher.try_consume_tokens([token_id])
+            assert num_taken == 1, "a draft is not possible"
+            num_ahead += 1
+            found.append(self._next_bits(step_is_long))
+        if num_ahead:
+            self._matcher.rollback(num_ahead)
+            if self.problem == _STUCK:
+                self.problem = ""
+        return found
+
+    def num_possible(self, draft_token_ids: Sequence[int]) -> int:
+        """How many leading ones of these tokens the output may go on with."""
+        if self.problem:
+            return 0
+        began_at = time.thread_time()
+        num_possible: int = self._matcher.validate_tokens(list(draft_token_ids))
+        self._spent_s += time.thread_time() - began_at
+        return num_possible
+
+    def _next_bits(self, step_is_long: bool) -> NDArray[np.uint8]:
         bits = np.zeros_like(self._permitted)
         self._num_masks += 1
         extra_s = 0.0 if step_is_long else _MAX_EXTRA_S
@@ -95,16 +125,20 @@ class GrammarState:
         return not self.problem and self._matcher.is_stopped()
 
 
-def allowed_bits(grammars: Mapping[str, GrammarState]) -> dict[str, NDArray[np.uint8]]:
+def allowed_bits(
+    grammars: Mapping[str, tuple[GrammarState, Sequence[int]]],
+) -> dict[str, list[NDArray[np.uint8]]]:
     """The tokens that may come next in each of a step's grammars; see `GrammarState.allowed_bits`.
 
     Args:
-        grammars: by request id.
+        grammars: by request id, with the drafts that the step computes.
     """
     began_at = time.thread_time()
     return {
-        request_id: grammar.allowed_bits(step_is_long=time.thread_time() - began_at > _MAX_STEP_S)
-        for request_id, grammar in grammars.items()
+        request_id: grammar.allowed_bits(
+            draft_token_ids, step_is_long=time.thread_time() - began_at > _MAX_STEP_S
+        )
+        for request_id, (grammar, draft_token_ids) in grammars.items()
     }
 
 

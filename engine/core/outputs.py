@@ -14,24 +14,32 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: compute its next ``num_scheduled_tokens`` tokens.
 
     A struct, for one is made per output token, and a frozen dataclass takes ten times as long.
+
+    Attributes:
+        draft_token_ids: the last of these tokens, which nobody has sampled yet.
     """
 
     request: Request
     num_scheduled_tokens: int
+    draft_token_ids: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
         """Whether this step computes the last known token, so that a next one can be sampled."""
         request = self.request
-        return request.num_computed_tokens + self.num_scheduled_tokens == request.num_tokens
+        return request.num_computed_tokens + self.num_scheduled_tokens >= request.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """All that one step computes."""
+class SchedulerOutput(msgspec.Struct, frozen=True):
+    """All that one step computes.
+
+    Attributes:
+        has_drafts: whether any request may have some, so that most steps need not look for them.
+    """
 
     scheduled: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: int
+    has_drafts: bool = False
 
     @property
     def may_run_ahead(self) -> bool:
@@ -48,7 +56,8 @@ class SchedulerOutput:
     def without_finished(self) -> SchedulerOutput:
         """What is still to be computed of a step that was scheduled ahead."""
         left = tuple(item for item in self.scheduled if not item.request.status.is_finished)
-        return SchedulerOutput(left, sum(item.num_scheduled_tokens for item in left))
+        num_tokens = sum(item.num_scheduled_tokens for item in left)
+        return SchedulerOutput(left, num_tokens, self.has_drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +73,24 @@ class ModelRunnerOutput:
     """What was sampled, by request id.
 
     Attributes:
-        sampled_token_ids: of the scheduled requests that sample, in their order.
-        logprobs: of those tokens, where a request asks for them.
+        sampled_token_ids: of the scheduled requests that sample, in their order: one token, and
+            one more for each leading draft that is what was sampled in its place.
+        logprobs: of those tokens (maybe of some behind them), where a request asks for them.
         prompt_logprobs: of the prompt tokens that this step predicts, likewise.
+        draft_token_ids: what may come behind the sampled tokens, by request id; the next step may
+            compute it, and tells.
         started_at, ended_at: when it was computed, by the monotonic clock.
     """
 
-    sampled_token_ids: dict[str, int]
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    sampled_token_ids: dict[str, tuple[int, ...]]
+    logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     started_at: float = field(default=0.0, compare=False)
     ended_at: float = field(default=0.0, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """What a step did: new tokens, and which requests ended.
 
     Attributes:

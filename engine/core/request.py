@@ -72,7 +72,8 @@ class Request:
             preempted. Stays 0 where all of the prompt's KV came from a remote node.
         num_forwards: steps that computed a part of this request.
         num_tokens_in_flight: tokens that steps (two at most) compute which have not ended.
-        num_tokens_pending: tokens that they will sample.
+        num_tokens_pending: tokens that they will sample; more than one of a step with drafts is
+            not counted, and nothing is scheduled behind such a step before it ends.
         siblings: requests with the same prompt, that take its blocks once they are computed.
         row: that a worker keeps for it; -1: none. This and the next are `StepPlanner`'s.
         num_planned_blocks: blocks that the worker knows.
@@ -180,7 +181,7 @@ class Request:
         """A step that computes so many of its tokens has begun, or will behind another one."""
         self.num_tokens_in_flight += num_tokens
         end = self.num_computed_tokens + self.num_tokens_in_flight
-        self.num_tokens_pending += end == self.num_tokens + self.num_tokens_pending
+        self.num_tokens_pending += end >= self.num_tokens + self.num_tokens_pending
 
     def keep_prompt_logprobs(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Add a chunk's; what was computed before a preemption is replaced."""

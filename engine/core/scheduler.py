@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from baton.api.errors import InvalidRequestError
-from baton.api.outputs import RequestOutput
+from baton.api.outputs import RequestOutput, TokenLogprobs
 from engine.core.grammar import GrammarState, allowed_bits
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters
@@ -76,6 +76,8 @@ class Scheduler:
         self._room = WaitingRoom(policy)
         self._planner = StepPlanner(max_num_requests)
         self._running: list[Request] = []  # by rank: the last one is preempted first
+        # Of running requests, for the step behind the one that was updated last.
+        self._drafts: dict[str, tuple[int, ...]] = {}
         self._num_steps_in_flight = 0
 
     # ------------------------------------------------------------------ requests come
@@ -178,7 +180,8 @@ class Scheduler:
         """Choose what the next step computes, and give it blocks.
 
         May be called while a step runs (between `begin` and `update`): each request that samples
-        in it is taken to get one more token, whatever that will be. Nobody is preempted then, for
+        in it is taken to get one more token, whatever that will be. Only who computes drafts in it,
+        or is to get some of it, is left for the next step. Nobody is preempted then, for
         the step writes into the blocks: where memory is short, nothing is scheduled until it ends.
         """
         scheduled: list[ScheduledRequest] = []
@@ -186,19 +189,26 @@ class Scheduler:
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
+        has_drafts = bool(self._drafts)
+        if has_drafts:
+            budget = self._add_drafts(scheduled, budget)
         budget = self._admit_arrived(scheduled, budget)
         # Memory is short after a preemption: who just lost its blocks must not come straight back.
         if self.num_preemptions == num_preemptions:
             budget = self._admit_waiting(scheduled, budget)
-        return SchedulerOutput(tuple(scheduled), self._max_num_batched_tokens - budget)
+        num_tokens = self._max_num_batched_tokens - budget
+        return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts)
 
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
     ) -> tuple[StepPlan, StepHooks]:
         """Tell a worker what to compute, and what to call meanwhile; right before `begin`."""
         plan = self._planner.plan(scheduled.scheduled)
+        if not plan.constrained:
+            return plan, StepHooks(after_layer)
+        drafts = {item.request.request_id: item.draft_token_ids for item in scheduled.scheduled}
         grammars = {
-            request_id: grammar
+            request_id: (grammar, drafts[request_id])
             for request_id in plan.constrained
             if (grammar := self.requests[request_id].grammar) is not None
         }
@@ -213,58 +223,63 @@ class Scheduler:
 
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
         """Write the oldest step's result into its requests and end those that are done."""
-        outputs, finished = list[RequestOutput](), list[Request]()
+        outputs, finished, num_more = list[RequestOutput](), list[Request](), 0
         token_ids, logprobs = output.sampled_token_ids, output.logprobs
-        manager, slides = self.kv_cache_manager, self.kv_cache_manager.slides
-        in_flight = self._num_steps_in_flight > 0
+        chunks, manager = output.prompt_logprobs, self.kv_cache_manager
+        slides, block_size = manager.slides, manager.block_size
+        in_flight, has_drafts = self._num_steps_in_flight > 0, scheduled.has_drafts
         self._num_steps_in_flight -= in_flight
         for item in scheduled.scheduled:
             request = item.request
+            drafts = item.draft_token_ids if has_drafts else ()
             if in_flight:
                 request.num_tokens_pending -= item.samples
                 request.num_tokens_in_flight -= item.num_scheduled_tokens
             if request.status.is_finished:  # it ended while the step ran, or before it began
                 self._free_when_idle(request)
                 continue
-            if output.prompt_logprobs:
-                chunk = output.prompt_logprobs.get(request.request_id)
-                if chunk is not None:
-                    request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
+            if chunks and (chunk := chunks.get(request.request_id)):
+                request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
             num_tokens, start = item.num_scheduled_tokens, request.num_computed_tokens
+            if drafts:
+                num_tokens -= len(drafts)
             request.num_computed_tokens = end = start + num_tokens
             request.num_forwards += 1
-            if num_tokens > 1 or end % manager.block_size == 0:  # a block may be full
+            if num_tokens > 1 or end % block_size == 0:  # a block may be full
                 manager.cache_blocks(request)
             if start < request.num_prompt_tokens:
                 self._note_prompt_computed(request, start, num_tokens)
             if slides and not request.siblings:  # they may need what this one does not
                 manager.free_slid_out(request)
-            token_id = token_ids.get(request.request_id)
-            if token_id is None:
+            request_id = request.request_id
+            sampled = token_ids.get(request_id)
+            if sampled is None:
                 continue
-            if request.grammar is not None and not request.grammar.accept(token_id):
-                self._fail(request, request.grammar.problem)
-                continue
-            output_index = len(request.token_ids) - request.num_prompt_tokens
-            prompt_logprobs = () if output_index else request.take_prompt_logprobs()
-            request.token_ids.append(token_id)
-            status = request.status_after(token_id)
+            index = len(request.token_ids) - request.num_prompt_tokens
+            of_prompt = () if index else request.take_prompt_logprobs()
+            own = logprobs.get(request_id, ()) if logprobs else ()
+            if drafts:
+                sampled, own, status = self._take_several(request, sampled, own)
+                if not sampled:
+                    continue
+                num_more += len(sampled) - 1
+            else:
+                (token_id,) = sampled
+                if request.grammar is not None and not request.grammar.accept(token_id):
+                    self._fail(request, request.grammar.problem)
+                    continue
+                request.token_ids.append(token_id)
+                status = request.status_after(token_id)
             if status.is_finished:
                 self._finish(request, status)
                 finished.append(request)
-            outputs.append(
-                RequestOutput(
-                    request.request_id,
-                    output_index,
-                    (token_id,),
-                    status.finish_reason,
-                    (logprobs[request.request_id],) if request.request_id in logprobs else (),
-                    prompt_logprobs,
-                )
-            )
+            reason = status.finish_reason
+            outputs.append(RequestOutput(request_id, index, sampled, reason, own, of_prompt))
         if finished:
             self._running = [r for r in self._running if not r.status.is_finished]
-        self.counters.output_tokens += len(outputs)
+        self.counters.output_tokens += len(outputs) + num_more
+        if output.draft_token_ids or self._drafts:
+            self._keep_drafts(outputs, output.draft_token_ids)
         return StepResult(tuple(outputs), tuple(finished), scheduled)
 
     def check(self) -> None:
@@ -291,7 +306,7 @@ class Scheduler:
             if budget <= 0:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens == 0:  # the step in flight samples its last token
+            if num_tokens <= 0:  # the step in flight samples its last token, or behind drafts
                 continue
             target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
             fits = target * num_groups <= len(request.block_ids) * block_size  # most of the time
@@ -348,6 +363,37 @@ class Scheduler:
         scheduled.append(ScheduledRequest(request, num_tokens))
         return num_tokens
 
+    def _add_drafts(self, scheduled: list[ScheduledRequest], budget: int) -> int:
+        """Compute drafts behind what running requests compute, where nobody is the worse for it.
+
+        All that run have got what they need by now.
+        """
+        for index, item in enumerate(scheduled):
+            drafts = self._drafts.pop(item.request.request_id, ())
+            drafts = drafts[: self._num_drafts(item, drafts, budget)]
+            if drafts:
+                num_tokens = item.num_scheduled_tokens + len(drafts)
+                scheduled[index] = ScheduledRequest(item.request, num_tokens, drafts)
+                budget -= len(drafts)
+        return budget
+
+    def _num_drafts(self, item: ScheduledRequest, drafts: tuple[int, ...], budget: int) -> int:
+        """How many of the drafts a request may compute; it has blocks for them then."""
+        request, num_tokens = item.request, item.num_scheduled_tokens
+        if not item.samples:
+            return 0
+        # One token more than drafts may be sampled.
+        room = min(
+            budget,
+            self._long_prefill_token_threshold - num_tokens,
+            request.max_num_tokens - request.num_tokens - 1,
+        )
+        drafts = drafts[: max(room, 0)]
+        if drafts and request.grammar is not None:
+            drafts = drafts[: request.grammar.num_possible(drafts)]
+        fits = self.kv_cache_manager.allocate(request, request.num_tokens + len(drafts)) is not None
+        return len(drafts) if fits else 0
+
     # ------------------------------------------------------------------ inside
 
     def _register(self, request: Request) -> None:
@@ -361,11 +407,46 @@ class Scheduler:
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)
 
+    def _take_several(
+        self, request: Request, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...], RequestStatus]:
+        """Add tokens up to the one that ends the output; all but the last of them are computed.
+
+        Returns those that were added, with their logprobs, and what they make of the request: none
+        when its grammar refuses one, which ends it.
+        """
+        num_known, status = len(request.token_ids), request.status
+        for token_id in token_ids:
+            if request.grammar is not None and not request.grammar.accept(token_id):
+                del request.token_ids[num_known:]
+                self._fail(request, request.grammar.problem)
+                return (), (), request.status
+            request.token_ids.append(token_id)
+            status = request.status_after(token_id)
+            if status.is_finished:
+                break
+        num_taken = len(request.token_ids) - num_known
+        request.num_computed_tokens += num_taken - 1
+        self.kv_cache_manager.cache_blocks(request)
+        self.kv_cache_manager.free_slid_out(request)
+        return token_ids[:num_taken], logprobs[:num_taken], status
+
+    def _keep_drafts(
+        self, outputs: Sequence[RequestOutput], drafts: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Keep what comes behind new tokens; what came behind earlier ones is out of date."""
+        for output in outputs:
+            self._drafts.pop(output.request_id, None)
+            if output.request_id in drafts and output.finish_reason is None:
+                self._drafts[output.request_id] = drafts[output.request_id]
+
     def _num_tokens_next(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed_tokens
         if request.num_tokens_in_flight:
             missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
+                return 0
+            if request.request_id in self._drafts:  # out of date; others come with its token
                 return 0
         return 1 if missing == 1 else min(missing, budget, self._long_prefill_token_threshold)
 
@@ -388,7 +469,7 @@ class Scheduler:
             self.handed_back.append(request)
             return
         self.kv_cache_manager.free(request)
-        self._planner.leave(request)
+        self._leave_batch(request)
         request.num_computed_tokens = 0
         self._room.put_back(request)
 
@@ -409,9 +490,13 @@ class Scheduler:
         request.status = status
         assert status.finish_reason is not None
         self.counters.finished[status.finish_reason] += 1
-        self._planner.leave(request)
+        self._leave_batch(request)
         self._free_when_idle(request)
         del self.requests[request.request_id]
+
+    def _leave_batch(self, request: Request) -> None:
+        self._planner.leave(request)
+        self._drafts.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
         if not request.num_tokens_in_flight:  # else `update` does, when nothing writes there

@@ -58,7 +58,8 @@ class StepPlan:
         new_rows: come first; then ``new_blocks``.
         shares: four numbers of each request, one behind the other: its row, the position of the
             first token that is computed, how many are, and how many are known, those included that
-            the step in flight samples. Who computes the last known one samples.
+            the step in flight samples. Who computes the last known one samples the next one. Tokens
+            that are computed behind it are drafts, and behind each of them one more is sampled.
         token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` stands for some.
         constrained: request ids of those that sample by a grammar: `StepHooks.allowed_bits`.
     """
@@ -80,12 +81,13 @@ class StepHooks:
 
     Attributes:
         after_layer: with each layer's number, when it is computed (on a GPU: launched).
-        allowed_bits: the tokens that grammars allow, by request id, when the logits are on their
-            way: the host has time then. See `GrammarState.allowed_bits`.
+        allowed_bits: the tokens that grammars allow, by request id and in the order in which it
+            samples, when the logits are on their way: the host has time then. See
+            `GrammarState.allowed_bits`.
     """
 
     after_layer: Callable[[int], None] | None = None
-    allowed_bits: Callable[[], Mapping[str, NDArray[np.uint8]]] = dict
+    allowed_bits: Callable[[], Mapping[str, Sequence[NDArray[np.uint8]]]] = dict
 
 
 class StepPlanner:
@@ -123,8 +125,9 @@ class StepPlanner:
                 token_ids.append(known[start] if start < len(known) else UNKNOWN_TOKEN)
             else:
                 token_ids += known[start : start + num_tokens]
+                token_ids += item.draft_token_ids
             shares += (row, start, num_tokens, num_known)
-            if request.grammar is not None and start + num_tokens == num_known:
+            if request.grammar is not None and start + num_tokens >= num_known:
                 constrained.append(request.request_id)
         return StepPlan(tuple(new_rows), tuple(new_blocks), shares, token_ids, tuple(constrained))
 

@@ -22,11 +22,11 @@ MAX_PROMPT_ROWS = 256
 
 def compute_logprobs(
     logits: Tensor, sampling: SamplingInput, token_ids: Sequence[int]
-) -> dict[str, TokenLogprobs]:
-    """For the requests that ask for them, by request id.
+) -> dict[str, tuple[TokenLogprobs, ...]]:
+    """For the requests that ask for them, by request id; of all that was sampled.
 
     Args:
-        logits: `[num_requests, vocab_size]`; row i belongs to request i of ``sampling``.
+        logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
         token_ids: that were sampled from them.
     """
     num_top = sampling.parameters["num_logprobs"]
@@ -34,7 +34,11 @@ def compute_logprobs(
     if not rows:
         return {}
     found = _token_logprobs(logits[rows], [token_ids[row] for row in rows], num_top[rows].tolist())
-    return {sampling.request_ids[row]: one for row, one in zip(rows, found, strict=True)}
+    by_request: dict[str, tuple[TokenLogprobs, ...]] = {}
+    for row, one in zip(rows, found, strict=True):
+        request_id = sampling.request_ids[row]
+        by_request[request_id] = (*by_request.get(request_id, ()), one)
+    return by_request
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ with Triton `baton_kernels.triton.sampling` does the same in a few launches.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +38,12 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 def sample(
     logits: Tensor,
     sampling: SamplingInput,
-    allowed_bits: Callable[[], Mapping[str, npt.NDArray[np.uint8]]] = dict,
+    allowed_bits: Callable[[], Mapping[str, Sequence[npt.NDArray[np.uint8]]]] = dict,
 ) -> list[int]:
-    """One next token per request.
+    """One next token per row.
 
     Args:
-        logits: `[num_requests, vocab_size]` float32; row i belongs to request i of ``sampling``.
+        logits: `[num_sampling, vocab_size]` float32; row i belongs to row i of ``sampling``.
         allowed_bits: see `StepHooks`.
     """
     parameters, keys = sampling.parameters, sampling.keys
@@ -51,11 +52,11 @@ def sample(
     token_ids = np.empty(len(logits), dtype=np.int64)
     adjusted = np.fromiter(sampling.adjusted, dtype=np.int64)
     plain = np.delete(np.arange(len(logits)), adjusted)
-    allowed = allowed_bits()
+    allowed = {request_id: iter(masks) for request_id, masks in allowed_bits().items()}
     bits = {
-        index: allowed[sampling.request_ids[row]]
+        index: mask
         for index, row in enumerate(sampling.adjusted)
-        if sampling.request_ids[row] in allowed
+        for mask in islice(allowed.get(sampling.request_ids[row], ()), 1)  # a row's own, if any
     }
     changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()), bits)
     token_ids[adjusted] = _choose(changed, parameters[adjusted], keys[adjusted])

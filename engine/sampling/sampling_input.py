@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,18 +63,40 @@ class RequestSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """The requests that sample in a step.
+    """The tokens that a step samples: of a request one, and one more behind each of its drafts.
 
     Attributes:
-        parameters: `[num_requests]` of `PARAMETERS`.
-        keys: `[num_requests, 2]`, random words by seed and output position; all that chance is.
-        adjusted: by row, the requests whose choice depends on more than the model's logits.
+        request_ids: `[num_sampling]`; a request's tokens are neighbours.
+        parameters: `[num_sampling]` of `PARAMETERS`.
+        keys: `[num_sampling, 2]`, random words by seed and output position; all that chance is.
+        adjusted: by row, those whose choice depends on more than the model's logits.
+        draft_token_ids: `[num_sampling]`, what the step computes in the place of the sampled token;
+            `UNKNOWN_TOKEN` where it computes nothing. Empty: there is no draft.
     """
 
     request_ids: tuple[str, ...]
     parameters: npt.NDArray[np.void]
     keys: npt.NDArray[np.uint32]
     adjusted: dict[int, RequestSnapshot]
+    draft_token_ids: tuple[int, ...] = ()
+
+    def accept(self, token_ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Group what was sampled by request id, up to the first token that is not its draft.
+
+        What follows that one was computed behind another token. Where chance is a function of seed
+        and position, the tokens are those that steps without drafts would have sampled.
+        """
+        if not self.draft_token_ids:
+            return dict(zip(self.request_ids, zip(token_ids), strict=True))
+        accepted: dict[str, tuple[int, ...]] = {}
+        rows = zip(self.request_ids, token_ids, self.draft_token_ids, strict=True)
+        is_right = True
+        for request_id, token_id, draft in rows:
+            before = accepted.get(request_id)
+            if before is None or is_right:
+                accepted[request_id] = (*(before or ()), token_id)
+                is_right = token_id == draft
+        return accepted
 
     @property
     def needs_host(self) -> bool:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
-from engine.core.step_plan import SHARE, NewRow, StepPlan
+from engine.core.step_plan import SHARE, UNKNOWN_TOKEN, NewRow, StepPlan
 from engine.sampling.device_sampling import kernel_parameters
 from engine.sampling.logprobs import PromptRows
-from engine.sampling.philox import WordTable
+from engine.sampling.philox import WordTable, counter_words
 from engine.sampling.sampling_input import (
     PARAMETERS,
     RequestSnapshot,
@@ -44,7 +44,8 @@ class PreparedStep:
     Its tensors are views of buffers: preparing the step after the next one overwrites them.
 
     Attributes:
-        sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch.
+        sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a row that
+            samples behind drafts is there several times.
         unknown: `(places, rows)`, int64 on the device: which of ``input_ids`` the step before
             samples, and the rows of ``last_tokens`` where it leaves them; None: all are known.
     """
@@ -77,13 +78,19 @@ class _Buffers:
         self.block_tables = [_Buffer(tables, torch.int32, pin) for _ in range(groups)]
         self.query_start_loc = _Buffer(max_num_requests + 1, torch.int32, pin)
         self.seq_lens = _Buffer(max_num_requests, torch.int32, pin)
-        self.last_token_rows = _Buffer(max_num_requests, torch.int64, pin)
-        self.sampling_rows = _Buffer(max_num_requests, torch.int64, pin)
+        self.last_token_rows = _Buffer(max_num_tokens, torch.int64, pin)
+        self.sampling_rows = _Buffer(max_num_tokens, torch.int64, pin)
         self.unknown = _Buffer(2 * max_num_requests, torch.int64, pin)
 
 
 class _Columns:
-    """What a step computes, by request: each `[num_requests]`."""
+    """What a step computes, by request: each `[num_requests]`.
+
+    Attributes:
+        sampling: `[num_sampling]`, of which requests a token is sampled; rising.
+        sampled_at: `[num_sampling]`, at which position.
+        num_drafts: `[num_sampling]`, drafts that are computed from there on; None: no draft at all.
+    """
 
     def __init__(self, plan: StepPlan) -> None:
         # One flat list: numpy takes twice as long to look into as many tuples.
@@ -92,7 +99,37 @@ class _Columns:
         # [num_tokens]; unknown ones are < 0
         self.token_ids = np.array(plan.token_ids, dtype=np.int64)
         self.ends = self.starts + self.query_lens
-        self.sampling: Ints = (self.ends == self.num_known).nonzero()[0]
+        self.sampling: Ints = (self.ends >= self.num_known).nonzero()[0]
+        self.sampled_at: Ints = self.num_known[self.sampling]
+        self.num_drafts: Ints | None = None
+        if len(self.token_ids) > len(self.rows):
+            num_drafts = self.ends[self.sampling] - self.sampled_at
+            if num_drafts.any():
+                self._sample_behind(num_drafts)
+
+    def _sample_behind(self, num_drafts: Ints) -> None:
+        """Have a token sampled behind each draft as well.
+
+        Args:
+            num_drafts: of each request that samples.
+        """
+        num_samples = num_drafts + 1
+        ends = num_samples.cumsum()
+        after_first = np.arange(ends[-1]) - (ends - num_samples).repeat(num_samples)
+        self.sampling = self.sampling.repeat(num_samples)
+        self.sampled_at = self.sampled_at.repeat(num_samples) + after_first
+        self.num_drafts = num_drafts.repeat(num_samples) - after_first
+
+    def draft_token_ids(self) -> tuple[int, ...]:
+        """See `SamplingInput`."""
+        if self.num_drafts is None:
+            return ()
+        places = self.query_lens.cumsum()[self.sampling] - self.num_drafts
+        found: list[int] = np.append(self.token_ids, UNKNOWN_TOKEN)[places].tolist()
+        return tuple(
+            draft if num_drafts else UNKNOWN_TOKEN
+            for draft, num_drafts in zip(found, self.num_drafts.tolist(), strict=True)
+        )
 
     @property
     def is_decode(self) -> bool:
@@ -118,6 +155,7 @@ class InputBatch:
         graph_inputs: where steps are staged that can be replayed; None: nothing is captured.
 
     Attributes:
+        max_num_tokens: most tokens in a step.
         last_tokens: `[max_num_requests + 1]` int64 on the device, the token that was sampled last
             in each row; the runner writes it.
     """
@@ -137,6 +175,7 @@ class InputBatch:
         self._on_gpu = pin = device.type == "cuda"
         num_groups = len(sliding_windows)
         self._graph_inputs = graph_inputs
+        self.max_num_tokens = max_num_tokens
         self.last_tokens = (
             torch.zeros(max_num_requests + 1, dtype=torch.int64, device=device)
             if graph_inputs is None
@@ -194,23 +233,28 @@ class InputBatch:
         rows = columns.rows[sampling]
         # Of structures `take` copies the bytes; an index array goes through them field by field.
         parameters = self._parameters.take(rows)
-        places = columns.num_known[sampling] - parameters["num_prompt_tokens"]
+        places = columns.sampled_at - parameters["num_prompt_tokens"]
         as_list, request_ids = rows.tolist(), self._request_ids
         return SamplingInput(
             tuple([request_ids[row] for row in as_list]),
             parameters,
-            self._random_words.take(rows, parameters["seed"], places),
+            # Of a row that samples once, words are computed ahead.
+            self._random_words.take(rows, parameters["seed"], places)
+            if columns.num_drafts is None
+            else counter_words(parameters["seed"], places),
             {
-                index: self._snapshot(as_list[index])
+                index: self._snapshot(as_list[index], int(columns.sampled_at[index]))
                 for index in parameters["changes_logits"].nonzero()[0].tolist()
             },
+            columns.draft_token_ids(),
         )
 
-    def _snapshot(self, row: int) -> RequestSnapshot:
-        request = self._rows[row]
+    def _snapshot(self, row: int, num_tokens: int) -> RequestSnapshot:
+        """What the token behind the first ``num_tokens`` of a row depends on."""
+        request, known = self._rows[row], self._known[row]
         return RequestSnapshot(
             request.sampling_params,
-            self._known[row],
+            known if len(known) == num_tokens else known[:num_tokens],
             request.num_prompt_tokens,
             request.stop_token_ids,
         )
@@ -232,7 +276,10 @@ class InputBatch:
             np.add(np.arange(num_tokens), shifts.repeat(query_lens), out=positions)
             token_rows = rows.repeat(query_lens)
         sampling = columns.sampling
-        buffers.last_token_rows.array[: len(sampling)] = query_start_loc[sampling + 1] - 1
+        last_token_rows = buffers.last_token_rows.array[: len(sampling)]
+        last_token_rows[:] = query_start_loc[sampling + 1] - 1
+        if columns.num_drafts is not None:
+            last_token_rows -= columns.num_drafts
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
         asks = self._parameters["num_prompt_logprobs"][rows] >= 0
         model_input = ModelInput(
@@ -319,12 +366,13 @@ class InputBatch:
         """Add computed tokens to those that are known, and drop blocks that slid out."""
         shares, offset = plan.shares, 0
         for index in range(0, len(shares), SHARE):
-            row, start, num_tokens, _ = shares[index : index + SHARE]
+            row, start, num_tokens, num_known = shares[index : index + SHARE]
             for block_table in self._sliding_tables:
                 block_table.slide(row, start)
             known = self._known.get(row)
             if known is not None:
                 known[start : start + num_tokens] = plan.token_ids[offset : offset + num_tokens]
+                del known[max(num_known, start + num_tokens) :]  # drafts of the step before
             offset += num_tokens
 
     def _place(self, new: NewRow) -> None:

@@ -40,7 +40,7 @@ class LaunchedStep:
         ended_at: likewise; None: unknown before `wait`.
     """
 
-    request_ids: tuple[str, ...]
+    sampling: SamplingInput
     output: ModelRunnerOutput
     token_ids: Tensor | None
     done: torch.Event | None
@@ -53,13 +53,13 @@ class LaunchedStep:
             self.done.synchronize()
         output, sampled = self.output, self.output.sampled_token_ids
         if self.token_ids is not None:
-            sampled = dict(zip(self.request_ids, self.token_ids.tolist(), strict=True))
+            sampled = self.sampling.accept(self.token_ids.tolist())
         return ModelRunnerOutput(
             sampled,
             output.logprobs,
             output.prompt_logprobs,
-            self.started_at,
-            self.ended_at or time.monotonic(),
+            started_at=self.started_at,
+            ended_at=self.ended_at or time.monotonic(),
         )
 
 
@@ -96,9 +96,11 @@ class ModelRunner:
         self._samples_on_device = samples_on_device
         self._device = device = context.layer_caches[0].device
         self._graphs: StepGraphs | None = None
-        num_rows, pin = len(input_batch.last_tokens), device.type == "cuda"
         self._sampled, self._spare = (  # on the host, of this step and of the one before
-            torch.zeros(num_rows, dtype=torch.int64, pin_memory=pin) for _ in range(2)
+            torch.zeros(
+                input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
+            )
+            for _ in range(2)
         )
 
     @property
@@ -213,7 +215,7 @@ class ModelRunner:
         else:
             ended_at = time.monotonic()
         output = ModelRunnerOutput({}, prompt_logprobs=prompt_logprobs)
-        return LaunchedStep(sampling.request_ids, output, on_host, done, started_at, ended_at)
+        return LaunchedStep(sampling, output, on_host, done, started_at, ended_at)
 
     def _sampled_on_host(
         self,
@@ -227,13 +229,11 @@ class ModelRunner:
         logits = logits.float()  # the sampling kernel reads any dtype, the host this one
         token_ids = sample(logits, sampling, hooks.allowed_bits)
         output = ModelRunnerOutput(
-            dict(zip(sampling.request_ids, token_ids, strict=True)),
+            sampling.accept(token_ids),
             compute_logprobs(logits, sampling, token_ids),
             prompt_logprobs,
         )
-        launched = LaunchedStep(
-            sampling.request_ids, output, None, None, started_at, time.monotonic()
-        )
+        launched = LaunchedStep(sampling, output, None, None, started_at, time.monotonic())
         return launched, torch.tensor(token_ids, dtype=torch.int64, device=self._device)
 
 

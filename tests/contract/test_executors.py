@@ -33,7 +33,7 @@ def prompt(request_id: str, token_ids: list[int]) -> StepPlan:
 
 
 def test_a_row_goes_on_from_what_it_holds(executor: Executor) -> None:
-    first = executor.submit(prompt("a", [5, 6, 7]), StepHooks()).wait().sampled_token_ids["a"]
+    (first,) = executor.submit(prompt("a", [5, 6, 7]), StepHooks()).wait().sampled_token_ids["a"]
     behind = StepPlan((), (), [0, 3, 1, 4], [first])
     second = executor.submit(behind, StepHooks()).wait().sampled_token_ids["a"]
     whole = executor.submit(prompt("b", [5, 6, 7, first]), StepHooks()).wait()
@@ -46,9 +46,28 @@ def test_a_step_may_be_submitted_before_the_one_before_has_ended(executor: Execu
         return
     before = executor.submit(prompt("a", [5, 6, 7]), StepHooks())
     behind = executor.submit(StepPlan((), (), [0, 3, 1, 4], [-1]), StepHooks())
-    first = before.wait().sampled_token_ids["a"]
+    (first,) = before.wait().sampled_token_ids["a"]
     whole = executor.submit(prompt("b", [5, 6, 7, first]), StepHooks()).wait()
     assert behind.wait().sampled_token_ids["a"] == whole.sampled_token_ids["b"]
+
+
+def test_tokens_behind_the_last_known_one_are_drafts_and_right_ones_count(
+    executor: Executor,
+) -> None:
+    tokens = [5, 6, 7]
+    for _ in range(4):
+        found = executor.submit(prompt("a", tokens), StepHooks()).wait().sampled_token_ids["a"]
+        tokens += found
+    first, second, third, fourth = tokens[3:]
+    wrong = next(token_id for token_id in range(10, 20) if token_id not in tokens)
+    for drafts, expected in (
+        ([second, third], (second, third, fourth)),
+        ([second, wrong], (second, third)),
+        ([wrong, third], (second,)),
+    ):
+        executor.submit(prompt("a", [5, 6, 7]), StepHooks()).wait()
+        plan = StepPlan((), (), [0, 3, 3, 4], [first, *drafts])
+        assert executor.submit(plan, StepHooks()).wait().sampled_token_ids == {"a": expected}
 
 
 def test_a_hook_is_called_after_each_layer_and_what_it_raises_is_raised(executor: Executor) -> None:

@@ -5,12 +5,18 @@ Refuses to know: what is asserted.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
+from engine.core.outputs import (
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepResult,
+)
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 
@@ -74,29 +80,53 @@ class FakeRunner:
 
     Args:
         next_token: given a request that samples, its next token.
+        propose: given a request that has sampled, drafts for the step behind.
     """
 
-    def __init__(self, next_token: Callable[[Request], int] = lambda request: 2) -> None:
+    def __init__(
+        self,
+        next_token: Callable[[Request], int] = lambda request: 2,
+        propose: Callable[[Request], tuple[int, ...]] = lambda request: (),
+    ) -> None:
         self.next_token = next_token
+        self.propose = propose
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Tokens for those that computed their last known token, as the real runner gives."""
-        return ModelRunnerOutput(
-            {
-                item.request.request_id: self.next_token(item.request)
-                for item in scheduled.scheduled
-                if item.samples
-            }
-        )
+        sampled, proposed = {}, {}
+        for item in scheduled.scheduled:
+            if item.samples:
+                token_ids = self._sample(item)
+                sampled[item.request.request_id] = token_ids
+                drafts = self.propose(extended(item.request, token_ids))
+                if drafts:
+                    proposed[item.request.request_id] = drafts
+        return ModelRunnerOutput(sampled, draft_token_ids=proposed)
+
+    def _sample(self, item: ScheduledRequest) -> tuple[int, ...]:
+        """The next token, and one more behind each draft that turns out right."""
+        token_ids: tuple[int, ...] = (self.next_token(item.request),)
+        for draft in item.draft_token_ids:
+            if draft != token_ids[-1]:
+                break
+            token_ids = (*token_ids, self.next_token(extended(item.request, token_ids)))
+        return token_ids
+
+
+def extended(request: Request, token_ids: Sequence[int]) -> Request:
+    """A copy of a request that has more tokens."""
+    copied = copy.copy(request)
+    copied.token_ids = [*request.token_ids, *token_ids]
+    return copied
 
 
 class ContentRunner(FakeRunner):
     """A FakeRunner that keeps in each slot what its KV would depend on, and checks what it reads.
 
     Args:
-        next_token: given a request that samples, its next token.
         sliding_windows: of each KV cache group, tokens that a token looks back to, itself
             included; None: all of them.
+        next_token, propose: see `FakeRunner`.
     """
 
     def __init__(
@@ -104,8 +134,9 @@ class ContentRunner(FakeRunner):
         block_size: int,
         sliding_windows: Sequence[int | None] = (None,),
         next_token: Callable[[Request], int] = lambda request: 2,
+        propose: Callable[[Request], tuple[int, ...]] = lambda request: (),
     ) -> None:
-        super().__init__(next_token)
+        super().__init__(next_token, propose)
         self._block_size = block_size
         self._windows = sliding_windows
         self._slots: dict[tuple[int, int], object] = {}
@@ -139,7 +170,7 @@ class ContentRunner(FakeRunner):
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """All write before any reads: who writes into another's block is found out."""
         spans = [
-            (item.request, start, start + item.num_scheduled_tokens)
+            (extended(item.request, item.draft_token_ids), start, start + item.num_scheduled_tokens)
             for item in scheduled.scheduled
             for start in (item.request.num_computed_tokens,)
         ]

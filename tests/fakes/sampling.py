@@ -62,7 +62,7 @@ def snapshot(request: Request) -> RequestSnapshot:
 def adjust(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """Logits as requests want them now; `[num_requests, vocab_size]`, row i is request i's."""
     grammars = {row: r.grammar for row, r in enumerate(requests) if r.grammar is not None}
-    bits = {row: grammar.allowed_bits() for row, grammar in grammars.items()}
+    bits = {row: grammar.allowed_bits()[0] for row, grammar in grammars.items()}
     return adjust_logits(logits, [snapshot(request) for request in requests], bits)
 
 

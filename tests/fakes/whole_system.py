@@ -58,6 +58,7 @@ from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.virtual_loop import VirtualLoop
 
 NAMES = ("p0", "p1", "d0", "d1")
+IDENTITY = {"model": "digest"}
 ROUND_S = 0.05  # of virtual time, in `flow`
 IDLE_ROUND_S = 0.2  # in `settle`, when nothing happens
 QUIET_S = 2.5  # longer than any beat, lease, back-off or repeated message
@@ -142,7 +143,7 @@ class System:
         setup = self.setup
         self._num_routers += 1
         self.pool = NodePool(
-            own_identity={"model": "digest"},
+            own_identity=IDENTITY,
             max_model_len=1000,
             may_self_prefill=setup.sometimes_alone,
             clock=self.clock,
@@ -197,13 +198,13 @@ class System:
         where = (self.network, process.emit, self.clock)
         digests = setup.kv_digests
         if is_prefill:
-            engine = Engine(setup.folder, config)
+            engine = Engine(setup.folder, config, IDENTITY)
             prefill = make_prefill_node(
                 engine_id, engine, *where, setup.push_mode, kv_digests=digests
             )
             node, peer_info = prefill, prefill.sender.describe()
         else:
-            engine = CheckedEngine(setup.folder, config, setup.expected_kv)
+            engine = CheckedEngine(setup.folder, config, setup.expected_kv, IDENTITY)
             decode = make_decode_node(engine_id, engine, *where, setup.options, kv_digests=digests)
             node, peer_info = decode, decode.receiver.describe()
         registration = NodeRegistration(
@@ -213,7 +214,7 @@ class System:
             version="1",
             address="",
             peer_info=peer_info,
-            compatibility={"model": "digest"},
+            compatibility=engine.compatibility,
             max_model_len=engine.max_model_len,
             num_blocks=engine.num_blocks,
             block_size=BLOCK_SIZE,

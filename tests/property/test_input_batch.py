@@ -14,7 +14,7 @@ from baton.api.sampling_params import SamplingParams
 from engine.core.outputs import ScheduledRequest
 from engine.core.step_plan import NewBlocks, StepPlan, StepPlanner
 from engine.worker.input_batch import InputBatch, PreparedStep
-from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler
+from tests.fakes.engine_parts import FakeRunner, extended, make_request, make_scheduler
 from tests.fakes.sampling import random_words, sampling_input
 
 NUM_BLOCKS = 9
@@ -56,13 +56,14 @@ def simple_fill(
         end = start + item.num_scheduled_tokens
         for position in range(start, end):
             block_id = request.block_ids[position // BLOCK_SIZE * num_groups + group]
-            tensors["input_ids"].append(request.token_ids[position])
+            tensors["input_ids"].append([*request.token_ids, *item.draft_token_ids][position])
             tensors["positions"].append(position)
             tensors["slot_mapping"].append(block_id * BLOCK_SIZE + position % BLOCK_SIZE)
         tensors["query_start_loc"].append(len(tensors["input_ids"]))
         tensors["seq_lens"].append(end)
         if item.samples:
-            tensors["last_token_rows"].append(len(tensors["input_ids"]) - 1)
+            last, num_drafts = len(tensors["input_ids"]) - 1, len(item.draft_token_ids)
+            tensors["last_token_rows"] += range(last - num_drafts, last + 1)
     return tensors
 
 
@@ -70,7 +71,21 @@ def assert_filled(prepared: PreparedStep, scheduled: tuple[ScheduledRequest, ...
     """The prepared step is the simple one."""
     for group in range(len(prepared.model.attention)):
         assert_group_filled(prepared, scheduled, group)
-    sampling = sampling_input([item.request for item in scheduled if item.samples])
+    sampling = sampling_input(
+        [
+            extended(item.request, item.draft_token_ids[:num_drafts])
+            for item in scheduled
+            if item.samples
+            for num_drafts in range(len(item.draft_token_ids) + 1)
+        ]
+    )
+    drafts = [draft for i in scheduled if i.samples for draft in (*i.draft_token_ids, -1)]
+    has_drafts = any(item.draft_token_ids for item in scheduled)
+    assert prepared.sampling.draft_token_ids == (tuple(drafts) if has_drafts else ())
+    rows = [
+        item.request.row for item in scheduled if item.samples for _ in (*item.draft_token_ids, -1)
+    ]
+    assert prepared.sampling_rows.tolist() == rows
     assert prepared.sampling.request_ids == sampling.request_ids
     assert prepared.sampling.adjusted == sampling.adjusted
     np.testing.assert_array_equal(prepared.sampling.parameters, sampling.parameters)
@@ -112,6 +127,7 @@ class InputBatchMachine(RuleBasedStateMachine):
         long_prefill_token_threshold=st.integers(1, 20),
         prefix_cache=st.booleans(),
         windows=st.sampled_from([[None], [3], [5], [None, 3], [3, None, 5]]),
+        num_drafts=st.integers(0, 3),
     )
     def make(
         self,
@@ -119,8 +135,16 @@ class InputBatchMachine(RuleBasedStateMachine):
         long_prefill_token_threshold: int,
         prefix_cache: bool,
         windows: list[int | None],
+        num_drafts: int,
     ) -> None:
-        self.runner = FakeRunner(lambda request: 2 + len(request.token_ids) % 5)
+        self.runner = FakeRunner(
+            lambda request: 2 + len(request.token_ids) % 5,
+            # The first is right, the second sometimes, and what comes behind that one.
+            lambda request: tuple(
+                2 + (request.num_tokens + index - (index > request.num_tokens % 3)) % 5
+                for index in range(num_drafts)
+            ),
+        )
         self.scheduler = make_scheduler(
             NUM_BLOCKS * len(windows),
             BLOCK_SIZE,

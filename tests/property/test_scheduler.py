@@ -14,11 +14,11 @@ from baton.api.errors import InvalidRequestError
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from engine.core.block_pool import BlocksRemoved, BlocksStored
-from engine.core.outputs import SchedulerOutput, StepResult
+from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from engine.sampling.grammar_compiler import GrammarCompiler
-from tests.fakes.engine_parts import EOS, ContentRunner, make_request, make_scheduler
+from tests.fakes.engine_parts import EOS, ContentRunner, extended, make_request, make_scheduler
 
 NUM_BLOCKS = 8  # in each KV cache group, the null block included
 BLOCK_SIZE = 2
@@ -59,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sliding_windows=st.sampled_from([(None,), (1,), (2,), (5,), (8,)])
         | st.lists(st.sampled_from([None, 1, 2, 3, 5, 8]), min_size=1, max_size=3),
         policy=st.sampled_from(["fcfs", "priority"]),
+        num_drafts=st.sampled_from([0, 1, 3]),
     )
     def make(
         self,
@@ -68,7 +69,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         sliding_windows: Sequence[int | None],
         policy: str,
+        num_drafts: int,
     ) -> None:
+        self.num_drafts = num_drafts
         self.max_num_requests = max_num_requests
         self.budget = max_num_batched_tokens
         self.threshold = long_prefill_token_threshold
@@ -263,6 +266,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             self.scheduler.check()
 
+    def run(self, next_token: Callable[[Request], int], step: SchedulerOutput) -> ModelRunnerOutput:
+        """What a step samples, and drafts for the next one, some of which are wrong."""
+
+        def propose(request: Request) -> tuple[int, ...]:
+            drafts: tuple[int, ...] = ()
+            for _ in range(self.num_drafts):
+                ahead = extended(request, drafts)
+                is_wrong = ahead.num_tokens % 4 == 0
+                drafts = (*drafts, next_token(ahead) + is_wrong)
+            return drafts
+
+        self.runner.next_token, self.runner.propose = next_token, propose
+        return self.runner.execute(step)
+
     def one_step(self, next_token: Callable[[Request], int], abort_during: bool = False) -> None:
         running = self.having(RequestStatus.RUNNING)
         waiting = self.having(RequestStatus.WAITING)
@@ -270,8 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduled = self.scheduler.schedule()
         self.scheduler.check()
         self.check_scheduled(scheduled, running, arrived)
-        self.runner.next_token = next_token
-        output = self.runner.execute(scheduled)
+        output = self.run(next_token, scheduled)
         if abort_during and scheduled.scheduled:
             request_id = scheduled.scheduled[0].request.request_id
             self.scheduler.abort(request_id)

@@ -17,6 +17,7 @@ from hypothesis.stateful import initialize, invariant
 
 from engine.core.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from engine.core.request import Request
+from tests.fakes.engine_parts import extended
 from tests.property.test_scheduler import SchedulerMachine
 
 
@@ -41,7 +42,7 @@ class Flight:
 
     scheduled: SchedulerOutput
     output: ModelRunnerOutput
-    seen: list[tuple[View, int]]
+    seen: list[ScheduledRequest]  # with a `View` each
 
 
 class InFlightMachine(SchedulerMachine):
@@ -70,14 +71,15 @@ class InFlightMachine(SchedulerMachine):
         self.check_ahead(step)
         if not step.scheduled:
             return
-        seen = [(self.view(item.request), item.num_scheduled_tokens) for item in step.scheduled]
-        self.runner.next_token = next_token
-        output = self.runner.execute(
-            SchedulerOutput(
-                tuple(ScheduledRequest(cast(Request, view), num) for view, num in seen),
-                step.num_scheduled_tokens,
+        seen = [
+            ScheduledRequest(
+                cast(Request, self.view(item.request)),
+                item.num_scheduled_tokens,
+                item.draft_token_ids,
             )
-        )
+            for item in step.scheduled
+        ]
+        output = self.run(next_token, SchedulerOutput(tuple(seen), step.num_scheduled_tokens))
         self.scheduler.begin(step)
         self.in_flight.append(Flight(step, output, seen))
         if len(self.in_flight) == 2:
@@ -86,7 +88,8 @@ class InFlightMachine(SchedulerMachine):
     def view(self, request: Request) -> View:
         token_ids = list(request.token_ids)
         if request.num_tokens_pending:
-            token_ids.append(self.in_flight[-1].output.sampled_token_ids[request.request_id])
+            (sampled,) = self.in_flight[-1].output.sampled_token_ids[request.request_id]
+            token_ids.append(sampled)
         start = request.num_computed_tokens + request.num_tokens_in_flight
         return View(
             request.request_id, request.extra_keys, token_ids, start, list(request.block_ids)
@@ -94,9 +97,11 @@ class InFlightMachine(SchedulerMachine):
 
     def end_step(self) -> None:
         flight = self.in_flight.pop(0)
-        for view, num in flight.seen:
+        for item in flight.seen:
+            view = extended(item.request, item.draft_token_ids)
             start = view.num_computed_tokens
-            self.runner.write_into(view.block_ids, cast(Request, view), start, start + num)
+            end = start + item.num_scheduled_tokens
+            self.runner.write_into(view.block_ids, view, start, end)
         self.take(self.scheduler.update(flight.scheduled, flight.output))
 
     def check_ahead(self, step: SchedulerOutput) -> None:
@@ -109,7 +114,11 @@ class InFlightMachine(SchedulerMachine):
             request = item.request
             start = request.num_computed_tokens + request.num_tokens_in_flight
             end = start + item.num_scheduled_tokens
-            assert end <= request.num_tokens + request.num_tokens_pending
+            end_of_known = request.num_tokens + request.num_tokens_pending
+            assert end <= end_of_known + len(item.draft_token_ids)
+            if item.draft_token_ids:
+                assert not request.num_tokens_in_flight
+                assert end == end_of_known + len(item.draft_token_ids)
             assert self.scheduler.kv_cache_manager.num_tokens_held(request) >= end
 
     def blocks_held(self) -> Counter[int]:
@@ -127,10 +136,11 @@ class InFlightMachine(SchedulerMachine):
             return
         manager = self.scheduler.kv_cache_manager
         ref_counts = manager.block_pool.ref_counts()
-        for view, num in self.in_flight[0].seen:
-            start = view.num_computed_tokens
+        for item in self.in_flight[0].seen:
+            start = item.request.num_computed_tokens
             first = start // manager.block_size * manager.num_groups
-            written = view.block_ids[first : manager.num_blocks_for(start + num)]
+            end = start + item.num_scheduled_tokens
+            written = item.request.block_ids[first : manager.num_blocks_for(end)]
             assert all(ref_counts[block_id] for block_id in written)
 
     def teardown(self) -> None:

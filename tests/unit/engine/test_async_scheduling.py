@@ -136,7 +136,7 @@ def test_who_ends_holds_its_blocks_until_the_step_behind_has_written_into_them()
     assert scheduler.update(first, output).outputs[0].finish_reason is FinishReason.STOP
     assert pool.num_free == 2  # the surplus step writes token 5, into the second block
     assert scheduler.has_work
-    assert scheduler.update(second, ModelRunnerOutput({"a": 7})).outputs == ()
+    assert scheduler.update(second, ModelRunnerOutput({"a": (7,)})).outputs == ()
     assert pool.num_free == 4
     assert not scheduler.has_work
 

@@ -170,6 +170,26 @@ def test_every_group_has_its_blocks() -> None:
     assert second.slot_mapping.tolist() == [23 * 2 + 1, 43 * 2]
 
 
+def test_a_step_with_drafts_is_computed_eagerly_and_the_one_behind_it_replayed() -> None:
+    batch, planner = make_batch(make_inputs()), StepPlanner(6)
+    a, b = decoding("a", 5, 1), decoding("b", 4, 10)
+    a.block_ids.append(8)
+    prepared = batch.fill_or_stage(
+        planner.plan([ScheduledRequest(a, 3, (7, 9)), ScheduledRequest(b, 1)])
+    )
+    assert isinstance(prepared, PreparedStep)
+    assert prepared.model.input_ids.tolist() == [14, 7, 9, 13]
+    assert prepared.model.last_token_rows.tolist() == [0, 1, 2, 3]
+    assert prepared.sampling.request_ids == ("a", "a", "a", "b")
+    assert prepared.sampling.draft_token_ids == (7, 9, -1, -1)
+    assert prepared.sampling.accept([7, 8, 5, 6]) == {"a": (7, 8), "b": (6,)}
+    a.token_ids += [7, 8]
+    a.num_computed_tokens = 6
+    behind = batch.fill_or_stage(planner.plan([ScheduledRequest(a, 1)]))
+    assert isinstance(behind, StagedStep)
+    assert behind.sampling.accept([5]) == {"a": (5,)}
+
+
 def test_a_token_that_the_step_in_flight_samples_is_read_on_the_device() -> None:
     inputs = make_inputs()
     batch = make_batch(inputs)

@@ -313,7 +313,7 @@ def test_grammars_that_cost_too_much_together_end_one_by_one(compiler: GrammarCo
     longest_s = 0.0
     for _ in range(200):
         began_at = time.thread_time()
-        allowed_bits({str(index): state for index, state in enumerate([*states, well])})
+        allowed_bits({str(index): (state, ()) for index, state in enumerate([*states, well])})
         longest_s = max(longest_s, time.thread_time() - began_at)
         for state in states:
             state.accept(TEXTS.index("a"))

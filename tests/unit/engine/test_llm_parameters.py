@@ -76,11 +76,12 @@ def test_logprobs_of_a_small_distribution_by_hand() -> None:
         make_request("b", params=SamplingParams(logprobs=20)),  # more than there are
     ]
     found = compute_logprobs(logits, sampling_input(requests), [1, 2])
-    assert found["a"].logprob == pytest.approx(math.log(0.25))
-    [(best_id, best)] = found["a"].top
+    (of_a,), (of_b,) = found["a"], found["b"]
+    assert of_a.logprob == pytest.approx(math.log(0.25))
+    [(best_id, best)] = of_a.top
     assert best_id == 0
     assert best == pytest.approx(math.log(0.5))
-    assert [token_id for token_id, _ in found["b"].top] == [2, 1, 0]
+    assert [token_id for token_id, _ in of_b.top] == [2, 1, 0]
 
 
 def test_logprobs_come_with_the_stream_too(llm: LLM) -> None:
