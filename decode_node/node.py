@@ -102,7 +102,8 @@ class DecodeNode:
             self._settle(event)
         self.reservations.grant_waiting()
         scheduled = self.engine.schedule()
-        self._answer(self.engine.execute(scheduled))
+        result = self.engine.execute(scheduled)
+        self._answer(result)
         self._end_failed()
         self._end_handed_back()
         self._expire()
@@ -112,8 +113,11 @@ class DecodeNode:
         if self._deltas:
             self._emit(tuple(self._deltas))
             self._deltas.clear()
-        # Not "has work": what waits for blocks is not helped by asking again at once.
-        return bool(scheduled.scheduled or self.engine.step_in_flight or self._inbox)
+        # Not "has work": what waits for blocks is not helped by asking again at once. It may be by
+        # a step that ended.
+        has_ended = bool(result.scheduled.scheduled)
+        busy = scheduled.scheduled or has_ended or self.engine.step_in_flight
+        return bool(busy or self._inbox)
 
     # ------------------------------------------------------------------ what operators see
 

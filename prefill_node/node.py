@@ -115,8 +115,10 @@ class PrefillNode:
         if self._deltas:
             self._emit(tuple(self._deltas))
             self._deltas.clear()
-        # Not "has work": what waits for blocks is not helped by asking again at once.
-        busy = scheduled.scheduled or self.engine.step_in_flight
+        # Not "has work": what waits for blocks is not helped by asking again at once. It may be by
+        # a step that ended.
+        has_ended = bool(result.scheduled.scheduled)
+        busy = scheduled.scheduled or has_ended or self.engine.step_in_flight
         return bool(busy or events or self._inbox)
 
     # ------------------------------------------------------------------ what operators see

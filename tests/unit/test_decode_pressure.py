@@ -173,6 +173,27 @@ def test_the_blocks_of_a_preempted_request_are_found_by_its_retry_while_nobody_n
     assert_clean(cluster)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_a_step_has_freed_is_taken_at_once(asynchronous: bool) -> None:
+    """A node's thread sleeps only when a step says that there is no more to do."""
+    long = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    cluster = make_cluster(7, async_scheduling=asynchronous, preemption="hand-back")
+    for number, name in enumerate("ab"):
+        cluster.place(name, 1, prompt_of(number, 8), long, alone=True)
+    while cluster.d.step():
+        cluster.d.engine.check()
+    assert cluster.attempts["b", 1].error_code == "PREEMPTED"
+    assert_right(cluster, ("a", 1))
+
+    for number, name in enumerate("vwxyz"):  # one more than run at a time
+        cluster.place(name, 1, prompt_of(number, 2), GREEDY)
+    while cluster.p.step():
+        cluster.p.engine.check()
+    assert all(cluster.attempts[name, 1].tokens for name in "vwxyz")
+    cluster.settle()
+    assert_clean(cluster)
+
+
 def test_a_negative_threshold_is_refused() -> None:
     with pytest.raises(ConfigError, match="local_prefill_threshold: must be 0 or more, got -1"):
         DecodeOptions(local_prefill_threshold=-1)
