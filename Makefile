@@ -7,6 +7,7 @@ AUDIT_TOOLS := 'cyclonedx-bom>=7' 'pip-audit>=2.10' 'pip-licenses>=5.5' 'uv>=0.1
 MERMAID := mermaid@12
 COVERAGE_TOOLS := 'coverage>=7.10'
 TESTS ?= tests/unit
+LARGE ?= large
 EXAMPLES ?= 10000
 SECONDS ?= 120
 STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_system.py)
@@ -40,16 +41,16 @@ PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun Timeout
 # Tests of real processes mostly wait for them: more files at a time than there are cores.
 PYTEST_PROCESSES := $(BIN)/python -m pytest --durations 10 --numprocesses 3 --dist loadfile
 
-unit: setup ## run the tests that need no process, no socket and no patience (a minute on two cores)
+unit: setup ## run the tests that need no process, no socket and no patience (a minute or two on two cores)
 	$(PYTEST) --numprocesses 2 --no-processes -m "not medium and not large" tests/unit tests/contract
 
-test: setup ## run the tests, but for the large ones (some six minutes on two cores)
+test: setup ## run the tests, but for the large ones
 	$(PYTEST) --numprocesses 2 -m "not large" --ignore tests/integration
 	$(PYTEST_PROCESSES) -m "not large" tests/integration
 
+# (Only the files that have some: to collect all tests takes each worker half a minute.)
 test-large: setup ## run the large tests: drills, fuzzing over HTTP, pages in a browser, all the ways to split
-	$(PYTEST) --numprocesses 2 -m large --ignore tests/integration
-	$(PYTEST_PROCESSES) -m large tests/integration
+	$(PYTEST_PROCESSES) -m "$(LARGE)" $(sort $(shell grep -lr 'mark\.large' tests --include='test_*.py'))
 
 # Each client in an environment of its own below .venv-clients: gigabytes, the first time.
 test-clients: setup ## run each client of docs/clients.md against a split system with a real model

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.large
+pytestmark = [pytest.mark.large, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = ROOT / "benchmarks" / "gpu_suite.py"
@@ -50,6 +50,7 @@ def test_a_dry_run_measures_and_says_so_in_a_table(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.lengthy
 def test_every_row_of_the_kernels_can_be_measured(tmp_path: Path) -> None:
     """In Triton's interpreter: what only a GPU would tell must be about the GPU."""
     pytest.importorskip("triton")
@@ -65,6 +66,7 @@ def test_every_row_of_the_kernels_can_be_measured(tmp_path: Path) -> None:
     assert sum(figure.startswith("attention: decode") for figure in attention) == 2
 
 
+@pytest.mark.lengthy
 def test_tokens_can_be_compared_in_one_process_and_in_two(tmp_path: Path) -> None:
     out = tmp_path / "suite.json"
     done = run("--only", "engine", "graphs", "push", "split", "--out", str(out))

@@ -14,6 +14,7 @@ from tests.integration.test_loadtest import ANY_LAG, COMMANDS, at, baton
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(400)]
 
 
+@pytest.mark.lengthy
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to divide")
 def test_the_command_of_the_page_gives_a_verdict(tmp_path: Path) -> None:
     command = at({"examples/demo_model": str(DEMO_MODEL)}, COMMANDS[-1])

@@ -134,7 +134,8 @@ def test_a_prefill_node_killed_in_the_middle_of_a_prompt(
         receipt = stream.deltas[-1].receipt
     assert receipt is not None
     assert receipt.num_attempts == 2
-    assert receipt.prefill_node == {"p0": "p1", "p1": "p0"}[name]
+    # On the other one, or, where most of the prompt had been pushed, on the decode node itself.
+    assert receipt.prefill_node in ({"p0": "p1", "p1": "p0"}[name], "")
 
 
 def test_a_decode_node_killed_in_the_middle_of_its_tokens(

@@ -20,6 +20,8 @@ from engine.sampling.sampling_input import PARAMETERS
 from tests.kernels.conftest import DEVICE
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 
+pytestmark = pytest.mark.large
+
 Parameters = npt.NDArray[np.void]
 TEMPERATURES, TOP_KS = [0.0, 1e-6, 0.3, 1.0, 1.7], [0, 1, 2, 7, 40, 10**6]
 TOP_PS, MIN_PS = [1.0, 0.99, 0.9, 0.5, 1e-6], [0.0, 0.0, 0.02, 0.3, 1.0]

@@ -23,6 +23,8 @@ from engine.worker.graph_capture import DeviceCapture
 from engine.worker.graph_inputs import StagedStep
 from engine.worker.model_runner import make_model_runner
 
+pytestmark = pytest.mark.large
+
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "demo_model")
 SMALL: dict[str, Any] = {
     "attention_backend": "triton",
@@ -80,7 +82,6 @@ def draw_requests(seed: int, num: int) -> tuple[list[list[int]], list[SamplingPa
     return prompts, params
 
 
-@pytest.mark.large
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_replayed_steps_give_the_tokens_of_eager_ones(
     device: torch.device, asynchronous: bool, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,8 @@ from baton_kernels.triton.tile_plan import plan_tiles
 from baton_kernels.triton.varlen_attention import Tiles, launch_tiles
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
+pytestmark = pytest.mark.large
+
 SCALE = 0.2
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MIXED = ([1, 9, 0, 35, 1], [150, 9, 0, 56, 1])

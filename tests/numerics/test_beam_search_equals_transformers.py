@@ -17,6 +17,8 @@ from engine import LLM
 from engine.offline.beam_search import BeamCompletion, EarlyStopping
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
+pytestmark = pytest.mark.large
+
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 VOCAB_SIZE = 61
 MAX_MODEL_LEN = 128

@@ -10,7 +10,7 @@ import pytest
 
 import engine.core
 
-_UNWANTED = ("torch", "grpc", "baton.link", "engine.worker", "engine.sampling", "baton_kernels")
+_UNWANTED = ("torch", "grpc", "baton.link", "engine.worker", "baton_kernels")
 
 
 CORE = [f"engine.core.{found.name}" for found in pkgutil.iter_modules(engine.core.__path__)]
@@ -20,7 +20,10 @@ def test_there_is_a_core() -> None:
     assert "engine.core.scheduler" in CORE
 
 
-@pytest.mark.parametrize("modules", [CORE, ["engine.executors", "engine.executors.base"]])
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "modules", [CORE, ["engine.executors", "engine.executors.base"], ["engine.engine"]]
+)
 def test_the_core_loads_no_torch_and_no_link(modules: list[str]) -> None:
     code = f"""
 import importlib, sys

@@ -31,7 +31,7 @@ from loadtest.slo import Slo
 from tests.fakes.load_targets import Answer, ScriptedTarget, run_virtually
 from tests.unit.loadtest.test_page import assert_numbers_are_those_of
 
-pytestmark = pytest.mark.medium
+pytestmark = pytest.mark.large
 
 PLAN = LoadPlan(
     load=OpenLoop(rate_per_s=8.0),

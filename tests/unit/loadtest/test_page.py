@@ -27,7 +27,7 @@ from tests.fakes.browser import CHROMIUM, look_at_page, open_page
 from tests.fakes.load_targets import Answer, ScriptedTarget, even, run_virtually
 from tests.unit.loadtest.test_series import receipt
 
-pytestmark = pytest.mark.medium
+pytestmark = pytest.mark.large
 
 HOSTILE = "</script><script>alert(1)</script>"
 needs_chromium = pytest.mark.skipif(

@@ -28,7 +28,7 @@ from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_v
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.virtual_loop import VirtualLoop
 
-pytestmark = pytest.mark.medium
+pytestmark = pytest.mark.large
 
 CONSTANT = OpenLoop(rate_per_s=20.0, arrivals="constant")
 

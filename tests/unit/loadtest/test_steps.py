@@ -34,7 +34,7 @@ from loadtest.steps import Step, Sweep, play_sweep
 from tests.fakes.load_targets import ScriptedTarget, even, run_virtually
 from tests.unit.loadtest.test_page import assert_numbers_are_those_of
 
-pytestmark = pytest.mark.medium
+pytestmark = pytest.mark.large
 
 T = TypeVar("T")
 SERVICE_S = 0.1  # of one request, one after the other: ten per second and no more
