@@ -43,6 +43,7 @@ from router.policies import POLICIES
 from tests.fakes.cache_contents import check_cache
 from tests.fakes.checked_client import Client
 from tests.fakes.dead_engines import let_die
+from tests.fakes.drafting_executor import DraftingExecutor
 from tests.fakes.handoff_cluster import (
     BLOCK_SIZE,
     CheckedEngine,
@@ -78,6 +79,7 @@ class Setup:
         rounds_per_step: of KV I/O threads in `flow`; the more, the sooner KV arrives.
         chunk_s: how long a prefill node computes a chunk of a prompt that has more of them.
         index_is_small: the router has no room for all that nodes tell of their prefix caches.
+        num_drafts: most drafts of a request in a step; every third one is wrong.
         contents: that are known, of blocks by their names.
     """
 
@@ -96,6 +98,7 @@ class Setup:
     rounds_per_step: int
     chunk_s: float
     index_is_small: bool
+    num_drafts: int
     contents: Mapping[BlockHash, torch.Tensor]
 
 
@@ -117,6 +120,7 @@ class System:
         self.loop = VirtualLoop(self.clock)
         self.network = ScriptedNetwork()
         self._num_routers = 0
+        self._outputs: dict[str, tuple[int, ...]] = {}  # right ones, by the calls' request ids
         self._start_router()
         self.processes: dict[str, NodeProcess] = {}
         self.by_id: dict[str, NodeProcess] = {}
@@ -206,6 +210,10 @@ class System:
             engine = CheckedEngine(setup.folder, config, setup.expected_kv)
             decode = make_decode_node(engine_id, engine, *where, setup.options, kv_digests=digests)
             node, peer_info = decode, decode.receiver.describe()
+        if setup.num_drafts:
+            engine.executor = DraftingExecutor(
+                engine.executor, self._output_of, setup.num_drafts, wrong_every=3
+            )
         registration = NodeRegistration(
             node_name=name,
             engine_id=engine_id,
@@ -256,11 +264,16 @@ class System:
             timeout_s=timeout_s,
             cache_salt=cache_salt,
         )
+        self._outputs[request_id] = expected[0]
         client = Client(call, expected)
         client.may_read.set()
         client.task = self.loop.create_task(client.read(self.dispatcher))
         self.clients.append(client)
         return client
+
+    def _output_of(self, request_id: str) -> tuple[int, ...]:
+        """What a call's client is to get, by its name on a node."""
+        return self._outputs[split_request_id(request_id)[0]]
 
     def leave(self, client: Client) -> None:
         """The client goes away."""

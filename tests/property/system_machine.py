@@ -84,6 +84,7 @@ class SystemMachine(RuleBasedStateMachine):
         rounds_per_step=st.sampled_from([1, 4]),
         chunk_s=st.sampled_from([0.0, 0.12]),
         index_is_small=st.booleans(),
+        num_drafts=st.sampled_from([0, 3]),
         restarts_at_end=st.booleans(),
     )
     def make(
