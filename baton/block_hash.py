@@ -1,17 +1,22 @@
 """Block hashes: names for full KV blocks that say everything their content depends on.
 
-    hash[-1] = H(extra keys)        hash[i] = H(hash[i - 1], tokens of block i)
+    namespace    what the KV of equal tokens depends on in a node: model, weights, dtypes, layout
+    extra keys   and in a request: who shares its KV
 
-Chained, so that equal hashes mean equal prefixes under equal extra keys: with another cache salt no
-block of a prompt has the same name. The router computes the same hashes to find the node that has
-a prefix, so this file is torch-free and its result is part of the contract.
+    hash[-1] = H(namespace, extra keys)        hash[i] = H(hash[i - 1], tokens of block i)
+
+Chained, so that equal hashes mean equal prefixes of one model under equal extra keys: with another
+cache salt no block of a prompt has the same name, and with other weights neither. All that names
+cached KV comes from here: nodes' caches, what they tell routers, a router's index. The router
+computes the same hashes to find the node that has a prefix, so this file is torch-free and its
+result is part of the contract.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import xxhash
 
@@ -26,7 +31,7 @@ HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
     "xxh3_128": xxhash.xxh3_128_digest,
 }
 DEFAULT_HASH_ALGORITHM = "blake2b"
-_ROOT = b"baton/1"
+_ROOT = b"baton/2"
 
 
 def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
@@ -40,6 +45,21 @@ def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
     """
     parts = [block_hash[:8] for block_hash in hashes]
     return struct.unpack(f"<{len(parts)}Q", b"".join(parts))
+
+
+# What nodes say of themselves (`NodeRegistration.compatibility`) on which the KV of equal tokens
+# depends. Scales and kinds of layers are in the layout; the number of ranks is in none of them.
+CACHE_KEYS = ("model", "weights", "dtype", "kv_cache_dtype", "kv_layout")
+
+
+def cache_namespace(entries: Mapping[str, str]) -> bytes:
+    """Digest what the KV of equal tokens depends on in a node, for `BlockHasher`.
+
+    Args:
+        entries: of its compatibility; a missing one is empty.
+    """
+    fields = [f"{key}={entries.get(key, '')}".encode() for key in CACHE_KEYS]
+    return hashlib.blake2b(_framed(fields), digest_size=16).digest()
 
 
 def extra_keys_of(cache_salt: bytes) -> tuple[bytes, ...]:
@@ -58,14 +78,21 @@ class BlockHasher:
         block_size: tokens per block.
         algorithm: a name in HASH_ALGORITHMS. blake2b and sha256 stand up to an attacker who
             chooses prompts to collide with another user's; xxh3_128 does not.
+        namespace: of the node whose blocks they are; see `cache_namespace`.
     """
 
-    def __init__(self, block_size: int, algorithm: str = DEFAULT_HASH_ALGORITHM) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        algorithm: str = DEFAULT_HASH_ALGORITHM,
+        namespace: bytes = b"",
+    ) -> None:
         if algorithm not in HASH_ALGORITHMS:
             known = ", ".join(HASH_ALGORITHMS)
             raise ConfigError(f"prefix_hash: must be one of {known}, got {algorithm!r}")
         self.block_size = block_size
         self._digest = HASH_ALGORITHMS[algorithm]
+        self._namespace = namespace
         self._pack = struct.Struct(f"<{block_size}I").pack  # 32 bits each, low bytes first
 
     def extend(
@@ -83,6 +110,9 @@ class BlockHasher:
             hashes.append(self._digest(parent + self._pack(*token_ids[start : start + size])))
 
     def _root(self, extra_keys: Sequence[bytes]) -> bytes:
-        # Length-prefixed, so that ("ab", "c") and ("a", "bc") differ.
-        framed = b"".join(len(key).to_bytes(4, "little") + key for key in extra_keys)
-        return self._digest(_ROOT + framed)
+        return self._digest(_ROOT + _framed((self._namespace, *extra_keys)))
+
+
+def _framed(fields: Iterable[bytes]) -> bytes:
+    """Length-prefixed, so that ("ab", "c") and ("a", "bc") differ."""
+    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)

@@ -45,6 +45,7 @@ from engine import LLM
 from engine.engine import Engine
 from environment import record_environment, write_results
 from kvconnector import KV_CONNECTORS
+from kvconnector.base import HandoffRecord
 from kvconnector.block_digests import BlockDigests
 from kvconnector.blocks import LayerRange
 from kvconnector.ends import Receiver, Sender
@@ -132,9 +133,9 @@ class NixlAttacker(Attacker):
         for name, agent in self._agents.items():
             for target, info in infos.items():
                 if name != target:
-                    agent.add_peer(target, info.agent_metadata)
+                    agent.add_peer(target, info.ranks[0].agent_metadata)
         self._writer = NixlAgent("writer", [own], "DRAM")
-        self._writer.add_peer(D, infos[D].agent_metadata)
+        self._writer.add_peer(D, infos[D].ranks[0].agent_metadata)
         self._layouts = own, KVLayout.of(kv_cache)
         self._tables: dict[LayerRange, tuple[Any, Any]] = {}
 
@@ -201,13 +202,11 @@ class Scene:
         p_engine, d_engine = Engine(MODEL, config), Engine(MODEL, config)
         make = KV_CONNECTORS.load(connector)
         transports = {
-            P: make(P, p_engine.kv_memory.tensor),
-            D: make(D, d_engine.kv_memory.tensor),
+            P: make(P, p_engine.kv_memory),
+            D: make(D, d_engine.kv_memory),
         }
         self.infos = {name: transport.peer_info for name, transport in transports.items()}
-        kinds = [
-            BlockDigests(e.kv_memory.tensor) if has_digests else None for e in (p_engine, d_engine)
-        ]
+        kinds = [BlockDigests(e.kv_memory) if has_digests else None for e in (p_engine, d_engine)]
         taps = {name: cast(KVTransport, Tap(t, self)) for name, t in transports.items()}
         self.sender = Sender(taps[P], _nothing, self.deaths.append, digests=kinds[0])
         self.receiver = Receiver(taps[D], _nothing, self.deaths.append, digests=kinds[1])
@@ -385,8 +384,9 @@ class Scene:
                 messages.Watermark(**about, num_tokens=PROMPT_TOKENS - 1, num_blocks=3),
                 messages.Commit(
                     **about,
-                    token_id=self.draw.randrange(4000),
-                    num_tokens=PROMPT_TOKENS,
+                    record=HandoffRecord(
+                        num_tokens=PROMPT_TOKENS, token_id=self.draw.randrange(4000)
+                    ),
                     num_bytes=1,
                     num_blocks=1,
                     transport="",

@@ -28,6 +28,7 @@ from environment import summary
 from kvconnector.block_digests import BlockDigests
 from kvconnector.protocol.digests import Written
 from kvconnector.protocol.pair_keys import BlockKey
+from tests.fakes.kv_memories import memory_of
 
 LENGTHS = (256, 1024, 4096, 16384)  # tokens
 # What prefill nodes push, and what both kinds of node are told besides.
@@ -199,7 +200,7 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
     """Bytes per second of a plain copy, and of the digests of as many blocks of 128 KiB."""
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
     target = torch.zeros_like(source)  # its pages are there
-    digests, key = BlockDigests(source), BlockKey(bytes(32))
+    digests, key = BlockDigests(memory_of(source)), BlockKey(bytes(32))
     written = Written("r", 1, range(len(source)), (0, 8), 0, range(len(source)))
     copy_s, digest_s = [], []
     for _ in range(7):

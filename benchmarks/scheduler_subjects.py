@@ -150,7 +150,9 @@ class BatonSubject:
         start = time.perf_counter()
         scheduled = self.scheduler.schedule()
         middle = time.perf_counter()
-        tokens = {item.request.request_id: (7,) for item in scheduled.scheduled if item.samples}
+        tokens: dict[str, tuple[int, ...]] = {
+            item.request.request_id: (7,) for item in scheduled.scheduled if item.samples
+        }
         output = ModelRunnerOutput(tokens)
         assert len(tokens) == NUM_RUNNING
         resumed = time.perf_counter()

@@ -50,11 +50,11 @@ def make_program(
     )
 
     def make_node(wake: Callable[[], None]) -> tuple[DecodeNode, Receiver]:
-        kv_cache = loaded.engine.kv_memory.tensor
-        transport = make_transport(loaded.engine_id, kv_cache, transport_options)
+        memory = loaded.engine.kv_memory
+        transport = make_transport(loaded.engine_id, memory, transport_options)
         if faults is not None:
-            transport = FaultyTransport(transport, kv_cache, faults)
-        digests = BlockDigests(kv_cache) if kv_digests else None
+            transport = FaultyTransport(transport, memory, faults)
+        digests = BlockDigests(memory) if kv_digests else None
         receiver = Receiver(transport, on_event=wake, on_death=on_death, digests=digests)
         receiver.loop.start()
         return DecodeNode(loaded.engine, receiver, emit, options.decode), receiver

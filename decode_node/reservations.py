@@ -306,24 +306,25 @@ class Reservations:
         reservation.num_received_tokens = max(reservation.num_received_tokens, num_tokens)
 
     def _commit(self, key: Key, reservation: Reservation, event: TransferEvent) -> bool:
-        request = reservation.request
+        request, record = reservation.request, event.record
         if (
             reservation.state is ReservationState.PARKED
-            or event.num_tokens != request.num_initial_tokens
-            or not 0 <= event.token_id < self._engine.model_config.vocab_size
+            or record is None
+            or record.num_tokens != request.num_initial_tokens
+            or record.token_id >= self._engine.model_config.vocab_size
         ):
             logger.warning("refused a commit that does not fit request %s", request.request_id)
             return False
         del self._open[key]
         self._grants.end(key)
         reservation.state = ReservationState.COMMITTED
-        reservation.num_received_tokens = event.num_tokens
+        reservation.num_received_tokens = record.num_tokens
         reservation.receipt = event.receipt
         self._outcomes[TransferOutcome.COMMITTED] += 1
         self._received_bytes += event.receipt.num_bytes if event.receipt else 0
         reservation.committed_at = self._clock()
         reservation.committed_at_step = self._engine.num_steps
-        self._engine.commit(request.request_id, event.token_id)
+        self._engine.commit(request.request_id, record.token_id)
         return True
 
     def _end(

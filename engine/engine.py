@@ -8,12 +8,13 @@ asynchronous     schedule N+1, launch N+1 | wait, update N | schedule N+2, launc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import BlockHash, BlockHasher
+from baton.block_hash import BlockHash, BlockHasher, cache_namespace
 from baton.engine_config import EngineConfig
 from engine.core.block_pool import KVCacheEvent
 from engine.core.grammar import GrammarState
@@ -26,6 +27,7 @@ from engine.executors import EXECUTORS
 from engine.executors.base import PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
 
+_NOBODYS: Mapping[str, str] = MappingProxyType({})
 AfterLayer = Callable[[int], None]
 _StepInFlight = tuple[SchedulerOutput, PendingStep]
 
@@ -41,10 +43,17 @@ class Engine:
         eos_token_ids: what ends an output unless a request ignores it.
         num_steps: steps that computed something and have ended, since the start.
         last_scheduled: what the latest one computed, or computes, for whoever asks why it failed.
+        compatibility: what it computes with, as `cache_namespace` wants it.
     """
 
-    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+    def __init__(
+        self, model_folder: Path, config: EngineConfig, identity: Mapping[str, str] = _NOBODYS
+    ) -> None:
         """Load the model and allocate the cache.
+
+        Args:
+            identity: of the folder (`folder_identity`), where others are to name cached KV the
+                same; without it names mean something in this process alone.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -56,11 +65,19 @@ class Engine:
         self.kv_memory, self.max_model_len = executor.kv_memory, executor.max_model_len
         self.num_blocks = self.kv_memory.num_blocks
         self.eos_token_ids = self.model_config.eos_token_ids
+        self.compatibility = {
+            **identity,
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_memory.dtype,
+            "block_size": str(config.block_size),
+            "kv_layout": self.kv_memory.manifest.layout,
+        }
+        namespace = cache_namespace(self.compatibility)
         kv_cache_manager = KVCacheManager(
             self.num_blocks,
             config.block_size,
             sliding_windows=self.kv_memory.spec.sliding_windows,
-            hasher=BlockHasher(config.block_size, config.prefix_hash)
+            hasher=BlockHasher(config.block_size, config.prefix_hash, namespace)
             if config.prefix_cache
             else None,
         )

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
+
+import msgspec
 
 from baton.api.outputs import PushReceipt
 from baton.telemetry.node_metrics import TransferOutcome
@@ -16,6 +19,24 @@ from kvconnector.blocks import LayerRange
 
 TransferKey = tuple[str, int]  # (request_id, epoch)
 NO_TRANSFER: TransferKey = ("", 0)
+HANDOFF_VERSION = 1
+
+
+class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a decode node goes on from, beside the KV. All of it is listed here.
+
+    A node ignores fields that it does not know and does without those that are absent. What it
+    could not go on without needs another version.
+
+    Attributes:
+        version: of the record.
+        num_tokens: whose KV has travelled: the position at which the next token stands.
+        token_id: token 1, which stands there.
+    """
+
+    num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    token_id: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    version: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = HANDOFF_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +47,7 @@ class BlockPush:
         first_block: index, within the prompt's blocks that travel, of ``block_ids[0]``.
         num_tokens: prompt tokens that are complete once these blocks have arrived.
             Only with whole blocks: some layers of a block move no watermark.
-        token_id: token 1; set in the last push of a request and only there.
+        record: set in the last push of a request and only there.
         layers: which layers of the blocks; None: all of them.
         is_computed: whether a GPU is done with them, asked on the I/O thread; None: they are.
     """
@@ -36,7 +57,7 @@ class BlockPush:
     first_block: int
     block_ids: tuple[int, ...]
     num_tokens: int = 0
-    token_id: int | None = None
+    record: HandoffRecord | None = None
     layers: LayerRange | None = None
     is_computed: Callable[[], bool] | None = None
 
@@ -83,7 +104,7 @@ class TransferEvent:
     request_id: str = ""
     epoch: int = 0
     num_tokens: int = 0
-    token_id: int = -1
+    record: HandoffRecord | None = None  # of a COMMITTED at the receiver
     receipt: PushReceipt | None = None
     transport: str = ""
     bandwidth_bytes_per_s: float = 0.0  # of a peer's self-test

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvconnector.blocks import LayerRange
+from kvconnector.layout import KVMemory
 from kvconnector.protocol.digests import Written
 from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.transports.side_stream import SideStream
@@ -17,10 +18,11 @@ class BlockDigests:
     """Keyed digests of blocks, or of some of their layers, read from a cache.
 
     Args:
-        kv_cache: `[num_blocks, num_layers, ...]`, contiguous.
+        memory: where the blocks lie.
     """
 
-    def __init__(self, kv_cache: torch.Tensor) -> None:
+    def __init__(self, memory: KVMemory) -> None:
+        kv_cache = memory.tensor
         num_blocks, self.num_layers = kv_cache.shape[:2]
         self._layers = kv_cache.view(num_blocks, self.num_layers, -1).view(torch.uint8)
         self._layer_bytes = self._layers.shape[2]

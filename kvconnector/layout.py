@@ -10,12 +10,26 @@ are its layers a to b:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.kv_manifest import KVManifest
 from kvconnector.blocks import LayerRange
+
+
+class KVMemory(Protocol):
+    """The KV cache of one worker, as a connector sees it."""
+
+    @property
+    def manifest(self) -> KVManifest:
+        """What lies in a block."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """`[num_blocks, num_layers, ...]`, contiguous; stays where it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,33 +37,25 @@ class KVLayout:
     """Addresses of the blocks of one cache.
 
     Attributes:
-        fingerprint: equal for caches whose blocks can be copied byte by byte.
         device_id: of a GPU's memory; 0 in host memory.
         num_layers: in a block.
     """
 
     base_address: int
     block_bytes: int
-    block_size: int
     num_blocks: int
     device_id: int
-    fingerprint: str
     num_layers: int = 1
 
     @classmethod
     def of(cls, kv_cache: torch.Tensor) -> KVLayout:
-        """The layout of a cache `[num_blocks, num_layers, ..., block_size, head_dim]`,
-        contiguous."""
+        """The layout of a cache `[num_blocks, num_layers, ...]`, contiguous."""
         assert kv_cache.is_contiguous()
-        num_blocks = kv_cache.shape[0]
-        shape = "x".join(str(size) for size in kv_cache.shape[1:])
         return cls(
             base_address=kv_cache.data_ptr(),
             block_bytes=kv_cache[0].nbytes,
-            block_size=kv_cache.shape[-2],
-            num_blocks=num_blocks,
+            num_blocks=len(kv_cache),
             device_id=max(kv_cache.get_device(), 0),
-            fingerprint=f"block-major:{shape}:{str(kv_cache.dtype).removeprefix('torch.')}",
             num_layers=kv_cache.shape[1],
         )
 

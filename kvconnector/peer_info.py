@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from baton.api.errors import TransferError
+from baton.kv_manifest import MAX_RANKS, KVManifest, difference
 from baton.limits import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8
@@ -25,6 +26,22 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Address = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ADDRESS - 1)]
 
 
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one of a node's workers.
+
+    Attributes:
+        agent_metadata: the transport's own; empty if it needs none.
+        base_address: of block 0.
+        device_id: of a GPU's memory; 0 in host memory.
+        scratch_address: of the memory for self-tests (`Scratch`), on the same device.
+    """
+
+    agent_metadata: bytes = b""
+    base_address: Address = 0
+    device_id: Number = 0
+    scratch_address: Address = 0
+
+
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One process start of a node, as its KV connector presents it.
 
@@ -34,16 +51,10 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         host: equal for processes that can reach each other's memory through the kernel.
         pid: of the process; 0: nobody is to ask for it.
         started_at: when the process began (`peer_process.start_time`); 0 where nobody can say.
-        agent_metadata: the transport's own; empty if it needs none.
-        base_address: of block 0 in the peer's memory.
-        block_bytes: of one block, all layers.
-        block_size: tokens per block.
-        num_blocks: in the peer's memory.
-        device_id: of a GPU's memory; 0 in host memory.
-        layout: fingerprint of a block's inner layout.
-        num_layers: in a block.
-        scratch_address: of the memory for self-tests (`Scratch`), on the same device.
-        scratch_bytes: of all of it.
+        manifest: what lies in its blocks.
+        num_blocks: in the memory of each of its workers.
+        ranks: the workers' memory, by rank.
+        scratch_bytes: of each worker's memory for self-tests.
         public_key: X25519; what it says to us carries a MAC that it makes with this key.
     """
 
@@ -51,15 +62,9 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     connector: str
     host: str
     pid: Number
-    agent_metadata: bytes
-    base_address: Address
-    block_bytes: Size
-    block_size: Size
+    manifest: KVManifest
     num_blocks: Size
-    device_id: Number
-    layout: str
-    num_layers: Size = 1
-    scratch_address: Address = 0
+    ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
     scratch_bytes: Size = 1
     public_key: bytes = b""
     started_at: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
@@ -89,13 +94,34 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
             raise TransferError(f"peer info is damaged or of another version: {error}") from error
         if engine_id and info.engine_id != engine_id:
             raise TransferError(f"the peer info of {engine_id} is of {info.engine_id:.100}")
-        ends = (
-            info.base_address + info.num_blocks * info.block_bytes,
-            info.scratch_address + info.scratch_bytes,
-        )
-        if max(ends) >= _MAX_ADDRESS:
-            raise TransferError("peer info describes more memory than there can be")
+        info.manifest.check()
+        if len(info.ranks) != info.manifest.num_ranks:
+            raise TransferError(
+                f"ranks: {len(info.ranks)} of them in the peer info, and "
+                f"{info.manifest.num_ranks} in its manifest"
+            )
+        for rank, memory in enumerate(info.ranks):
+            ends = (
+                memory.base_address + info.num_blocks * info.manifest.unit_bytes(rank),
+                memory.scratch_address + info.scratch_bytes,
+            )
+            if max(ends) >= _MAX_ADDRESS:
+                raise TransferError("peer info describes more memory than there can be")
         return info
+
+    def check_pair(self, peer: PeerInfo) -> None:
+        """Raises TransferError if no block of ours can be copied into a block of a peer's."""
+        if peer.connector != self.connector:
+            raise TransferError(f"{peer.engine_id} speaks {peer.connector}, not {self.connector}")
+        differs = difference(self.manifest, peer.manifest)
+        if differs:
+            raise TransferError(f"{peer.engine_id} has {differs}")
+        if len(peer.ranks) != len(self.ranks):  # `rank_copies` knows how; nobody posts it yet
+            raise TransferError(
+                f"{peer.engine_id} has {len(peer.ranks)} ranks, not {len(self.ranks)}"
+            )
+        if peer.scratch_bytes != self.scratch_bytes:
+            raise TransferError(f"{peer.engine_id} has other scratch memory")
 
 
 def host_identity() -> str:

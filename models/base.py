@@ -50,6 +50,11 @@ class CausalLM(Protocol):
         """Tokens, itself included, that a token looks back at in each layer; None: all of them."""
         ...
 
+    @property
+    def kv_scales(self) -> tuple[tuple[float, float], ...]:
+        """What each layer's keys and values in a cache of float8 are multiplied with."""
+        ...
+
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute one step, and write its keys and values into the cache.
 

@@ -60,9 +60,12 @@ def load_engine(
     model: str, config: EngineConfig, *, node_name: str, kv_connector: str, kv_digests: bool = False
 ) -> LoadedEngine:
     """Load a model for a node; raises ModelLoadError or ConfigError."""
-    started = time.perf_counter()
     folder = find_model_folder(model)
-    engine = Engine(folder, config)
+    identity = folder_identity(folder)
+    if "weights" not in identity:  # an index names files that are not needed
+        identity["weights"] = weights_digest(folder)
+    started = time.perf_counter()
+    engine = Engine(folder, config, identity)
     spec = engine.kv_memory.spec
     logger.info(
         "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens in %s (%.0f MiB), %d threads",
@@ -76,15 +79,9 @@ def load_engine(
         engine.num_blocks * spec.block_bytes / 2**20,
         torch.get_num_threads(),
     )
-    identity = folder_identity(folder)
-    if "weights" not in identity:  # an index names files that are not needed
-        identity["weights"] = weights_digest(folder)
     compatibility = {
-        **identity,
+        **engine.compatibility,
         "adapters": NONE,
-        "dtype": engine.dtype,
-        "kv_cache_dtype": engine.kv_memory.dtype,
-        "block_size": str(spec.block_size),
         "kv_connector": kv_connector,
         "kv_digests": "on" if kv_digests else "off",
         "version": __version__,

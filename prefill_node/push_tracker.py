@@ -20,7 +20,7 @@ from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request
 from engine.engine import Engine
-from kvconnector.base import BlockPush, TransferEvent, TransferEventKind
+from kvconnector.base import BlockPush, HandoffRecord, TransferEvent, TransferEventKind
 from kvconnector.blocks import layer_groups
 from kvconnector.ends import Sender
 from node_runtime.request_view import view_request
@@ -294,9 +294,11 @@ class PushTracker:
         handoff.num_blocks_pushed = max(num_blocks, first)
         if token_id is not None and handoff.tail is not None and handoff.tail.is_complete:
             num_blocks = handoff.tail_first  # the rest went with the tail
-        num_tokens = handoff.request.num_computed_tokens
-        if token_id is None:  # what is in a block that is not full yet stays here
-            num_tokens = num_logical_blocks * self._block_size
+        # What is in a block that is not full yet stays here until the last one.
+        num_tokens, record = num_logical_blocks * self._block_size, None
+        if token_id is not None:
+            num_tokens = handoff.request.num_computed_tokens
+            record = HandoffRecord(num_tokens=num_tokens, token_id=token_id)
         self._sender.push(
             BlockPush(
                 request_id=handoff.request.request_id,
@@ -304,6 +306,6 @@ class PushTracker:
                 first_block=first,
                 block_ids=tuple(handoff.block_ids[first:num_blocks]),
                 num_tokens=num_tokens,
-                token_id=token_id,
+                record=record,
             )
         )

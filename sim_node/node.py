@@ -14,7 +14,7 @@ from typing import Protocol
 
 from baton.access.tls import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError
-from baton.block_hash import BlockHasher
+from baton.block_hash import BlockHasher, cache_namespace
 from baton.link.drain import Drain
 from baton.link.router_links import RouterLinks
 from baton.link.words import (
@@ -100,7 +100,9 @@ class SimNode:
             timing=options.timing,
             clock=self.clock,
             cache=cache,
-            hasher=BlockHasher(options.block_size, options.prefix_hash),
+            hasher=BlockHasher(
+                options.block_size, options.prefix_hash, cache_namespace(model.identity)
+            ),
             network=network,
             emit=self._emit,
         )

@@ -64,7 +64,8 @@ class GrammarState:
         for token_id in draft_token_ids:
             if self.problem:
                 break
-            assert self._matcher.try_consume_tokens([token_id]), "a draft is not possible"
+            num_taken = self._matcher.try_consume_tokens([token_id])
+            assert num_taken == 1, "a draft is not possible"
             num_ahead += 1
             found.append(self._next_bits(step_is_long))
         if num_ahead:

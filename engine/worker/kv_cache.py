@@ -10,13 +10,17 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Callable
-from dataclasses import dataclass
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
+import xxhash
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
+from baton.kv_manifest import KVGroup, KVKind, KVManifest
 from engine.core.kv_cache_groups import KVCacheGroup, group_layers
 from models.config import ModelConfig
 
@@ -35,6 +39,7 @@ class KVCacheSpec:
     block_size: int
     head_dim: int
     dtype: torch.dtype
+    kv_scales: str = ""  # digest of what numbers are multiplied with; empty: with nothing
 
     @property
     def num_groups(self) -> int:
@@ -77,6 +82,24 @@ class KVCacheSpec:
         """Bytes of one block, all layers of a group."""
         return math.prod(self.block_shape) * self.dtype.itemsize
 
+    @property
+    def manifest(self) -> KVManifest:
+        """What lies in a block, for whoever is to write there or to name what does."""
+        groups = (
+            KVGroup(
+                kind=KVKind.PAGED if group.sliding_window is None else KVKind.WINDOW,
+                layers=group.layers,
+                shape=self.block_shape,
+                block_size=self.block_size,
+                shard_axis=2,  # heads
+                dtype=str(self.dtype).removeprefix("torch."),
+                scales=self.kv_scales,
+                window=group.sliding_window or 0,
+            )
+            for group in self.groups
+        )
+        return KVManifest(groups=tuple(groups))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVMemory:
@@ -85,10 +108,15 @@ class KVMemory:
     Attributes:
         tensor: `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`; never
             moves. For a connector, which registers it.
+        manifest: what lies in a block of it.
     """
 
     spec: KVCacheSpec
     tensor: torch.Tensor
+    manifest: KVManifest = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "manifest", self.spec.manifest)
 
     @property
     def num_blocks(self) -> int:
@@ -120,14 +148,19 @@ def kv_cache_spec(
     sliding_windows: tuple[int | None, ...],
     block_size: int,
     dtype: torch.dtype,
+    scales: Sequence[tuple[float, float]] = (),
 ) -> KVCacheSpec:
     """The cache that a model needs.
 
     Args:
         sliding_windows: of each layer; None: full attention.
+        scales: of the keys and values of each layer, where the cache is of float8.
     """
+    digest = ""
+    if dtype.itemsize == 1:
+        digest = xxhash.xxh3_64_hexdigest(struct.pack(f"<{2 * len(scales)}d", *chain(*scales)))
     groups = group_layers(sliding_windows)
-    return KVCacheSpec(groups, model.num_kv_heads, block_size, model.head_dim, dtype)
+    return KVCacheSpec(groups, model.num_kv_heads, block_size, model.head_dim, dtype, digest)
 
 
 def choose_num_blocks(

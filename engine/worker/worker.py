@@ -66,6 +66,7 @@ class Worker:
             model.sliding_windows,
             config.block_size,
             choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
+            model.kv_scales,
         )
         override = None if config.attention_backend == "auto" else config.attention_backend
         backend_name, reason = choose_attention_backend(

@@ -20,6 +20,7 @@ from typing import Annotated
 import msgspec
 
 from baton.api.errors import TransferError
+from kvconnector.base import HandoffRecord
 
 MAX_TEXT_CHARS = 4096
 
@@ -107,10 +108,12 @@ class Watermark(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Commit(_RequestMessage, frozen=True, kw_only=True):
-    """The commit record: everything is complete in D's memory."""
+    """Everything is complete in D's memory, and ``record`` is what D goes on from.
 
-    token_id: Count
-    num_tokens: Count
+    The rest is how it travelled.
+    """
+
+    record: HandoffRecord
     num_bytes: ByteCount
     num_blocks: Count
     transport: Text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from baton.api.outputs import PushReceipt
 from kvconnector.base import (
+    HANDOFF_VERSION,
     NO_TRANSFER,
     KVReservation,
     TransferEvent,
@@ -177,8 +178,16 @@ class ReceiveMachine:
                     TransferEventKind.WATERMARK, peer_id, key, num_tokens=message.num_tokens
                 )
             case Commit():
-                self._end((message.request_id, message.epoch), peer_id)
-                self._report_commit(message)
+                key = (message.request_id, message.epoch)
+                self._end(key, peer_id)
+                if message.record.version == HANDOFF_VERSION:
+                    self._report_commit(message)
+                else:
+                    reason = (
+                        f"its hand-off record is of version {message.record.version}, "
+                        f"not {HANDOFF_VERSION}"
+                    )
+                    self._report(TransferEventKind.FAILED, peer_id, key, reason=reason)
             case Quiet():
                 key = (message.request_id, message.epoch)
                 self._end(key, peer_id)
@@ -234,8 +243,8 @@ class ReceiveMachine:
                 engine_id=commit.engine_id,
                 request_id=commit.request_id,
                 epoch=commit.epoch,
-                num_tokens=commit.num_tokens,
-                token_id=commit.token_id,
+                num_tokens=commit.record.num_tokens,
+                record=commit.record,
                 receipt=PushReceipt(
                     num_bytes=commit.num_bytes,
                     num_blocks=commit.num_blocks,

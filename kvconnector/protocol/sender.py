@@ -77,6 +77,8 @@ class SendMachine:
         self, own: PeerInfo, digest: bytes, portions: Portions, *, is_verified: bool = False
     ) -> None:
         self._own = own
+        self._num_layers = own.manifest.layers_per_unit
+        self._layer_bytes = own.manifest.unit_bytes() // self._num_layers
         self._portions = portions
         self._is_verified = is_verified
         self._turn = Turn()
@@ -171,8 +173,8 @@ class SendMachine:
         transfer = self.transfers.get((push.request_id, push.epoch))
         if transfer is None or transfer.failure is not None:
             return
-        if push.token_id is not None:
-            transfer.last, transfer.last_at = push, wish.at_s
+        if push.record is not None:
+            transfer.record, transfer.last_at = push.record, wish.at_s
         blocks_per_write = self._portions.write_bytes // max(1, self._num_bytes(1, push.layers))
         transfer.pieces += cut(push, max(1, blocks_per_write))
 
@@ -206,7 +208,7 @@ class SendMachine:
 
     def _send_again(self, transfer: Transfer, message: Resend) -> None:
         layers = message.layers
-        if self._is_verified and 0 <= layers[0] < layers[1] <= self._own.num_layers:
+        if self._is_verified and 0 <= layers[0] < layers[1] <= self._num_layers:
             transfer.send_again(message.indices, layers, message.attempt)
             key = (message.request_id, message.epoch)
             self.repeats.put_off(key, message.engine_id, self._turn.now)
@@ -314,7 +316,7 @@ class SendMachine:
         """Take the oldest write off, and tell the watermark."""
         watermark = transfer.writes.popleft().watermark
         # After the last push the commit record follows and says more.
-        if watermark is not None and transfer.failure is None and not transfer.last:
+        if watermark is not None and transfer.failure is None and not transfer.record:
             self.peers.send(
                 transfer.engine_id,
                 Watermark(
@@ -327,10 +329,8 @@ class SendMachine:
             )
 
     def _num_bytes(self, num_blocks: int, layers: tuple[int, int] | None) -> int:
-        num_bytes = num_blocks * self._own.block_bytes
-        if layers is None:
-            return num_bytes
-        return num_bytes * (layers[1] - layers[0]) // self._own.num_layers
+        num_layers = self._num_layers if layers is None else layers[1] - layers[0]
+        return num_blocks * num_layers * self._layer_bytes
 
     def _has_writes(self, engine_id: str) -> bool:
         mine = (t for t in self.transfers.values() if t.engine_id == engine_id)

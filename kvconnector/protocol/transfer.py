@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.telemetry.node_metrics import ConnectorMetrics
-from kvconnector.base import BlockPush
+from kvconnector.base import BlockPush, HandoffRecord
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 
@@ -92,7 +92,8 @@ class Transfer:
         granted: which blocks travel, and into which of the decode node's; once it has said so.
         pieces: not yet posted, in order.
         writes: posted and not yet complete, in order.
-        last: the push that brought token 1.
+        record: what the last push brought.
+        last_at: when that came.
         failure: why it ends; nothing is posted any more.
         block_ids: this node's, by their places among those that travel; of what was posted.
         attempts: how often places were asked for again, by place and layers.
@@ -107,7 +108,7 @@ class Transfer:
     granted: Grant | None = None
     pieces: deque[Piece] = field(default_factory=deque)
     writes: deque[Piece] = field(default_factory=deque)
-    last: BlockPush | None = None
+    record: HandoffRecord | None = None
     last_at: float = 0.0
     num_blocks_pushed: int = 0
     num_bytes: int = 0
@@ -128,14 +129,12 @@ class Transfer:
 
     def commit_record(self, engine_id: str, transport: str, now: float) -> Commit:
         """What the decode node goes on from, of the node ``engine_id``; once all is written."""
-        assert self.last is not None
-        assert self.last.token_id is not None
+        assert self.record is not None
         return Commit(
             engine_id=engine_id,
             request_id=self.request_id,
             epoch=self.epoch,
-            token_id=self.last.token_id,
-            num_tokens=self.last.num_tokens,
+            record=self.record,
             num_bytes=self.num_bytes,
             num_blocks=self.num_blocks_pushed,
             transport=transport,
@@ -193,7 +192,9 @@ class Transfer:
     @property
     def is_complete(self) -> bool:
         """Whether all there ever will be has arrived."""
-        return bool(self.last and self.granted is not None and not self.pieces and not self.writes)
+        return bool(
+            self.record and self.granted is not None and not self.pieces and not self.writes
+        )
 
 
 def cut(push: BlockPush, max_blocks: int) -> list[Piece]:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange
+from kvconnector.layout import KVMemory
 from kvconnector.peer_info import PeerInfo
 from kvconnector.transports.scratch import Scratch
 
@@ -119,5 +118,5 @@ class MakeTransport(Protocol):
     """What a registered transport is called with."""
 
     def __call__(
-        self, engine_id: str, kv_cache: torch.Tensor, options: TransportOptions = NO_OPTIONS, /
+        self, engine_id: str, memory: KVMemory, options: TransportOptions = NO_OPTIONS, /
     ) -> KVTransport: ...

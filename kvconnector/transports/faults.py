@@ -23,6 +23,7 @@ import torch
 from baton.api.errors import ConfigError, TransferError
 from baton.telemetry.logs import close_logging
 from kvconnector.base import TransferKey
+from kvconnector.layout import KVMemory
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.messages import (
     Commit,
@@ -185,7 +186,7 @@ class FaultyTransport:
 
     Args:
         transport: what really moves bytes; owned from now on.
-        kv_cache: that peers write to, `[num_blocks, ...]`, contiguous.
+        memory: that peers write to.
         spec: what goes wrong, or what says it whenever it is asked.
         clock: seconds that never go back.
         end_process: kills this process.
@@ -194,14 +195,14 @@ class FaultyTransport:
     def __init__(
         self,
         transport: KVTransport,
-        kv_cache: torch.Tensor,
+        memory: KVMemory,
         spec: FaultSpec | Callable[[], FaultSpec],
         clock: Callable[[], float] = time.monotonic,
         end_process: Callable[[], None] = _end_process,
     ) -> None:
         logger.warning("FAULTS ARE INJECTED into the KV connector: %s", spec)
         self._transport = transport
-        self._bytes = kv_cache.view(torch.uint8).flatten(1)  # [num_blocks, block_bytes]
+        self._bytes = memory.tensor.view(torch.uint8).flatten(1)  # [num_blocks, block_bytes]
         self._ask = None if isinstance(spec, FaultSpec) else spec
         self._spec = spec if isinstance(spec, FaultSpec) else spec()
         self._clock = clock

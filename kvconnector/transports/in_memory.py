@@ -12,8 +12,8 @@ import torch
 from baton.api.errors import TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange, check_block_ids, check_layers
-from kvconnector.layout import KVLayout
-from kvconnector.peer_info import NUM_SLOTS, PeerInfo, host_identity
+from kvconnector.layout import KVMemory
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo, RankMemory, host_identity
 from kvconnector.transports.base import NO_OPTIONS, TransportOptions
 from kvconnector.transports.scratch import Scratch
 
@@ -28,7 +28,7 @@ class InMemoryTransport:
 
     Args:
         engine_id: name of this end.
-        kv_cache: `[num_blocks, ...]`, contiguous.
+        memory: that peers write to.
     """
 
     # The "network": all open ends of this process.
@@ -36,11 +36,10 @@ class InMemoryTransport:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
-        self, engine_id: str, kv_cache: torch.Tensor, options: TransportOptions = NO_OPTIONS
+        self, engine_id: str, memory: KVMemory, options: TransportOptions = NO_OPTIONS
     ) -> None:
-        layout = KVLayout.of(kv_cache)
-        self._blocks = kv_cache
-        self.scratch = Scratch(engine_id, kv_cache)
+        self._blocks = memory.tensor
+        self.scratch = Scratch(engine_id, memory.tensor)
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._peers: set[str] = set()
         self.peer_info = PeerInfo(
@@ -48,22 +47,17 @@ class InMemoryTransport:
             connector="in_memory",
             host=host_identity(),
             pid=0,
-            agent_metadata=b"",
-            base_address=layout.base_address,
-            block_bytes=layout.block_bytes,
-            block_size=layout.block_size,
-            num_blocks=layout.num_blocks,
-            device_id=layout.device_id,
-            layout=layout.fingerprint,
-            num_layers=layout.num_layers,
-            scratch_address=self.scratch.layout.base_address,
+            manifest=memory.manifest,
+            num_blocks=len(memory.tensor),
+            ranks=(RankMemory(),),
             scratch_bytes=self.scratch.memory.nbytes,
         )
         with self._lock:
             self._ends[engine_id] = self
 
     def connect(self, peer: PeerInfo) -> str:
-        if peer.connector != "in_memory" or peer.engine_id not in self._ends:
+        self.peer_info.check_pair(peer)
+        if peer.engine_id not in self._ends:
             raise TransferError(f"{peer.engine_id} is not in this process")
         self._peers.add(peer.engine_id)
         return "in_memory"

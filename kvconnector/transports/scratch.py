@@ -81,8 +81,6 @@ def scratch_layout(base_address: int, slot_bytes: int, device_id: int) -> KVLayo
     return KVLayout(
         base_address=base_address,
         block_bytes=slot_bytes,
-        block_size=1,
         num_blocks=1 + NUM_SLOTS,
         device_id=device_id,
-        fingerprint="scratch",
     )

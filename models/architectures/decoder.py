@@ -6,6 +6,7 @@ Refuses to know: architecture names, files, weights' origin.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -113,6 +114,12 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head: nn.Module | None = None  # None: the embedding is the head (tied)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def kv_scales(self) -> tuple[tuple[float, float], ...]:
+        """See ``CausalLM.kv_scales``."""
+        layers = [cast(DecoderLayer, layer).self_attn for layer in self.model.layers]
+        return tuple((layer.k_scale, layer.v_scale) for layer in layers)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton.api.errors import NotFoundError
-from baton.block_hash import HASH_ALGORITHMS
+from baton.block_hash import HASH_ALGORITHMS, cache_namespace
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.link.words import (
     AdminReply,
@@ -221,7 +221,11 @@ class NodePool:
         if not self.identity.admits(node):
             self.prefix_index.remove(node.engine_id)
         elif registration.prefix_hash in HASH_ALGORITHMS:
-            kind = HashKind(registration.block_size, registration.prefix_hash)
+            kind = HashKind(
+                registration.block_size,
+                registration.prefix_hash,
+                cache_namespace(registration.compatibility),
+            )
             self.prefix_index.add(node.engine_id, kind)
             node.send(SendKVSnapshot())
 

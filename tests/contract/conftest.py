@@ -19,6 +19,7 @@ from tests.fakes.kv_link import (
     Link,
     numbers,
 )
+from tests.fakes.kv_memories import memory_of
 
 
 @pytest.fixture(params=CONNECTORS)
@@ -28,8 +29,12 @@ def link(request: pytest.FixtureRequest) -> Iterator[Link]:
     source = torch.rand(NUM_P_BLOCKS, *BLOCK_SHAPE)
     target = torch.full((NUM_D_BLOCKS, *BLOCK_SHAPE), UNTOUCHED)
     deaths: list[Exception] = []
-    receiver = Receiver(make_transport(f"d{number}-contract", target), lambda: None, deaths.append)
-    sender = Sender(make_transport(f"p{number}-contract", source), lambda: None, deaths.append)
+    receiver = Receiver(
+        make_transport(f"d{number}-contract", memory_of(target)), lambda: None, deaths.append
+    )
+    sender = Sender(
+        make_transport(f"p{number}-contract", memory_of(source)), lambda: None, deaths.append
+    )
     sender.loop.start()
     receiver.loop.start()
     made = Link(sender, receiver, source, target)

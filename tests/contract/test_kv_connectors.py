@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvconnector import KV_CONNECTORS
-from kvconnector.base import TransferEvent
+from kvconnector.base import HandoffRecord, TransferEvent
 from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from tests.fakes.kv_link import (
@@ -21,6 +21,7 @@ from tests.fakes.kv_link import (
     Link,
     numbers,
 )
+from tests.fakes.kv_memories import memory_of
 from tests.fakes.waiting import wait_until
 
 pytestmark = pytest.mark.medium
@@ -48,9 +49,11 @@ def test_a_pair_whose_self_test_arrives_wrong_is_not_connected_and_both_say_why(
     deaths: list[Exception] = []
     caches = torch.zeros(NUM_P_BLOCKS, *BLOCK_SHAPE), torch.zeros(NUM_D_BLOCKS, *BLOCK_SHAPE)
     spec = FaultSpec(corrupt_test=1)
-    faulty = FaultyTransport(make_transport(f"d{number}-contract", caches[1]), caches[1], spec)
+    faulty = FaultyTransport(
+        make_transport(f"d{number}-contract", memory_of(caches[1])), memory_of(caches[1]), spec
+    )
     receiver = Receiver(faulty, lambda: None, deaths.append)
-    transport = make_transport(f"p{number}-contract", caches[0])
+    transport = make_transport(f"p{number}-contract", memory_of(caches[0]))
     sender = Sender(transport, lambda: None, deaths.append)
     link = Link(sender, receiver, *caches)
     sender.loop.start()
@@ -77,7 +80,7 @@ def test_blocks_arrive_where_they_were_granted_and_nowhere_else(link: Link) -> N
     link.push("a", 0, (4, 0, 11), 10, token_id=77)
     committed = link.wait("d", Kind.COMMITTED)
     link.assert_arrived({4: 9, 0: 3, 11: 15})  # the data is there when the record is
-    assert (committed.token_id, committed.num_tokens) == (77, 10)
+    assert committed.record == HandoffRecord(num_tokens=10, token_id=77)
     assert committed.receipt is not None
     assert committed.receipt.num_blocks == 3
     assert committed.receipt.num_bytes == 3 * link.source[0].nbytes
@@ -90,7 +93,7 @@ def test_one_block_of_one_token_is_handed_over(link: Link) -> None:
     link.wait("d", Kind.STARTED)
     link.grant("a", (0,))
     link.push("a", 0, (NUM_P_BLOCKS - 1,), 1, token_id=0)
-    assert link.wait("d", Kind.COMMITTED).token_id == 0
+    assert token_of(link.wait("d", Kind.COMMITTED)) == 0
     link.assert_arrived({NUM_P_BLOCKS - 1: 0})
 
 
@@ -131,7 +134,7 @@ def test_a_last_push_without_blocks_commits_what_has_arrived(link: Link) -> None
     link.push("a", 0, (1,), 4)
     link.wait("d", Kind.WATERMARK)
     link.push("a", 1, (), 4, token_id=6)
-    assert link.wait("d", Kind.COMMITTED).token_id == 6
+    assert token_of(link.wait("d", Kind.COMMITTED)) == 6
     link.assert_arrived({1: 2})
 
 
@@ -268,8 +271,8 @@ def test_two_requests_do_not_mix_when_their_chunks_take_turns(link: Link) -> Non
         for offset, name in enumerate(("a", "b")):
             token_id = 50 + offset if index == 2 else None
             link.push(name, index, (index + 6 * offset,), (index + 1) * 4, token_id)
-    assert link.wait("d", Kind.COMMITTED, "a").token_id == 50
-    assert link.wait("d", Kind.COMMITTED, "b").token_id == 51
+    assert token_of(link.wait("d", Kind.COMMITTED, "a")) == 50
+    assert token_of(link.wait("d", Kind.COMMITTED, "b")) == 51
     link.assert_arrived({0: 0, 1: 2, 2: 4, 6: 1, 7: 3, 8: 5})
 
 
@@ -283,7 +286,7 @@ def test_two_epochs_of_one_request_are_two_transfers(link: Link) -> None:
     link.sender.abort("a", 3, "an epoch that never was")
     link.receiver.cancel("a", 2, link.p)
     committed = link.wait("d", Kind.COMMITTED, "a")
-    assert (committed.epoch, committed.token_id) == (1, 10)
+    assert (committed.epoch, token_of(committed)) == (1, 10)
     assert link.wait("d", Kind.FAILED, "a").epoch == 2
     assert link.wait("p", Kind.FAILED, "a").epoch == 2
     link.assert_arrived({5: 1})
@@ -323,7 +326,7 @@ def test_a_peer_that_was_started_anew_works_at_once_though_the_old_one_has_trans
     link.wait("d", Kind.STARTED)
     link.receiver.close()
     target = torch.full((NUM_D_BLOCKS, *BLOCK_SHAPE), UNTOUCHED)
-    transport = KV_CONNECTORS.load(connector)(f"d{next(numbers)}-contract", target)
+    transport = KV_CONNECTORS.load(connector)(f"d{next(numbers)}-contract", memory_of(target))
     receiver = Receiver(transport, lambda: None, lambda error: None)
     request.addfinalizer(receiver.close)
     receiver.loop.start()
@@ -348,7 +351,7 @@ def test_many_requests_at_once_all_arrive_right(link: Link) -> None:
             link.wait("d", Kind.STARTED, name)
             link.grant(name, ((index * 5 + round_number) % NUM_D_BLOCKS,))
         for index, name in enumerate(names):
-            assert link.wait("d", Kind.COMMITTED, name).token_id == index
+            assert token_of(link.wait("d", Kind.COMMITTED, name)) == index
             link.wait("p", Kind.COMMITTED, name)
             target = (index * 5 + round_number) % NUM_D_BLOCKS
             assert torch.equal(link.target[target], link.source[index])
@@ -361,7 +364,7 @@ def test_a_slow_path_within_one_host_is_warned_of(
     monkeypatch.setenv("UCX_TLS", "tcp")
     make_transport = KV_CONNECTORS.load("nixl")
     ends = [
-        make_transport(f"{side}{next(numbers)}-contract", torch.zeros(2, *BLOCK_SHAPE))
+        make_transport(f"{side}{next(numbers)}-contract", memory_of(torch.zeros(2, *BLOCK_SHAPE)))
         for side in "pd"
     ]
     for end, other in (ends, ends[::-1]):
@@ -377,7 +380,7 @@ def test_a_peer_of_another_connector_is_refused(name: str) -> None:
     number = next(numbers)
     deaths: list[Exception] = []
     sender = Sender(
-        make_transport(f"p{number}-contract", torch.zeros(2, *BLOCK_SHAPE)),
+        make_transport(f"p{number}-contract", memory_of(torch.zeros(2, *BLOCK_SHAPE))),
         lambda: None,
         deaths.append,
     )
@@ -395,3 +398,9 @@ def test_a_peer_of_another_connector_is_refused(name: str) -> None:
     assert [event.kind for event in events] == [Kind.PEER_FAILED]
     assert events[0].reason
     assert deaths == []
+
+
+def token_of(event: TransferEvent) -> int:
+    """Token 1, as the decode node hears of it."""
+    assert event.record is not None
+    return event.record.token_id

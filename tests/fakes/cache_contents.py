@@ -6,18 +6,25 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from baton.block_hash import BlockHash, BlockHasher, extra_keys_of
+from baton.block_hash import BlockHash, BlockHasher, cache_namespace, extra_keys_of
 from engine.engine import Engine
 
 
 def contents_of(
-    prompts: Iterable[tuple[list[int], torch.Tensor]], block_size: int, cache_salt: bytes = b""
+    compatibility: Mapping[str, str],
+    prompts: Iterable[tuple[list[int], torch.Tensor]],
+    cache_salt: bytes = b"",
 ) -> dict[BlockHash, torch.Tensor]:
-    """The full blocks of prompts by name; ``prompts`` come with their KV, block by block."""
+    """The full blocks of prompts by name, as engines that are compatible name them.
+
+    Args:
+        prompts: with their KV, block by block.
+    """
+    hasher = BlockHasher(int(compatibility["block_size"]), namespace=cache_namespace(compatibility))
     contents: dict[BlockHash, torch.Tensor] = {}
     for prompt, kv in prompts:
         hashes: list[BlockHash] = []
-        BlockHasher(block_size).extend(hashes, prompt, extra_keys_of(cache_salt))
+        hasher.extend(hashes, prompt, extra_keys_of(cache_salt))
         contents |= zip(hashes, kv, strict=False)
     return contents
 

@@ -7,9 +7,10 @@ the network between them. Plays the router, too: it places requests and cancels 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -95,9 +96,13 @@ class CheckedEngine(Engine):
     num_commits = 0
 
     def __init__(
-        self, folder: Path, config: EngineConfig, expected_kv: Callable[[list[int]], torch.Tensor]
+        self,
+        folder: Path,
+        config: EngineConfig,
+        expected_kv: Callable[[list[int]], torch.Tensor],
+        identity: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        super().__init__(folder, config)
+        super().__init__(folder, config, identity)
         self.expected_kv = expected_kv
 
     def schedule(self) -> SchedulerOutput:
@@ -415,8 +420,8 @@ def make_prefill_node(
     kv_digests: bool,
 ) -> PrefillNode:
     """A node without threads; see `Cluster` for the arguments."""
-    transport = ScriptedTransport(engine_id, engine.kv_memory.tensor, network)
-    digests = BlockDigests(engine.kv_memory.tensor) if kv_digests else None
+    transport = ScriptedTransport(engine_id, engine.kv_memory, network)
+    digests = BlockDigests(engine.kv_memory) if kv_digests else None
     sender = RecordingSender(transport, lambda: None, _never, clock, digests)
     transport.channels = sender.loop.channels
     return PrefillNode(engine, sender, emit, push_mode, clock=clock)
@@ -433,8 +438,8 @@ def make_decode_node(
     kv_digests: bool,
 ) -> DecodeNode:
     """A node without threads; see `Cluster` for the arguments."""
-    transport = ScriptedTransport(engine_id, engine.kv_memory.tensor, network)
-    digests = BlockDigests(engine.kv_memory.tensor) if kv_digests else None
+    transport = ScriptedTransport(engine_id, engine.kv_memory, network)
+    digests = BlockDigests(engine.kv_memory) if kv_digests else None
     receiver = RecordingReceiver(transport, lambda: None, _never, clock, digests)
     transport.channels = receiver.loop.channels
     return DecodeNode(engine, receiver, emit, options, clock)

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from kvconnector import KV_CONNECTORS
-from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEventKind
+from kvconnector.base import (
+    BlockPush,
+    HandoffRecord,
+    KVReservation,
+    TransferEvent,
+    TransferEventKind,
+)
 from kvconnector.blocks import LayerRange
 from kvconnector.ends import Receiver, Sender
 from tests.fakes.waiting import wait_until
@@ -103,7 +109,9 @@ class Link:
                 first_block=first_block,
                 block_ids=block_ids,
                 num_tokens=num_tokens,
-                token_id=token_id,
+                record=None
+                if token_id is None
+                else HandoffRecord(num_tokens=num_tokens, token_id=token_id),
                 layers=layers,
                 is_computed=is_computed,
             )

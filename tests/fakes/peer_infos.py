@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_info import PeerInfo, RankMemory
+from tests.fakes.kv_memories import manifest
 
 
 def peer_info(engine_id: str, *, public_key: bytes = b"") -> PeerInfo:
@@ -12,12 +13,8 @@ def peer_info(engine_id: str, *, public_key: bytes = b"") -> PeerInfo:
         connector="scripted",
         host=engine_id,
         pid=0,
-        agent_metadata=b"",
-        base_address=0,
-        block_bytes=64,
-        block_size=4,
+        manifest=manifest(1, 4, 4),
         num_blocks=16,
-        device_id=0,
-        layout="any",
+        ranks=(RankMemory(),),
         public_key=public_key,
     )

@@ -15,8 +15,8 @@ import torch
 from baton.api.errors import TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange, check_block_ids, check_layers
-from kvconnector.layout import KVLayout
-from kvconnector.peer_info import NUM_SLOTS, PeerInfo
+from kvconnector.layout import KVMemory
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo, RankMemory
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.seals import HEADER_BYTES, Channels, peek
 from kvconnector.transports.scratch import Scratch
@@ -190,15 +190,14 @@ class ScriptedTransport:
 
     Args:
         engine_id: name of this end.
-        kv_cache: `[num_blocks, ...]`, contiguous.
+        memory: that peers write to.
         network: moves what this end sends.
     """
 
-    def __init__(self, engine_id: str, kv_cache: torch.Tensor, network: ScriptedNetwork) -> None:
-        layout = KVLayout.of(kv_cache)
+    def __init__(self, engine_id: str, memory: KVMemory, network: ScriptedNetwork) -> None:
         self.engine_id = engine_id
-        self.kv_cache = kv_cache
-        self.scratch = Scratch(engine_id, kv_cache, slot_bytes=64)
+        self.kv_cache = memory.tensor
+        self.scratch = Scratch(engine_id, memory.tensor, slot_bytes=64)
         self.inbox: deque[tuple[str, bytes]] = deque()
         self.channels: Channels | None = None  # of the end that owns this, if messages are doubled
         self.socket: list[ScriptedWrite] = []  # sent by processes that have ended
@@ -209,15 +208,9 @@ class ScriptedTransport:
             connector="scripted",
             host="one",
             pid=0,
-            agent_metadata=b"",
-            base_address=layout.base_address,
-            block_bytes=layout.block_bytes,
-            block_size=layout.block_size,
-            num_blocks=layout.num_blocks,
-            device_id=layout.device_id,
-            layout=layout.fingerprint,
-            num_layers=layout.num_layers,
-            scratch_address=self.scratch.layout.base_address,
+            manifest=memory.manifest,
+            num_blocks=len(memory.tensor),
+            ranks=(RankMemory(),),
             scratch_bytes=self.scratch.memory.nbytes,
         )
         network.ends[engine_id] = self

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from baton.api.errors import TransferError
-from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_info import PeerInfo, RankMemory
 from kvconnector.transports.base import CertificateFiles, PendingWrite, TransportOptions
 from kvconnector.transports.sockets.transport import TlsTransport, _Where
+from tests.fakes.kv_memories import memory_of
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.waiting import wait_until
 
@@ -35,7 +36,7 @@ class End:
         self.clock = VirtualClock()
         options = TransportOptions(listen=listen, tls=tls)
         engine_id = f"{name}{next(numbers)}"
-        self.transport = TlsTransport(engine_id, self.blocks, options, self.clock)
+        self.transport = TlsTransport(engine_id, memory_of(self.blocks), options, self.clock)
         self.heard: list[bytes] = []
         self.heard_of: set[str] = set()
 
@@ -73,11 +74,13 @@ def done(p: End, d: End, write: PendingWrite) -> None:
 
 
 def with_where(info: PeerInfo, where: _Where) -> PeerInfo:
-    return msgspec.structs.replace(info, agent_metadata=msgspec.msgpack.encode(where))
+    return msgspec.structs.replace(
+        info, ranks=(RankMemory(agent_metadata=msgspec.msgpack.encode(where)),)
+    )
 
 
 def where_of(info: PeerInfo) -> _Where:
-    return msgspec.msgpack.decode(info.agent_metadata, type=_Where)
+    return msgspec.msgpack.decode(info.ranks[0].agent_metadata, type=_Where)
 
 
 def reason(p: End, d: End) -> str:

@@ -7,15 +7,10 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import BlockHash, shorten
+from baton.block_hash import shorten
 from baton.engine_config import EngineConfig
 from baton.link.words import (
     BEAT_INTERVAL_S,
@@ -25,14 +20,12 @@ from baton.link.words import (
     split_request_id,
 )
 from decode_node.node import DecodeNode
-from decode_node.options import DecodeOptions
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
-from prefill_node.options import PushMode
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.calls.retry_budget import RetryBudget, RetryOptions
@@ -55,51 +48,17 @@ from tests.fakes.handoff_cluster import (
 from tests.fakes.node_process import NodeProcess
 from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork
 from tests.fakes.sometimes_alone import SometimesAlone
+from tests.fakes.system_setup import Setup
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.virtual_loop import VirtualLoop
 
 NAMES = ("p0", "p1", "d0", "d1")
+IDENTITY = {"model": "digest"}
 ROUND_S = 0.05  # of virtual time, in `flow`
 IDLE_ROUND_S = 0.2  # in `settle`, when nothing happens
 QUIET_S = 2.5  # longer than any beat, lease, back-off or repeated message
 SETTLE_S = 90.0  # no call may need longer once nothing goes wrong any more
 TERMINAL = (TransferEventKind.COMMITTED, TransferEventKind.FAILED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What the nodes of a system are like.
-
-    Attributes:
-        num_blocks: of each node and KV cache group; few, so that memory is short.
-        num_groups: of the model.
-        expected_kv: the KV of a prompt, by an engine that shares nothing with these.
-        router_is_busy: so that it wakes readers no more often than it must.
-        sometimes_alone: decode nodes compute some prompts themselves.
-        rounds_per_step: of KV I/O threads in `flow`; the more, the sooner KV arrives.
-        chunk_s: how long a prefill node computes a chunk of a prompt that has more of them.
-        index_is_small: the router has no room for all that nodes tell of their prefix caches.
-        num_drafts: most drafts of a request in a step; every third one is wrong.
-        contents: that are known, of blocks by their names.
-    """
-
-    folder: Path
-    expected_kv: Callable[[list[int]], torch.Tensor]
-    num_blocks: int
-    num_groups: int
-    async_scheduling: bool
-    push_mode: PushMode
-    kv_digests: bool
-    options: DecodeOptions
-    preemption: str
-    policy: str
-    router_is_busy: bool
-    sometimes_alone: bool
-    rounds_per_step: int
-    chunk_s: float
-    index_is_small: bool
-    num_drafts: int
-    contents: Mapping[BlockHash, torch.Tensor]
 
 
 class System:
@@ -146,7 +105,7 @@ class System:
         setup = self.setup
         self._num_routers += 1
         self.pool = NodePool(
-            own_identity={"model": "digest"},
+            own_identity=IDENTITY,
             max_model_len=1000,
             may_self_prefill=setup.sometimes_alone,
             clock=self.clock,
@@ -201,13 +160,13 @@ class System:
         where = (self.network, process.emit, self.clock)
         digests = setup.kv_digests
         if is_prefill:
-            engine = Engine(setup.folder, config)
+            engine = Engine(setup.folder, config, IDENTITY)
             prefill = make_prefill_node(
                 engine_id, engine, *where, setup.push_mode, kv_digests=digests
             )
             node, peer_info = prefill, prefill.sender.describe()
         else:
-            engine = CheckedEngine(setup.folder, config, setup.expected_kv)
+            engine = CheckedEngine(setup.folder, config, setup.expected_kv, IDENTITY)
             decode = make_decode_node(engine_id, engine, *where, setup.options, kv_digests=digests)
             node, peer_info = decode, decode.receiver.describe()
         if setup.num_drafts:
@@ -221,7 +180,7 @@ class System:
             version="1",
             address="",
             peer_info=peer_info,
-            compatibility={"model": "digest"},
+            compatibility=engine.compatibility,
             max_model_len=engine.max_model_len,
             num_blocks=engine.num_blocks,
             block_size=BLOCK_SIZE,

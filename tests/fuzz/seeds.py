@@ -14,8 +14,10 @@ from baton.link import wire
 from baton.link import words as link
 from baton.v1 import inference_pb2, types_pb2
 from baton.wire.types import sampling_params_to_proto
+from kvconnector.base import HandoffRecord
 from kvconnector.protocol import messages
 from kvconnector.transports.in_memory import InMemoryTransport
+from tests.fakes.kv_memories import memory_of
 from tests.fakes.nodes import make_registration
 
 PARAMS = SamplingParams(
@@ -148,8 +150,7 @@ def _kv_messages() -> list[bytes]:
         messages.Grant(block_ids=[1, 2, 3], first_block=1, **request),
         messages.Watermark(num_tokens=16, num_blocks=1, **request),
         messages.Commit(
-            token_id=5,
-            num_tokens=16,
+            record=HandoffRecord(token_id=5, num_tokens=16),
             num_bytes=1024,
             num_blocks=1,
             transport="tcp",
@@ -167,7 +168,7 @@ def _kv_messages() -> list[bytes]:
 
 
 def _peer_infos() -> list[bytes]:
-    transport = InMemoryTransport("seeds", torch.zeros(4, 2, 2, 1, 16, 8))
+    transport = InMemoryTransport("seeds", memory_of(torch.zeros(4, 2, 2, 1, 16, 8)))
     transport.close()
     return [transport.peer_info.encode()]
 

@@ -18,6 +18,7 @@ from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess, start_time
 from kvconnector.transports.nixl.transport import NixlTransport
+from tests.fakes.kv_memories import memory_of
 from tests.fakes.unsealed import with_key
 from tests.fakes.waiting import wait_until
 
@@ -28,7 +29,8 @@ SENDER = f"""
 import base64, os, sys, threading, time, torch
 from kvconnector.transports.nixl.transport import NixlTransport
 from kvconnector.peer_info import PeerInfo
-transport = NixlTransport(f"p-{{os.getpid()}}", torch.ones({SHAPE}))
+from tests.fakes.kv_memories import memory_of
+transport = NixlTransport(f"p-{{os.getpid()}}", memory_of(torch.ones({SHAPE})))
 print(base64.b64encode(transport.peer_info.encode()).decode(), flush=True)
 peer = PeerInfo.decode(base64.b64decode(sys.stdin.readline()))
 transport.connect(peer)
@@ -49,7 +51,7 @@ class StandsStill(NixlTransport):
     """Reads no more, from when the first bytes have come until it is told to go on."""
 
     def __init__(self, engine_id: str, kv_cache: torch.Tensor) -> None:
-        super().__init__(engine_id, kv_cache)
+        super().__init__(engine_id, memory_of(kv_cache))
         self._probes = kv_cache.view(-1)[::1024]
         self.stands = threading.Event()
         self.go_on = threading.Event()

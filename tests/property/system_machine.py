@@ -27,8 +27,8 @@ from prefill_node.options import PushMode
 from router.policies import POLICIES
 from tests.fakes.cache_contents import contents_of
 from tests.fakes.checked_client import Client
-from tests.fakes.handoff_cluster import BLOCK_SIZE
-from tests.fakes.whole_system import Setup, System, num_pairs
+from tests.fakes.system_setup import Setup
+from tests.fakes.whole_system import IDENTITY, System, num_pairs
 from tests.property.test_handoff import folder, prompt_of, reference, reference_kv
 
 MAX_PROMPT_TOKENS = 18
@@ -57,7 +57,8 @@ def known_contents() -> dict[BlockHash, torch.Tensor]:
     prompts = [prompt_of(family, MAX_PROMPT_TOKENS) for family in FAMILIES]
     contents: dict[BlockHash, torch.Tensor] = {}
     for salt in SALTS:
-        contents |= contents_of(((p, reference_kv(tuple(p))) for p in prompts), BLOCK_SIZE, salt)
+        kv = ((p, reference_kv(tuple(p))) for p in prompts)
+        contents |= contents_of(reference().engine.compatibility | IDENTITY, kv, salt)
     return contents
 
 

@@ -25,7 +25,7 @@ from baton.engine_config import PREEMPTION
 from decode_node.options import DecodeOptions
 from engine import LLM
 from engine.engine import Engine
-from kvconnector.base import TransferEventKind
+from kvconnector.base import HandoffRecord, TransferEventKind
 from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import (
     Cancel,
@@ -385,8 +385,7 @@ class HandoffMachine(RuleBasedStateMachine):
                 Verified(**one),
                 Commit(
                     **one,
-                    token_id=1,
-                    num_tokens=num_tokens,
+                    record=HandoffRecord(token_id=1, num_tokens=num_tokens),
                     num_bytes=1,
                     num_blocks=1,
                     transport="",

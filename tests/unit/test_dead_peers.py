@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from baton.api.sampling_params import SamplingParams
-from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.peer_info import PeerInfo, RankMemory, host_identity
 from kvconnector.peer_process import PeerProcess, start_time
 from kvconnector.protocol import drains
 from kvconnector.protocol.drains import Drains
+from tests.fakes.kv_memories import manifest
 from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 
@@ -77,13 +78,9 @@ def info_of(pid: int, host: str | None = None, started_at: int | None = None) ->
         connector="nixl",
         host=host_identity() if host is None else host,
         pid=pid,
-        agent_metadata=b"",
-        base_address=0,
-        block_bytes=1,
-        block_size=1,
+        manifest=manifest(1, 1, 1),
         num_blocks=1,
-        device_id=0,
-        layout="",
+        ranks=(RankMemory(),),
         started_at=start_time(pid) if started_at is None else started_at,
     )
 

@@ -16,6 +16,7 @@ from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Grant, Watermark
 from kvconnector.protocol.pair_keys import KeyPair
 from kvconnector.protocol.seals import peek
+from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport
 from tests.fakes.waiting import wait_until
@@ -257,7 +258,7 @@ def test_a_grant_of_another_decode_node_does_not_move_a_block() -> None:
     cluster = make_cluster(20)
     place(cluster, "a", 10)
     prefill_without_grant(cluster)
-    ScriptedTransport("x", cluster.d.engine.kv_memory.tensor, cluster.network)
+    ScriptedTransport("x", cluster.d.engine.kv_memory, cluster.network)
     stranger = msgspec.structs.replace(
         PeerInfo.decode(cluster.d.receiver.describe()),
         engine_id="x",
@@ -416,4 +417,26 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_by_both_nodes_and_nothing_
     )
     assert cluster.attempts["other", 1].is_complete
     assert_right(cluster)
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_on_a_decode_node_change_no_token(temperature: float, asynchronous: bool) -> None:
+    cluster = make_cluster(20, async_scheduling=asynchronous)
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=True)
+    prompts = {name: prompt_of(index, 6 + index) for index, name in enumerate("abc")}
+    expected = {name: reference_tokens(tuple(prompt), params) for name, prompt in prompts.items()}
+    engine = cluster.d_engine
+    engine.executor = executor = DraftingExecutor(
+        engine.executor, outputs_of(expected), num_drafts=3
+    )
+    for name, prompt in prompts.items():
+        cluster.place(name, 1, prompt, params)
+    cluster.settle()
+    for name, token_ids in expected.items():
+        tokens = cluster.attempts[name, 1].tokens
+        assert tuple(tokens[index] for index in sorted(tokens)) == token_ids
+        assert cluster.receipts[name].num_forwards < len(token_ids) - 1
+    assert 0 < executor.num_accepted < executor.num_computed
     assert_clean(cluster)

@@ -6,6 +6,7 @@ import pytest
 
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import PeerUpdate
+from kvconnector.base import HandoffRecord
 from kvconnector.protocol.messages import Commit, Quiet, encode
 from kvconnector.protocol.seals import HEADER_BYTES, Channel
 from tests.fakes.handoff_cluster import Cluster
@@ -41,8 +42,7 @@ def test_a_forged_quiet_frees_no_quarantined_block() -> None:
                 engine_id="p",
                 request_id="a",
                 epoch=1,
-                token_id=1,
-                num_tokens=10,
+                record=HandoffRecord(token_id=1, num_tokens=10),
                 num_bytes=0,
                 num_blocks=0,
                 transport="",

@@ -59,7 +59,7 @@ def test_each_mode_sends_every_block_once(
     hand_over(cluster)
     sent = [(p.first_block, len(p.block_ids), p.layers) for p in pushes if p.block_ids]
     assert sorted(sent, key=str) == sorted(expected, key=str)
-    assert [p.token_id is not None for p in pushes] == [False] * (len(pushes) - 1) + [True]
+    assert [p.record is not None for p in pushes] == [False] * (len(pushes) - 1) + [True]
     assert_clean(cluster)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -10,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from baton.api.errors import TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange, check_block_ids, check_layers
-from kvconnector.layout import KVLayout
-from kvconnector.peer_info import NUM_SLOTS, PeerInfo, host_identity
+from kvconnector.layout import KVLayout, KVMemory
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo, RankMemory, host_identity
 from kvconnector.transports.base import NO_OPTIONS, TransportOptions
 from kvconnector.transports.nixl.agent import NixlAgent
 from kvconnector.transports.paths import UNKNOWN_GPU_PATH
@@ -46,14 +46,14 @@ class NixlTransport:
 
     Args:
         engine_id: also the agent's name, so it must be new at every process start.
-        kv_cache: `[num_blocks, ...]`, contiguous; registered once, and must stay where it is.
+        memory: registered once, and must stay where it is.
     """
 
     def __init__(
-        self, engine_id: str, kv_cache: torch.Tensor, options: TransportOptions = NO_OPTIONS
+        self, engine_id: str, memory: KVMemory, options: TransportOptions = NO_OPTIONS
     ) -> None:
-        layout = KVLayout.of(kv_cache)
-        self._layout = layout
+        self._layout = layout = KVLayout.of(memory.tensor)
+        kv_cache = memory.tensor
         self.scratch = Scratch(engine_id, kv_cache)
         scratch = self.scratch.layout
         self._agent = NixlAgent(
@@ -70,48 +70,34 @@ class NixlTransport:
             connector="nixl",
             host=host_identity(),
             pid=os.getpid(),
-            agent_metadata=self._agent.metadata(),
-            base_address=layout.base_address,
-            block_bytes=layout.block_bytes,
-            block_size=layout.block_size,
+            manifest=memory.manifest,
             num_blocks=layout.num_blocks,
-            device_id=layout.device_id,
-            layout=layout.fingerprint,
-            num_layers=layout.num_layers,
-            scratch_address=scratch.base_address,
+            ranks=(
+                RankMemory(
+                    agent_metadata=self._agent.metadata(),
+                    base_address=layout.base_address,
+                    device_id=layout.device_id,
+                    scratch_address=scratch.base_address,
+                ),
+            ),
             scratch_bytes=self.scratch.memory.nbytes,
         )
 
     def connect(self, peer: PeerInfo) -> str:
-        if peer.connector != "nixl":
-            raise TransferError(f"{peer.engine_id} speaks {peer.connector}, not nixl")
-        if peer.block_bytes != self._layout.block_bytes:
-            raise TransferError(
-                f"{peer.engine_id} has blocks of {peer.block_bytes} bytes, not "
-                f"{self._layout.block_bytes}"
-            )
-        if peer.layout != self._layout.fingerprint:
-            raise TransferError(
-                f"{peer.engine_id} has blocks of layout {peer.layout}, not "
-                f"{self._layout.fingerprint}"
-            )
-        if peer.scratch_bytes != self.scratch.memory.nbytes:
-            raise TransferError(f"{peer.engine_id} has other scratch memory")
+        self.peer_info.check_pair(peer)
         if peer.engine_id in self._peers:
             return self._path(peer)
-        remote = KVLayout(
-            base_address=peer.base_address,
-            block_bytes=peer.block_bytes,
-            block_size=peer.block_size,
+        (memory,) = peer.ranks
+        remote = dataclasses.replace(
+            self._layout,  # but for where it is, and how many blocks there are
+            base_address=memory.base_address,
             num_blocks=peer.num_blocks,
-            device_id=peer.device_id,
-            fingerprint=peer.layout,
-            num_layers=self._layout.num_layers,  # the fingerprints are equal
+            device_id=memory.device_id,
         )
         scratch = scratch_layout(
-            peer.scratch_address, self.scratch.layout.block_bytes, peer.device_id
+            memory.scratch_address, self.scratch.layout.block_bytes, memory.device_id
         )
-        self._agent.add_peer(peer.engine_id, peer.agent_metadata)
+        self._agent.add_peer(peer.engine_id, memory.agent_metadata)
         scratch_table = self._agent.prepare(peer.engine_id, scratch.descriptors())
         self._peers[peer.engine_id] = _Peer(remote, scratch_table)
         path = self._path(peer)
@@ -208,5 +194,5 @@ def _may_access(peer: PeerInfo) -> bool:
         return False
     buffer = ctypes.create_string_buffer(1)
     local = _IoVec(ctypes.addressof(buffer), 1)
-    remote = _IoVec(peer.base_address, 1)
+    remote = _IoVec(peer.ranks[0].base_address, 1)
     return bool(call(peer.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) == 1)

@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
-import torch
 
 from baton.access.exposure import split_address
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange, check_block_ids, check_layers
-from kvconnector.layout import KVLayout
-from kvconnector.peer_info import NUM_SLOTS, PeerInfo, host_identity
+from kvconnector.layout import KVLayout, KVMemory
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo, RankMemory, host_identity
 from kvconnector.transports.base import NO_OPTIONS, TransportOptions
 from kvconnector.transports.scratch import Scratch
 from kvconnector.transports.sockets.connection import Connection
@@ -49,7 +48,7 @@ class TlsTransport:
 
     Args:
         engine_id: name of this end.
-        kv_cache: `[num_blocks, num_layers, ...]`, contiguous.
+        memory: that peers write to.
         options: where to listen, and which certificate to show.
         clock: seconds that never go back.
 
@@ -60,14 +59,14 @@ class TlsTransport:
     def __init__(
         self,
         engine_id: str,
-        kv_cache: torch.Tensor,
+        memory: KVMemory,
         options: TransportOptions = NO_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._layout = layout = KVLayout.of(kv_cache)
+        self._layout = layout = KVLayout.of(memory.tensor)
         self._clock = clock
-        self.scratch = Scratch(engine_id, kv_cache)
-        self._blocks = memory_of(kv_cache)
+        self.scratch = Scratch(engine_id, memory.tensor)
+        self._blocks = memory_of(memory.tensor)
         self._probes = memory_of(self.scratch.memory.unsqueeze(1))
         self._peers: dict[str, tuple[PeerInfo, _Where]] = {}
         self._outgoing: dict[str, Outgoing] = {}
@@ -89,29 +88,17 @@ class TlsTransport:
             connector="tls",
             host=host_identity(),
             pid=os.getpid(),
-            agent_metadata=msgspec.msgpack.encode(where),
-            base_address=0,  # nobody writes by address
-            block_bytes=layout.block_bytes,
-            block_size=layout.block_size,
+            manifest=memory.manifest,
             num_blocks=layout.num_blocks,
-            device_id=layout.device_id,
-            layout=layout.fingerprint,
-            num_layers=layout.num_layers,
+            # Nobody writes by address.
+            ranks=(RankMemory(agent_metadata=msgspec.msgpack.encode(where)),),
             scratch_bytes=self.scratch.memory.nbytes,
         )
 
     # ------------------------------------------------------------------ peers
 
     def connect(self, peer: PeerInfo) -> str:
-        if peer.connector != "tls":
-            raise TransferError(f"{peer.engine_id} speaks {peer.connector}, not tls")
-        own = self.peer_info
-        if (peer.layout, peer.block_bytes) != (own.layout, own.block_bytes):
-            raise TransferError(
-                f"{peer.engine_id} has blocks of layout {peer.layout}, not {own.layout}"
-            )
-        if peer.scratch_bytes != own.scratch_bytes:
-            raise TransferError(f"{peer.engine_id} has other scratch memory")
+        self.peer_info.check_pair(peer)
         known = self._peers.get(peer.engine_id)
         if known is None or known[0] != peer:
             where = _read_where(peer)
@@ -283,7 +270,7 @@ def _listen_address(listen: str) -> tuple[str, int]:
 def _read_where(peer: PeerInfo) -> _Where:
     """Raises TransferError for anything that no peer of this connector says."""
     try:
-        where = msgspec.msgpack.decode(peer.agent_metadata, type=_Where)
+        where = msgspec.msgpack.decode(peer.ranks[0].agent_metadata, type=_Where)
         ipaddress.ip_address(where.host)  # a name would have to be looked up, which may take long
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise TransferError(f"{peer.engine_id} does not say where it is: {error}") from error

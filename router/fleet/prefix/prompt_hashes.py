@@ -14,10 +14,12 @@ class HashKind(NamedTuple):
     Attributes:
         block_size: tokens per block.
         algorithm: a name in HASH_ALGORITHMS.
+        namespace: of nodes whose KV of equal tokens is equal.
     """
 
     block_size: int
     algorithm: str
+    namespace: bytes = b""
 
 
 class PromptHashes:
@@ -45,7 +47,7 @@ class PromptHashes:
         if hashes is None:
             whole: list[BlockHash] = []
             if len(self._token_ids) >= kind.block_size:  # a node may say any size
-                hasher = BlockHasher(kind.block_size, kind.algorithm)
+                hasher = BlockHasher(*kind)
                 hasher.extend(whole, self._token_ids, self._extra_keys)
             hashes = self._known[kind] = shorten(whole)
         return hashes

@@ -12,10 +12,12 @@ import pytest
 
 from baton.api.errors import ConfigError
 from baton.block_hash import (
+    CACHE_KEYS,
     DEFAULT_HASH_ALGORITHM,
     HASH_ALGORITHMS,
     BlockHash,
     BlockHasher,
+    cache_namespace,
     extra_keys_of,
     shorten,
 )
@@ -52,32 +54,32 @@ def test_the_one_that_is_used_unless_told_otherwise_stands_up_to_chosen_prompts(
             "xxh3_128",
             (),
             [
-                "224a1778ba938d92e03ecc173a018699",
-                "cb89f61d8fb093485b6e42b217afab72",
+                "45d374b18e180acbc5b6e6acdafd6d62",
+                "0deafe57fa20ba0ced0d57fd41a92c92",
             ],
         ),
         (
             "xxh3_128",
             (b"tenant-1", b"lora"),
             [
-                "ceff3036a4cff77aef37e30bc232591e",
-                "6600c10e5c00cefdf9be833536afa7f9",
+                "8bf2758e44dd097404d70b925fb84706",
+                "15d1f7ff55b0426143b9f2e5fa11f7f7",
             ],
         ),
         (
             "sha256",
             (),
             [
-                "6de6ff613db5521fe919f65778f4edca8bc3e261d90dc4bd368f459b989133e9",
-                "d489d05527d70dd9ae588dabb5a4f29115806ceff43b63654548ac749394e8ae",
+                "7d21f674a8b44b29c9a247561d5970d72c885d1af8689b7a1069dbca61ace5af",
+                "64b4482d5fcbe7814921d080ad0f74832d57f7e80fc30f40cb292bf25876791e",
             ],
         ),
         (
             "sha256",
             (b"tenant-1", b"lora"),
             [
-                "e0fd5050d748d0b1db5aa86a150a75fa54c56c209bcc41c463c9dcd78c0ba071",
-                "0ebae442256f86302ca6ecb42fd38b5305f28c979902a004ebe3e8dddb284b29",
+                "d08a397f07243af092cca7ec5e7787513b763ae3f365961c9b58cf84cae96739",
+                "3441d8c84ac49263ccb0e99459389d0ed85fb2a9df56fcab9247c44b81422f2d",
             ],
         ),
     ],
@@ -93,13 +95,33 @@ def test_a_hash_is_that_of_its_parent_and_its_tokens_as_32_bit_little_endian() -
     def frame(key: bytes) -> bytes:
         return struct.pack("<I", len(key)) + key
 
-    root = hashlib.sha256(b"baton/1" + frame(b"\xc3\xa4") + frame(b"b")).digest()
+    root = hashlib.sha256(b"baton/2" + frame(b"n") + frame(b"\xc3\xa4") + frame(b"b")).digest()
     first = hashlib.sha256(root + struct.pack("<4I", *TOKENS[:4])).digest()
     second = hashlib.sha256(first + struct.pack("<4I", *TOKENS[4:8])).digest()
-    assert hash_all(TOKENS[:8], algorithm="sha256", extra_keys=(b"\xc3\xa4", b"b")) == [
-        first,
-        second,
-    ]
+    found: list[BlockHash] = []
+    BlockHasher(4, "sha256", namespace=b"n").extend(found, TOKENS[:8], (b"\xc3\xa4", b"b"))
+    assert found == [first, second]
+
+
+def test_names_depend_on_all_that_equal_tokens_kv_depends_on_and_on_nothing_else() -> None:
+    entries = {
+        "model": "config",
+        "weights": "digest",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "float8_e4m3fn",
+        "kv_layout": "0123",
+        "version": "1",
+        "adapters": "none",
+        "tokenizer": "t",
+    }
+    assert set(CACHE_KEYS) < set(entries)
+    changed = {key: cache_namespace(entries | {key: "other"}) for key in entries}
+    differing = {key for key, name in changed.items() if name != cache_namespace(entries)}
+    assert differing == set(CACHE_KEYS)
+    assert len({changed[key] for key in CACHE_KEYS}) == len(CACHE_KEYS)
+    names = [cache_namespace({"model": "ab", "weights": "c"}), cache_namespace({"model": "a"})]
+    names += [cache_namespace({"model": "a", "weights": "bc"}), cache_namespace({})]
+    assert len(set(names)) == 4
 
 
 @every_algorithm

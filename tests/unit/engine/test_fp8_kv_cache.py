@@ -14,9 +14,9 @@ from baton.engine_config import EngineConfig
 from baton.link.words import NodeRegistration, NodeRole
 from baton_kernels import FP8
 from engine import LLM
-from kvconnector.layout import KVLayout
 from node_runtime.node_engine import load_engine
 from router.fleet.pairing import incompatibility
+from tests.fakes.kv_memories import memory_of
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -112,8 +112,8 @@ def test_nodes_with_other_caches_are_not_paired(folder: Path) -> None:
     )
     assert incompatibility(prefill, registered(folder, "fp8", NodeRole.DECODE)) == ""
     assert prefill.kv_bytes_per_token * 4 == decode.kv_bytes_per_token
-    layouts = {KVLayout.of(torch.zeros(2, 2, 2, 1, 4, 8).to(dtype)) for dtype in (FP8, torch.uint8)}
-    assert len({layout.fingerprint for layout in layouts}) == 2
+    memories = [memory_of(torch.zeros(2, 2, 2, 1, 4, 8).to(dtype)) for dtype in (FP8, torch.uint8)]
+    assert len({memory.manifest.layout for memory in memories}) == 2
 
 
 def test_an_unknown_name() -> None:

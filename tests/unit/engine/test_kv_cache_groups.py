@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
+from baton.kv_manifest import KVKind
 from engine.core.kv_cache_groups import MAX_GROUPS, group_layers
 from engine.worker.kv_cache import (
     KVCacheSpec,
-    allocate_kv_cache,
     choose_max_model_len,
     kv_cache_spec,
 )
-from kvconnector.layout import KVLayout
 from models.config import ModelConfig
 
 F = None
@@ -112,11 +111,24 @@ def test_a_block_holds_one_group_and_layers_know_their_places() -> None:
 
 
 def test_peers_that_group_otherwise_have_another_layout() -> None:
-    prints = {
-        KVLayout.of(allocate_kv_cache(make_spec(windows), 3, torch.device("cpu"))).fingerprint
+    layouts = {
+        make_spec(windows).manifest.layout
         for windows in ((F, F, F), (S, F, F), (S, F, S, F, S, F, S, F))
     }
-    assert len(prints) == 3
+    assert len(layouts) == 3
+
+
+def test_the_manifest_says_what_lies_in_a_block() -> None:
+    manifest = make_spec((S, F, S, S, F, S)).manifest
+    assert [(g.kind, g.layers, g.window) for g in manifest.groups] == [
+        (KVKind.PAGED, (1, 4), 0),
+        (KVKind.WINDOW, (0, 2), S),
+        (KVKind.WINDOW, (3, 5), S),
+    ]
+    assert {g.shape for g in manifest.groups} == {(2, 2, 2, 4, 8)}
+    assert manifest.unit_bytes() == make_spec((S, F, S, S, F, S)).block_bytes
+    # Heads are what ranks divide.
+    assert manifest.groups[0].rank_shape(1, 2) == (2, 2, 1, 4, 8)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from baton.api.errors import TransferError
+from kvconnector.peer_info import RankMemory
 from kvconnector.transports.nixl.transport import NixlTransport
 from tests.fakes.kv_link import BLOCK_SHAPE, numbers
+from tests.fakes.kv_memories import memory_of
 
 pytestmark = pytest.mark.nixl
 
@@ -16,11 +18,13 @@ pytestmark = pytest.mark.nixl
 def test_metadata_in_anothers_name_replaces_nobody() -> None:
     number = next(numbers)
     names = [f"{role}{number}-names" for role in "dpx"]
-    d, p, x = (NixlTransport(name, torch.zeros(4, *BLOCK_SHAPE)) for name in names)
+    d, p, x = (NixlTransport(name, memory_of(torch.zeros(4, *BLOCK_SHAPE))) for name in names)
     d.connect(p.peer_info)
-    forged = msgspec.structs.replace(x.peer_info, agent_metadata=p.peer_info.agent_metadata)
-    cut = msgspec.structs.replace(x.peer_info, agent_metadata=x.peer_info.agent_metadata[:20])
-    for info in (forged, cut, msgspec.structs.replace(x.peer_info, agent_metadata=b"")):
+    forged = msgspec.structs.replace(x.peer_info, ranks=p.peer_info.ranks)
+    cut = msgspec.structs.replace(
+        x.peer_info, ranks=(RankMemory(agent_metadata=x.peer_info.ranks[0].agent_metadata[:20]),)
+    )
+    for info in (forged, cut, msgspec.structs.replace(x.peer_info, ranks=(RankMemory(),))):
         with pytest.raises(TransferError, match="is of somebody else, or damaged"):
             d.connect(info)
     d.notify(p.peer_info.engine_id, b"still there")

@@ -14,6 +14,7 @@ from kvconnector.base import BlockPush, KVReservation
 from kvconnector.block_digests import BlockDigests
 from kvconnector.ends import Receiver, Sender
 from kvconnector.io import IoLoop
+from kvconnector.layout import KVMemory
 from kvconnector.peer_info import PeerInfo, host_identity
 from kvconnector.protocol.actions import Action, Input, Turn, Write
 from kvconnector.protocol.digests import Written
@@ -31,6 +32,7 @@ from kvconnector.transports.paths import (
 )
 from kvconnector.transports.scratch import Scratch
 from tests.fakes.cuda import FakeCuda, OnDevice
+from tests.fakes.kv_memories import PlainMemory, manifest, memory_of
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.waiting import wait_until
 
@@ -59,8 +61,10 @@ class Read(OnDevice):
 def test_digests_do_not_wait_for_steps(cuda: FakeCuda) -> None:
     Read.device_of, Read.streams = cuda, []
     plain = torch.arange(4 * 2 * 8, dtype=torch.float32).view(4, 2, 8)
-    on_device = BlockDigests(plain.as_subclass(Read))
-    assert on_device.of([1, 3], WRITTEN, KEY) == BlockDigests(plain).of([1, 3], WRITTEN, KEY)
+    on_device = BlockDigests(memory_of(plain.as_subclass(Read)))
+    assert on_device.of([1, 3], WRITTEN, KEY) == BlockDigests(memory_of(plain)).of(
+        [1, 3], WRITTEN, KEY
+    )
     [own] = cuda.streams
     assert Read.streams == [own]
     assert (own.num_waits, cuda.main.num_waits) == (1, 0)
@@ -82,8 +86,8 @@ def test_self_tests_do_not_wait_for_steps(cuda: FakeCuda) -> None:
 class HeldWrites(InMemoryTransport):
     """Writes that end when they are told to."""
 
-    def __init__(self, engine_id: str, kv_cache: torch.Tensor, *, on_device: bool) -> None:
-        super().__init__(engine_id, kv_cache)
+    def __init__(self, engine_id: str, memory: KVMemory, *, on_device: bool) -> None:
+        super().__init__(engine_id, memory)
         if on_device:
             self.scratch.memory = self.scratch.memory.as_subclass(OnDevice)
         self.written_blocks: list[int] = []
@@ -98,11 +102,11 @@ class HeldWrites(InMemoryTransport):
 def test_so_much_is_in_flight_as_the_memory_is_quick(on_device: bool) -> None:
     portions = DEVICE_PORTIONS if on_device else HOST_PORTIONS
     mib = 2**20
-    transport = HeldWrites(f"p-{on_device}", torch.zeros(1, 1, 1), on_device=on_device)
-    transport.peer_info = msgspec.structs.replace(transport.peer_info, block_bytes=mib)
+    memory = PlainMemory(torch.zeros(512, 1, 1, 1), manifest(1, 1, mib // 4))  # so it says
+    transport = HeldWrites(f"p-{on_device}", memory, on_device=on_device)
     clock = VirtualClock()
     sender = Sender(transport, lambda: None, lambda error: None, clock)
-    target = InMemoryTransport(f"d-{on_device}", torch.zeros(512, 1, 1))
+    target = InMemoryTransport(f"d-{on_device}", memory)
     receiver = Receiver(target, lambda: None, lambda error: None, clock)
     d = receiver.peer_info.engine_id
     sender.connect(receiver.peer_info)
@@ -173,7 +177,9 @@ class AlwaysMoving:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_nobody_sleeps_while_a_gpus_writes_fly(on_device: bool) -> None:
-    transport = HeldWrites(f"hurry-{on_device}", torch.zeros(1, 1, 1), on_device=on_device)
+    transport = HeldWrites(
+        f"hurry-{on_device}", memory_of(torch.zeros(1, 1, 1)), on_device=on_device
+    )
     loop = IoLoop(
         transport,
         AlwaysMoving(transport.peer_info),
@@ -196,7 +202,7 @@ def test_nixl_does_not_name_a_path_from_a_gpu_by_itself(host: str) -> None:
     transport = NixlTransport.__new__(NixlTransport)
     transport._kv_cache = torch.zeros(1).as_subclass(OnDevice)
     info = msgspec.structs.replace(
-        InMemoryTransport(f"path-{host}", torch.zeros(1, 1, 1)).peer_info, host=host
+        InMemoryTransport(f"path-{host}", memory_of(torch.zeros(1, 1, 1))).peer_info, host=host
     )
     assert isinstance(info, PeerInfo)
     assert transport._path(info) == UNKNOWN_GPU_PATH

@@ -12,6 +12,7 @@ from baton.api.sampling_params import SamplingParams
 from kvconnector.base import (
     NO_TRANSFER,
     BlockPush,
+    HandoffRecord,
     KVReservation,
     TransferEvent,
     TransferEventKind,
@@ -27,6 +28,7 @@ from kvconnector.protocol.seals import peek
 from kvconnector.protocol.transfer import MAX_ATTEMPTS, Piece
 from kvconnector.transports.in_memory import InMemoryTransport, _Done
 from tests.fakes.handoff_cluster import Cluster
+from tests.fakes.kv_memories import memory_of
 from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
@@ -70,16 +72,19 @@ class Pair:
     def __init__(self) -> None:
         self.source = torch.rand(NUM_BLOCKS, *BLOCK_SHAPE)
         self.target = torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE)
-        self.transport = DamagingTransport("p-digests", self.source)
+        self.transport = DamagingTransport("p-digests", memory_of(self.source))
         deaths = self.deaths = list[Exception]()
         self.receiver = Receiver(
-            InMemoryTransport("d-digests", self.target),
+            InMemoryTransport("d-digests", memory_of(self.target)),
             lambda: None,
             deaths.append,
-            digests=BlockDigests(self.target),
+            digests=BlockDigests(memory_of(self.target)),
         )
         self.sender = Sender(
-            self.transport, lambda: None, deaths.append, digests=BlockDigests(self.source)
+            self.transport,
+            lambda: None,
+            deaths.append,
+            digests=BlockDigests(memory_of(self.source)),
         )
         self.sender.loop.start()
         self.receiver.loop.start()
@@ -117,7 +122,12 @@ class Pair:
             )
         self.sender.push(
             BlockPush(
-                request_id=name, epoch=0, first_block=2, block_ids=(), num_tokens=8, token_id=5
+                request_id=name,
+                epoch=0,
+                first_block=2,
+                block_ids=(),
+                num_tokens=8,
+                record=HandoffRecord(num_tokens=8, token_id=5),
             )
         )
 
@@ -269,7 +279,7 @@ WRITTEN = Written("a", 1, (0, 1), (0, 4), 0, (10, 11))
 )
 def test_the_same_bytes_written_as_anything_else_have_other_digests(other: Written) -> None:
     cache = torch.rand(NUM_BLOCKS, *BLOCK_SHAPE)
-    digests, key = BlockDigests(cache), BlockKey(bytes(32))
+    digests, key = BlockDigests(memory_of(cache)), BlockKey(bytes(32))
     right = digests.of([3, 5], WRITTEN, key)
     assert right == digests.of([3, 5], WRITTEN, key)
     wrong = digests.of([3, 5], other, key)
@@ -279,7 +289,7 @@ def test_the_same_bytes_written_as_anything_else_have_other_digests(other: Writt
 
 def test_digests_depend_on_key_bytes_and_layers() -> None:
     cache = torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE)
-    digests, key = BlockDigests(cache), BlockKey(bytes(32))
+    digests, key = BlockDigests(memory_of(cache)), BlockKey(bytes(32))
     whole = Written("a", 1, (0,), (0, 4), 0, (10,))
     right = digests.of([3], whole, key)
     assert digests.of([4], whole, key) == right  # the same bytes elsewhere in memory
@@ -292,7 +302,7 @@ def test_digests_depend_on_key_bytes_and_layers() -> None:
 
 
 def test_no_number_is_used_twice() -> None:
-    digester = SentDigests(BlockDigests(torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE)), "p")
+    digester = SentDigests(BlockDigests(memory_of(torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE))), "p")
     key, piece = BlockKey(bytes(32)), Piece((0, 1, 2), (5, 6, 7))
     messages = [digester.of("a", 1, piece, key) for _ in range(3)]
     messages.append(digester.of("a", 1, Piece((0,), (5,), (0, 2), attempt=1), key))

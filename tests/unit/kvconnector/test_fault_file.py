@@ -12,6 +12,7 @@ from kvconnector.protocol.messages import Watermark
 from kvconnector.transports.fault_file import LOOK_EVERY_S, NO_FAULTS, FaultFile, faults_of
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from kvconnector.transports.in_memory import InMemoryTransport
+from tests.fakes.kv_memories import memory_of
 from tests.fakes.unsealed import unsealed
 from tests.fakes.virtual_clock import VirtualClock
 
@@ -23,8 +24,10 @@ def test_messages_are_lost_while_the_file_says_so(tmp_path: Path) -> None:
     path = tmp_path / "p0"
     path.touch()
     cache = torch.zeros(4, 2, 3, 8)
-    plain = InMemoryTransport("x", torch.zeros(4, 2, 3, 8))
-    faulty = FaultyTransport(InMemoryTransport("f", cache), cache, FaultFile(path, clock), clock)
+    plain = InMemoryTransport("x", memory_of(torch.zeros(4, 2, 3, 8)))
+    faulty = FaultyTransport(
+        InMemoryTransport("f", memory_of(cache)), memory_of(cache), FaultFile(path, clock), clock
+    )
     faulty.connect(plain.peer_info)
     plain.connect(faulty.peer_info)
 

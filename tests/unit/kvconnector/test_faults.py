@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from baton.api.errors import ConfigError, TransferError
+from kvconnector.base import HandoffRecord
 from kvconnector.protocol.messages import (
     Commit,
     Grant,
@@ -22,6 +23,7 @@ from kvconnector.protocol.messages import (
 from kvconnector.protocol.seals import peek
 from kvconnector.transports.faults import MAX_SWAP_S, FaultSpec, FaultyTransport, KillPoint
 from kvconnector.transports.in_memory import InMemoryTransport
+from tests.fakes.kv_memories import memory_of
 from tests.fakes.unsealed import unsealed
 from tests.fakes.virtual_clock import VirtualClock
 
@@ -35,9 +37,9 @@ class Ends:
         self.clock = VirtualClock()
         self.num_deaths = 0
         self.cache = torch.rand(4, 2, 3, 8)
-        self.plain = InMemoryTransport("x", torch.zeros(4, 2, 3, 8))
-        below = InMemoryTransport("f", self.cache)
-        self.faulty = FaultyTransport(below, self.cache, spec, self.clock, self._die)
+        self.plain = InMemoryTransport("x", memory_of(torch.zeros(4, 2, 3, 8)))
+        below = InMemoryTransport("f", memory_of(self.cache))
+        self.faulty = FaultyTransport(below, memory_of(self.cache), spec, self.clock, self._die)
         self.faulty.connect(self.plain.peer_info)
         self.plain.connect(self.faulty.peer_info)
 
@@ -71,8 +73,7 @@ def commit(request_id: str) -> bytes:
             engine_id="x",
             request_id=request_id,
             epoch=1,
-            token_id=1,
-            num_tokens=1,
+            record=HandoffRecord(token_id=1, num_tokens=1),
             num_bytes=1,
             num_blocks=1,
             transport="",

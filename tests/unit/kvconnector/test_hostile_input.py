@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,10 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.api.errors import TransferError
+from baton.kv_manifest import KVManifest
 from baton.limits import MAX_PEER_INFO_BYTES
-from kvconnector.peer_info import PeerInfo
+from kvconnector.base import HANDOFF_VERSION, HandoffRecord, TransferEvent, TransferEventKind
+from kvconnector.peer_info import PeerInfo, RankMemory
+from kvconnector.protocol.actions import Connect, ConnectEnded, Meet
 from kvconnector.protocol.messages import Commit, Digests, Grant, Quiet, decode, encode
+from kvconnector.protocol.receiver import ReceiveMachine
 from kvconnector.protocol.seals import peek
+from tests.fakes.kv_memories import manifest
+from tests.fakes.peer_infos import peer_info
+
+(GROUP,) = manifest(2, 4, 4).groups
+(GROUP_OF_OTHER_SIZE,) = manifest(2, 4, 8).groups
 
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
@@ -25,8 +35,7 @@ COMMIT = Commit(
     engine_id="p",
     request_id="a",
     epoch=1,
-    token_id=1,
-    num_tokens=1,
+    record=HandoffRecord(token_id=1, num_tokens=1),
     num_bytes=1,
     num_blocks=1,
     transport="",
@@ -91,3 +100,58 @@ def test_what_is_too_long_or_no_number_is_refused(message: Commit) -> None:
 def test_a_giant_peer_info_is_refused_before_it_is_read() -> None:
     with pytest.raises(TransferError, match=f"at most {MAX_PEER_INFO_BYTES} bytes"):
         PeerInfo.decode(bytes(MAX_PEER_INFO_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"ranks": (RankMemory(), RankMemory())}, "ranks: 2"),
+        ({"num_blocks": 2**30}, "more memory"),
+        ({"manifest": KVManifest(groups=(GROUP, GROUP_OF_OTHER_SIZE))}, "not as large"),
+    ],
+)
+def test_a_peer_that_describes_what_cannot_be_is_refused(
+    change: dict[str, Any], problem: str
+) -> None:
+    memory = RankMemory(base_address=2**63 - 2**34)
+    fields = {"ranks": (memory,), "num_blocks": 1} | change
+    info = msgspec.structs.replace(peer_info("p"), **fields)
+    with pytest.raises(TransferError, match=problem):
+        PeerInfo.decode(info.encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"connector": "pigeon"}, "speaks pigeon, not scripted"),
+        ({"manifest": KVManifest(groups=(GROUP,))}, "KV group 0 with layers"),
+        ({"ranks": (RankMemory(), RankMemory())}, "has 2 ranks, not 1"),
+        ({"scratch_bytes": 7}, "other scratch memory"),
+    ],
+)
+def test_why_no_block_can_be_copied_to_a_peer(change: dict[str, Any], problem: str) -> None:
+    own = peer_info("d")
+    own.check_pair(peer_info("p"))
+    with pytest.raises(TransferError, match=problem):
+        own.check_pair(msgspec.structs.replace(peer_info("p"), **change))
+
+
+def test_a_record_of_another_version_ends_its_transfer() -> None:
+    machine = ReceiveMachine(peer_info("d"))
+    p = peer_info("p")
+    machine.take(Meet(p), 0.0)
+    machine.take(ConnectEnded(Connect(p), path="scripted"), 0.0)
+    later = HandoffRecord(num_tokens=1, token_id=1, version=HANDOFF_VERSION + 1)
+    actions = machine.take(msgspec.structs.replace(COMMIT, record=later), 0.1)
+    [event] = [action for action in actions if isinstance(action, TransferEvent)]
+    assert event.kind is TransferEventKind.FAILED
+    assert event.reason == "its hand-off record is of version 2, not 1"
+    actions = machine.take(COMMIT, 0.1)
+    [event] = [action for action in actions if isinstance(action, TransferEvent)]
+    assert (event.kind, event.record) == (TransferEventKind.COMMITTED, COMMIT.record)
+
+
+def test_fields_of_a_record_that_are_not_known_are_ignored() -> None:
+    said = msgspec.msgpack.decode(encode(COMMIT))
+    said["record"]["drafts"] = [1, 2, 3]
+    assert decode(msgspec.msgpack.encode(said)) == COMMIT

@@ -15,6 +15,7 @@ from kvconnector.protocol.messages import Hello, encode
 from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.seals import Channel, Channels
 from kvconnector.transports.in_memory import InMemoryTransport
+from tests.fakes.kv_memories import memory_of
 from tests.fakes.unsealed import unsealed
 from tests.fakes.waiting import wait_until
 
@@ -62,7 +63,7 @@ class Scene:
 
     def __init__(self, name: str, error: Exception | None = None) -> None:
         self.deaths: list[Exception] = []
-        self.transport = InMemoryTransport(name, torch.zeros(2, 4, 8))
+        self.transport = InMemoryTransport(name, memory_of(torch.zeros(2, 4, 8)))
         self.machine = Machine(self.transport, error)
         self.channels = Channels(name)
         self.loop = IoLoop(
@@ -102,7 +103,7 @@ def test_wishes_are_told_in_order_on_the_loops_own_thread() -> None:
 def test_damaged_messages_and_those_of_strangers_are_dropped_and_the_next_is_heard(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    scene, peer = Scene("hears"), InMemoryTransport("speaks", torch.zeros(2, 4, 8))
+    scene, peer = Scene("hears"), InMemoryTransport("speaks", memory_of(torch.zeros(2, 4, 8)))
     channel = scene.meet(peer)
     hello = Hello(engine_id="speaks")
     with caplog.at_level(logging.WARNING):
@@ -110,7 +111,7 @@ def test_damaged_messages_and_those_of_strangers_are_dropped_and_the_next_is_hea
             peer.notify("hears", payload)
         for body in (b"", b"\xff\x00junk", encode(Hello(engine_id="stranger"))):
             peer.notify("hears", channel.seal(body))
-        stranger = InMemoryTransport("stranger", torch.zeros(2, 4, 8))
+        stranger = InMemoryTransport("stranger", memory_of(torch.zeros(2, 4, 8)))
         stranger.connect(scene.transport.peer_info)
         stranger.notify("hears", channel.seal(encode(hello)))
         peer.notify("hears", channel.seal(encode(hello)))

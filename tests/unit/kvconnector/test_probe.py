@@ -22,6 +22,7 @@ from kvconnector.protocol.seals import peek
 from kvconnector.transports.base import KVTransport, PendingWrite
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from kvconnector.transports.paths import CUDA_IPC_PATH, UNKNOWN_GPU_PATH
+from tests.fakes.kv_memories import memory_of
 from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
 from tests.fakes.virtual_clock import VirtualClock
 
@@ -50,11 +51,11 @@ class Scene:
         self.events["d"] = []
 
     def _transport(self, engine_id: str, kv_cache: torch.Tensor, faults: str) -> KVTransport:
-        transport = ScriptedTransport(engine_id, kv_cache, self.network)
+        transport = ScriptedTransport(engine_id, memory_of(kv_cache), self.network)
         spec = FaultSpec.parse(faults)
         if spec is None:
             return transport
-        return FaultyTransport(transport, kv_cache, spec, self.clock)
+        return FaultyTransport(transport, memory_of(kv_cache), spec, self.clock)
 
     def _never(self, error: Exception) -> None:
         raise AssertionError("no thread runs that could die") from error

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.api.errors import TransferError
-from kvconnector.peer_info import PeerInfo
+from kvconnector.peer_info import PeerInfo, RankMemory
 from kvconnector.protocol.pair_keys import KeyPair
 from kvconnector.protocol.seals import (
     HEADER_BYTES,
@@ -20,19 +20,16 @@ from kvconnector.protocol.seals import (
     RefusedMessageError,
     ReplayWindow,
 )
+from tests.fakes.kv_memories import manifest
 
 INFO = PeerInfo(
     engine_id="",
     connector="in_memory",
     host="",
     pid=0,
-    agent_metadata=b"",
-    base_address=0,
-    block_bytes=1,
-    block_size=1,
+    manifest=manifest(1, 1, 1),
     num_blocks=1,
-    device_id=0,
-    layout="",
+    ranks=(RankMemory(),),
 )
 
 

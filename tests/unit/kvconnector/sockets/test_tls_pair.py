@@ -14,6 +14,7 @@ from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.sockets.transport import TlsTransport
 from tests.fakes.kv_link import BLOCK_SHAPE, NUM_D_BLOCKS, NUM_P_BLOCKS, UNTOUCHED, Kind, Link
 from tests.fakes.kv_link import numbers as link_numbers
+from tests.fakes.kv_memories import memory_of
 from tests.fakes.tls_ends import where_of, with_where
 from tests.fakes.waiting import wait_until
 
@@ -33,13 +34,13 @@ def link() -> Iterator[Link]:
 
     number = next(link_numbers)
     receiver = Receiver(
-        TlsTransport(f"d{number}-tls", target, clock=clock),
+        TlsTransport(f"d{number}-tls", memory_of(target), clock=clock),
         lambda: None,
         deaths.append,
         clock=clock,
     )
     sender = Sender(
-        TlsTransport(f"p{number}-tls", source, clock=clock),
+        TlsTransport(f"p{number}-tls", memory_of(source), clock=clock),
         lambda: None,
         deaths.append,
         clock=clock,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from baton.api.errors import ConfigError, TransferError
+from kvconnector.peer_info import RankMemory
 from kvconnector.transports.base import PendingWrite
 from kvconnector.transports.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
 from kvconnector.transports.sockets.memory import StagedMemory
@@ -269,7 +270,9 @@ def test_peer_info_that_says_nothing_of_where_it_is_is_refused(
     ends: tuple[End, End], metadata: bytes
 ) -> None:
     p, d = ends
-    bad = msgspec.structs.replace(d.info, engine_id="d-bad", agent_metadata=metadata)
+    bad = msgspec.structs.replace(
+        d.info, engine_id="d-bad", ranks=(RankMemory(agent_metadata=metadata),)
+    )
     with pytest.raises(TransferError):
         p.transport.connect(bad)
     with pytest.raises(TransferError, match="not connected"):

@@ -1,0 +1,35 @@
+"""KV memory without an engine: any tensor of blocks, and a manifest that fits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.kv_manifest import KVGroup, KVKind, KVManifest
+
+
+@dataclass(frozen=True)
+class PlainMemory:
+    """See `KVMemory`."""
+
+    tensor: torch.Tensor
+    manifest: KVManifest
+
+
+def memory_of(tensor: torch.Tensor) -> PlainMemory:
+    """Of blocks `[num_blocks, num_layers, ...]`; all ranks have all of them."""
+    return PlainMemory(tensor, manifest(*tensor.shape[1:], dtype=tensor.dtype))
+
+
+def manifest(*shape: int, dtype: torch.dtype = torch.float32) -> KVManifest:
+    """Of blocks of this shape, layers first."""
+    group = KVGroup(
+        kind=KVKind.PAGED,
+        layers=tuple(range(shape[0])),
+        shape=shape,
+        block_size=shape[-2],
+        shard_axis=None,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    return KVManifest(groups=(group,))
